@@ -13,7 +13,7 @@ import json
 import time
 from typing import Any
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.app import build_router
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.decisions import PrefillUsage

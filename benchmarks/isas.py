@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import FEW, Cell, name_of, run_side
-from kvferry.core import environment
+from kvferry.core.settings import environment
 from models import MODELS, make_named_model
 from report import earlier, print_machine, save
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvferry.models
-from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.store.codecs.base import Codec
 from kvferry.store.codecs.table import BUILTIN, make_codec
 from report import print_machine, save

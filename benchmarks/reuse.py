@@ -35,7 +35,7 @@ from typing import Any
 from kvferry.core.errors import KvferryError
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from models import SHAPE, make_bench_model

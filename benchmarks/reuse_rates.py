@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.store.base import Block, KVStore, Read
 from kvferry.store.lmcache_client import _request
 from kvferry.store.table import find_store

@@ -42,7 +42,7 @@ from typing import Any
 import psutil
 
 import kvferry
-from kvferry.core.continuation import PROGRESS_HEADER
+from kvferry.core.messages.continuation import PROGRESS_HEADER
 from report import save
 
 SOURCE = Path(__file__).parent / "native" / "peer.c"

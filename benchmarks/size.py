@@ -24,8 +24,8 @@ PROGRAM = """
 import json, sys
 from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.registry import find_connector
-from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.shared_memory import SharedSegment
 

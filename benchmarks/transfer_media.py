@@ -26,8 +26,8 @@ import numpy as np
 import trustme
 import uvloop
 
-from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.core.wire import Message
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.messages.wire import Message
 from kvferry.transport.checksum import digest
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions
 from kvferry.store.record import CorruptBlock
 

@@ -35,9 +35,9 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.registry import ConnectorSpec
 from kvferry.core.errors import LeakError, PeerLost, ProtocolError, StoreError
-from kvferry.core.hand_off import Consume, Produce, Ticket, prefix_digests
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.options import read_options
+from kvferry.core.messages.hand_off import Consume, Produce, Ticket, prefix_digests
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.settings.options import read_options
 from kvferry.transport.memory import BlockMemory
 
 

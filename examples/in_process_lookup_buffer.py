@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import PeerLost
-from kvferry.core.layout import KVLayout
 from kvferry.transport.connection import limited_to
 from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want

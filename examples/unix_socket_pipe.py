@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.transport.connection import Connection
 from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe
 

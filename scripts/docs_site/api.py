@@ -23,7 +23,7 @@ PAGES = {
     "memory": (
         "Memory and layout",
         "What the bytes of a KV block mean, and where they are.",
-        ("kvferry.core.layout", "kvferry.transport.memory", "kvferry.core.block_hash"),
+        ("kvferry.core.blocks.layout", "kvferry.transport.memory", "kvferry.core.blocks.block_hash"),
     ),
     "store": (
         "Stores",
@@ -53,7 +53,7 @@ PAGES = {
     "hand-off": (
         "Hand-offs",
         "The ticket, and how requests say their part in a hand-off.",
-        ("kvferry.core.hand_off", "kvferry.core.transfer_config"),
+        ("kvferry.core.messages.hand_off", "kvferry.core.settings.transfer_config"),
     ),
     "configuration": (
         "Configuration classes",
@@ -64,9 +64,9 @@ PAGES = {
             "kvferry.fleet.restart",
             "kvferry.router.config",
             "kvferry.router.picker.config",
-            "kvferry.http.config",
-            "kvferry.http.limits",
-            "kvferry.core.options",
+            "kvferry.http.server.config",
+            "kvferry.http.server.limits",
+            "kvferry.core.settings.options",
         ),
     ),
     "errors": ("Errors", "The one tree of errors.", ("kvferry.core.errors",)),

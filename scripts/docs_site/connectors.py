@@ -12,7 +12,7 @@ from kvferry.adapters.vllm.settings import AdapterOptions
 from kvferry.cli.flags import field_help
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec
 from kvferry.core.names import resolve
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 HEAD = """# KV transfer configuration
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs_site.tables import code, table
-from kvferry.core.environment import VARIABLES
+from kvferry.core.settings.environment import VARIABLES
 
 HEAD = """# Environment variables
 

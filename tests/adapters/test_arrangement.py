@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import LayoutMismatch
-from kvferry.core.layout import KVLayout, LayerLayout
 
 torch = pytest.importorskip("torch")
 written_page = pytest.importorskip("kvferry.adapters.vllm.arrangement").written_page

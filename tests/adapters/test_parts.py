@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.connectors.api import Failed, HasAnswer, Loaded, Released
 from kvferry.core.errors import PeerLost
-from kvferry.core.hand_off import Consume, Produce, Ticket
+from kvferry.core.messages.hand_off import Consume, Produce, Ticket
 
 pytestmark = pytest.mark.vllm
 

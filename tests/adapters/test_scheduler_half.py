@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.connectors.api import Failed, Hit, Hold, Loaded, TransferEvent
 from kvferry.connectors.report_codec import encode_report
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import PeerLost
-from kvferry.core.layout import KVLayout, LayerLayout
 
 pytestmark = pytest.mark.vllm
 

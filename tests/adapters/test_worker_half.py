@@ -24,7 +24,7 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.errors import PeerLost
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.messages.hand_off import PrefillResult
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from kvferry.api import requests
 from kvferry.api.decoding import decode_body
 from kvferry.api.openapi import ERROR_EXAMPLE, OPERATIONS, openapi_document
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.openai import error_envelope
+from kvferry.core.messages.openai import error_envelope
 
 DOCUMENT = json.loads(openapi_document())
 

@@ -18,8 +18,8 @@ from conftest import ModelMaker
 from kvferry.cli.documents import Document
 from kvferry.cli.main import main
 from kvferry.cli.warming import Server, Warming
-from kvferry.core.kept import KeptBlocks, TierShare
-from kvferry.http.client import HttpClient
+from kvferry.core.messages.kept import KeptBlocks, TierShare
+from kvferry.http.client.http_client import HttpClient
 from kvferry.store import upkeep
 from support.processes import KvferryProcess, cluster, kvferry, run, until
 

@@ -22,7 +22,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
-from kvferry.http.config import HttpAccess
+from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from support.ports import free_port
 

@@ -10,8 +10,8 @@ import pytest
 from kvferry.cli.common import http_settings
 from kvferry.cli.main import main
 from kvferry.fleet.spec import Listen
-from kvferry.http.config import HttpAccess, HttpConfig
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpAccess, HttpConfig
+from kvferry.http.server.limits import HttpLimits
 from router.peers import SECRET, routing
 
 HTTP = HttpConfig(shutdown_grace_s=1, secret=SECRET)

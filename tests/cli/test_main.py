@@ -25,8 +25,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
@@ -329,7 +329,7 @@ def test_the_router_as_a_child_of_a_supervisor() -> None:
 
 
 def test_an_address_in_use_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvferry.http.listen import listen
+    from kvferry.http.server.listen import listen
 
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]

@@ -16,17 +16,17 @@ from docs_site import commands
 from kvferry.cli.flags import complete, flags_of
 from kvferry.cli.main import main
 from kvferry.connectors.registry import BUILTIN as CONNECTORS
-from kvferry.core.bounds import Bounds, bounds_of, check_bounds
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
-from kvferry.core.options import read_options
+from kvferry.core.settings.bounds import Bounds, bounds_of, check_bounds
+from kvferry.core.settings.options import read_options
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, Listen
-from kvferry.http.config import HttpAccess, HttpConfig
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpAccess, HttpConfig
+from kvferry.http.server.limits import HttpLimits
 from kvferry.router.choice.policies.table import find_policy, policy_names, read_settings
 from kvferry.router.config import RouterConfig
 from kvferry.router.edge.tenants import Limits

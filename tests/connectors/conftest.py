@@ -10,7 +10,7 @@ sys.path[:0] = [str(HERE / "support"), str(HERE.parent / "transport" / "support"
 from fake_engine import FakeEngine  # noqa: E402 - found through the line above
 from kv_support import make_layout, no_leftovers  # noqa: E402
 
-from kvferry.core.layout import KVLayout  # noqa: E402
+from kvferry.core.blocks.layout import KVLayout  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pipe_support import KINDS
 
 from kvferry.connectors.p2p import worker
 from kvferry.core.errors import LeaseEnded
-from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.testing import tickets
 from support.libraries import require_library
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.testing.connector import CacheContract, HandOffContract
 
 

@@ -10,8 +10,8 @@ from kv_support import make_layout, sharded
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, StoreError
-from kvferry.core.hand_off import Produce, parse_hand_off
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Produce, parse_hand_off
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 NAME = "folder_connector:FolderConnector"
 PROMPT = list(range(100, 119))

@@ -7,7 +7,7 @@ from kvferry.connectors.overdue import SPARE_S, OverdueLoads
 from kvferry.connectors.ranks import RankReports
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, TransferTimeout
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.messages.hand_off import PrefillResult
 
 LIMIT_S = 5.0
 

@@ -26,7 +26,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferError,
 )
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.messages.hand_off import PrefillResult
 
 RESULT = PrefillResult(first_token=4, seed=1)
 LOST = PeerLost("gone")

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import InvalidRequest, LeakError, QueueFull, Unavailable
-from kvferry.core.hand_off import Produce
-from kvferry.core.instance_facts import InstanceFacts, TicketKinds
+from kvferry.core.messages.hand_off import Produce
+from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine

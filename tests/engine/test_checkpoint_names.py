@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model

@@ -11,7 +11,7 @@ import pytest
 from kvferry.core.errors import Unavailable
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine

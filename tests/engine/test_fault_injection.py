@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import KvferryError, LeakError
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.testing.stepping import Rest

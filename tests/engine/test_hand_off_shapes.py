@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine

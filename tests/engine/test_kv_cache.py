@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.engine.kv_cache import KVCache, choose_num_blocks
 from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
 

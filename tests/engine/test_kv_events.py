@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
-from kvferry.core.block_hash import extend_hashes, root_hash
+from kvferry.core.blocks.block_hash import extend_hashes, root_hash
 from kvferry.core.clock import ManualClock
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.kv_events import BlockEvents

@@ -17,7 +17,7 @@ import pytest
 from conftest import ModelMaker
 from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
 from kvferry.core.request import Request
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.store.base import Read, Run

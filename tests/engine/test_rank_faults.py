@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import RankLost, RequestError
-from kvferry.core.hand_off import Produce
+from kvferry.core.messages.hand_off import Produce
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import patience

@@ -28,13 +28,13 @@ from kvferry.connectors.api import (
     TransferReport,
     failures,
 )
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, LeaseEnded, PeerLost, QueueFull
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
-from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
 from kvferry.engine.limits import SchedulerLimits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.store.upkeep import verify

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import ModelMaker
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, random_prompts, require_same, run_prompts, run_side_by_side

@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.errors import ConfigError, UnsupportedModel
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, SEEDED, random_prompts, require_same, run_prompts, run_requests

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.transfer_config import parse_transfer_config
+from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.catalog import resolve

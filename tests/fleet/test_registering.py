@@ -19,7 +19,7 @@ from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
-from kvferry.http.config import HttpConfig
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from router.peers import SECRET, routing
 from router.test_membership import holds

@@ -11,17 +11,17 @@ from typing import Any
 
 import httptools
 
-from kvferry.http.call import Call
-from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig
-from kvferry.http.keys import Access
-from kvferry.http.limits import HttpLimits
-from kvferry.http.origin import Origin
+from kvferry.http.client.call import Call
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 from kvferry.http.relay import Pattern
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
-from kvferry.http.server import HttpServer
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.keys import Access
+from kvferry.http.server.limits import HttpLimits
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 
 
 @dataclass

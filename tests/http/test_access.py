@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 from kvferry.http.errors import Unreachable
-from kvferry.http.origin import Origin
+from kvferry.http.server.config import HttpConfig
 from kvferry.http.tls import client_context
 
 from .running import limits, opened, request, running, wire

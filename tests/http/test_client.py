@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferError
-from kvferry.http.call import Call, CallState
-from kvferry.http.client import HttpClient
+from kvferry.http.client.call import Call, CallState
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 from kvferry.http.errors import AnswerTimeout, Unreachable
-from kvferry.http.origin import Origin
 from kvferry.http.relay import relay
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 
 from .running import Handlers, Seen, opened, request, running, wire
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http import server as http_server
-from kvferry.http.listen import listen
+from kvferry.http.server import http_server
+from kvferry.http.server.listen import listen
 
 from .running import Handlers, request, running, wire
 
@@ -49,7 +49,7 @@ async def test_a_request_that_comes_while_draining() -> None:
 
 async def test_it_is_told_what_is_waited_for_and_how_that_ends(caplog: pytest.LogCaptureFixture) -> None:
     handlers = Handlers()
-    with caplog.at_level("INFO", logger="kvferry.http.server"):
+    with caplog.at_level("INFO", logger="kvferry.http.server.http_server"):
         async with running(handlers, shutdown_grace_s=600.0) as served, wire(served.port) as client:
             client.send(request("/wait"))
             await handlers.running.wait()
@@ -190,9 +190,9 @@ async def until_refused(port: int) -> None:
 
 PROGRAM = """
 import asyncio, uvloop
-from kvferry.http.config import HttpConfig
-from kvferry.http.routes import Route, Routes
-from kvferry.http.server import HttpServer, signals_end
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.routes import Route, Routes
+from kvferry.http.server.http_server import HttpServer, signals_end
 
 async def hang(request, response):
     print("hanging", flush=True)

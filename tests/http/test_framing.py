@@ -20,11 +20,11 @@ import h11
 import pytest
 
 from kvferry.core.errors import TransferError
-from kvferry.http.client import HttpClient
-from kvferry.http.relay import Pattern, library, relay
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.relay import Pattern, Relays, library, relay
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 
 from .running import Seen, opened, request, running, wire
 from .test_client import answering, peer
@@ -171,9 +171,8 @@ async def forwarding(cases: Cases, how: Callable[[], Any], *, fast_path: bool) -
         finally:
             answer.close()
 
-    async with peer(cases) as origin, HttpClient(fast_path=fast_path) as client:
-        if client._opening is not None:
-            await client._opening
+    async with peer(cases) as origin, Relays() as relays, HttpClient(relays=relays if fast_path else None) as client:
+        await relays.opened()
         async with running(routes=Routes([], Route("*", "*", handle))) as front:
             yield front.port
         client.check()

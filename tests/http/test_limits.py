@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http import service
-from kvferry.http.limits import HttpLimits
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
+from kvferry.http.server import service
+from kvferry.http.server.limits import HttpLimits
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 
 from .running import Handlers, limits, request, running, wire
 

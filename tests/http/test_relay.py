@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.continuation import LAST_MARK, MARK
 from kvferry.core.errors import TransferError
-from kvferry.http.call import Call
-from kvferry.http.client import HttpClient
-from kvferry.http.origin import Origin
+from kvferry.core.messages.continuation import LAST_MARK, MARK
+from kvferry.http.client.call import Call
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 from kvferry.http.relay import Pattern, Reader, Relays, library, relay
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 
 from .running import Seen, opened, request, running, wire
 from .test_client import CHUNKED, Script, peer, small_socket
@@ -39,15 +39,14 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 
 @asynccontextmanager
 async def client_with_fast_path() -> AsyncIterator[HttpClient]:
-    async with HttpClient(idle_s=60, fast_path=True) as client:
-        assert client._opening is not None
-        await client._opening
+    async with Relays() as relays, HttpClient(idle_s=60, relays=relays) as client:
+        await relays.opened()
         yield client
 
 
 def relays_of(client: HttpClient) -> Relays:
-    assert client._relays is not None
-    return client._relays
+    assert isinstance(client.relays, Relays)
+    return client.relays
 
 
 class Unmarked:
@@ -444,7 +443,7 @@ async def test_none_left_and_the_descriptor_closed_at_the_end() -> None:
 
 
 async def test_without_a_compiler_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.http.client.library", lambda: None)
+    monkeypatch.setattr("kvferry.http.relay.library", lambda: None)
     body = [b"9\r\ndata: x\n\n\r\n"] * 20
     async with peer(sending([*body, END])) as origin, client_with_fast_path() as client:
         async with running(routes=front_of(client, origin, unread)) as front, wire(front.port) as caller:

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from kvferry.http.listen import listen
+from kvferry.http.server.listen import listen
 from kvferry.observe.logs import JsonFormatter
 
 from .running import Handlers, request, running, wire

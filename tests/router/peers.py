@@ -25,11 +25,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
-from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.listen import listen
-from kvferry.http.server import HttpServer
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.listen import listen
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 

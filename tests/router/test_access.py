@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.http.config import HttpConfig
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.edge.turns import Turns
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, signed, ticket
 from router.test_hand_off import BODY

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import router
 from kvferry.core.clock import ManualClock
-from kvferry.core.instance_facts import InstanceFacts, KVSource
+from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
 from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.policies.base import Asked, Choice
 from kvferry.router.choice.prompt import Prefix

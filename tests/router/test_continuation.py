@@ -18,9 +18,9 @@ import pytest
 from engine.server.conftest import make_tokenizer
 from engine.server.fake_engine import DeterministicEngine
 from engine.server.running import running
-from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import InvalidRequest, Unavailable
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.continuation import PROGRESS_HEADER
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.request import EngineOutput, Request
 from router.peers import DECODE, Peer, failing, instances, routing
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from kvferry.http.config import HttpConfig
-from kvferry.http.signed_client import bearer
+from kvferry.http.client.signed_client import bearer
+from kvferry.http.server.config import HttpConfig
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
 from router.test_membership import KEY, change, holds, post
 

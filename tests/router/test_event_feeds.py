@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
-from kvferry.core.instance_facts import EventsAddress
+from kvferry.core.messages.instance_facts import EventsAddress
 from kvferry.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from kvferry.kv_events.publisher import KVEventPublisher
 from kvferry.router.app import Router

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.http.origin import Origin
+from kvferry.http.client.origin import Origin
 from router.peers import (
     CONCURRENT,
     DECODE,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health

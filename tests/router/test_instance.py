@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.instance import InstanceState as State
 

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from kvferry.cli import fleet
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
-from kvferry.http.config import HttpConfig
-from kvferry.http.listen import listen
-from kvferry.http.signed_client import bearer
+from kvferry.http.client.signed_client import bearer
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.listen import listen
 from kvferry.router.app import Router
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import InstanceState

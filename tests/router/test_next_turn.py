@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvferry.core.hand_off import Produce, parse_hand_off
-from kvferry.http.origin import Origin
+from kvferry.core.messages.hand_off import Produce, parse_hand_off
+from kvferry.http.client.origin import Origin
 from router.peers import CONCURRENT, DECODE, Peer, answer, go_or_disconnect, instances, routing, ticket, unused_address
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}

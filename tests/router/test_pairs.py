@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core.instance_facts import InstanceFacts, TicketKinds
-from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.router.instances.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket

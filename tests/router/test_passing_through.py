@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from yarl import URL
 
-from kvferry.core.timeline import Timeline
-from kvferry.http.call import Call
+from kvferry.core.messages.timeline import Timeline
+from kvferry.http.client.call import Call
 from kvferry.router.body import RequestBody
 from kvferry.router.request.exchange import Exchange
 from kvferry.router.request.hand_off import HandOff

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.core.continuation import Mark
 from kvferry.core.errors import ProtocolError
+from kvferry.core.messages.continuation import Mark
 from kvferry.router.instances.instance import VllmFacts
 from kvferry.router.request.progress import EventPassage, Progress
 from kvferry.router.request.replay import Replay

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.facts import read_bootstrap
 from kvferry.router.instances.instance import Absent, Bootstrap, Unasked, VllmFacts

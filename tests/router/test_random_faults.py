@@ -21,7 +21,7 @@ import pytest
 
 from engine.server.running import running
 from kvferry.core.errors import Unavailable
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.request import EngineOutput, Request
 from router.peers import routing
 from router.test_continuation import CHAT, TEXT, Failing, timeless

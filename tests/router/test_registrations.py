@@ -17,11 +17,11 @@ import pytest
 
 from kvferry.core.errors import ConfigError, Unavailable
 from kvferry.core.keys import CHALLENGE_PATH, Signer, Verifier
-from kvferry.core.registration import REGISTER_PATH, Registered
+from kvferry.core.messages.registration import REGISTER_PATH, Registered
 from kvferry.engine.server import registrar as registrar_module
 from kvferry.engine.server.registrar import Registrar, RegistrarConfig, make_registrar
-from kvferry.http.config import HttpConfig
-from kvferry.http.origin import Origin
+from kvferry.http.client.origin import Origin
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Unasked
@@ -145,8 +145,8 @@ async def test_after_a_router_was_started_anew_its_instances_are_back() -> None:
             telling = registrar(url, d)
             task = asyncio.create_task(telling.run())
             await holds(lambda: urls(router) == [d.url])
-        from kvferry.http.lifecycle import Lifecycle
-        from kvferry.http.server import HttpServer
+        from kvferry.http.server.http_server import HttpServer
+        from kvferry.http.server.lifecycle import Lifecycle
         from kvferry.router.app import build_router
 
         again = build_router(RouterConfig(registration=True, health_interval_s=3600), replace(HTTP, port=port))

@@ -16,19 +16,19 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import PeerLost
-from kvferry.core.instance_facts import InstanceFacts
 from kvferry.core.keys import http_secret
-from kvferry.http.access import InstanceAccess
-from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.errors import AnswerTimeout
-from kvferry.http.keys import Access, Guard
-from kvferry.http.origin import Origin
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
-from kvferry.http.server import HttpServer
-from kvferry.http.signed_client import SignedClient
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.keys import Access, Guard
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 from kvferry.router.instances.instance import InstanceState
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
 from router.test_membership import holds

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvferry.http.config import HttpConfig
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.edge.fleet_metrics import merge
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, serving, ticket, ticket_for
 from router.test_hand_off import BODY, a_decode, a_prefill, get, post

@@ -12,7 +12,7 @@ import pytest
 
 SERVE = """
 import json, sys
-from kvferry.http.config import HttpConfig
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.server import run_router
 

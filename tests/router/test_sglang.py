@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.instances.instance import SglangFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from kvferry.router.protocols.sglang import sglang

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, InvalidRequest
-from kvferry.http.config import HttpConfig
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.edge import tenants as module

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpConfig
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY
 from router.test_membership import holds

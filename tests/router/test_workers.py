@@ -31,9 +31,9 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.spec import Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.router.config import RouterConfig
 
 prefill, decode, settings = json.loads(sys.argv[1])

@@ -12,10 +12,10 @@ import pytest
 
 from docs_site import api, commands, connectors, environment, metrics, repository
 from kvferry.connectors.registry import BUILTIN, find_connector
-from kvferry.core.environment import VARIABLES
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import resolve
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.environment import VARIABLES
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.router.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "transport" / "support"), str(Pa
 
 from kv_support import make_layout, no_leftovers  # noqa: E402 - found through the line above
 
-from kvferry.core.layout import KVLayout  # noqa: E402
+from kvferry.core.blocks.layout import KVLayout  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

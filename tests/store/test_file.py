@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kv_support import make_layout
 from sync_store import OPEN, FileStore
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.layout import KVLayout
 from kvferry.store import upkeep
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.files import _machine

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.store.base import Put
 from kvferry.store.memory import MemoryStore
 from kvferry.store.table import find_store

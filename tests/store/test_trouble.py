@@ -21,8 +21,8 @@ import pytest
 from servers import start_mooncake_master, start_server
 from valkey import exceptions
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import StoreError
-from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.store import breaker, tiers
 from kvferry.store import tier as tier_module
 from kvferry.store.base import Block, KVStore, Put, Read

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine

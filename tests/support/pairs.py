@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.core.errors import LeakError
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, Produce, Ticket, parse_hand_off
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.testing.stepping import Rest

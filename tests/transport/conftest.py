@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from kv_support import BlockRegion, make_layout, no_leftovers
 
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvferry.core.wire import encode_frame
+from kvferry.core.messages.wire import encode_frame
 from kvferry.transport import control
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, translated_errors
 from kvferry.transport.control import Listener, dial

@@ -18,9 +18,9 @@ from kv_support import BlockRegion, make_layout, table_for
 
 from kvferry.connectors.p2p.plan import HandOffMeta, decode_meta, encode_meta
 from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError, ProtocolError
-from kvferry.core.hand_off import PrefillResult, parse_hand_off
-from kvferry.core.transfer_config import parse_transfer_config
-from kvferry.core.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
+from kvferry.core.messages.hand_off import PrefillResult, parse_hand_off
+from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
+from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FabricContext

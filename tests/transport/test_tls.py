@@ -19,7 +19,7 @@ from kv_support import BlockRegion, make_layout, soon, until
 from numpy.typing import NDArray
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class

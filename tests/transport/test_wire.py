@@ -3,7 +3,14 @@ import pytest
 from kv_support import make_layout
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.wire import HEADER_BYTES, MAX_FRAME_BYTES, decode_frame, encode_frame, frame_length, seal_frame
+from kvferry.core.messages.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    decode_frame,
+    encode_frame,
+    frame_length,
+    seal_frame,
+)
 from kvferry.transport.connection import Identity
 from kvferry.transport.handshake import Hello, Proof
 from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Part, ProducerInfo, Select

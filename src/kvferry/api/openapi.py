@@ -15,8 +15,8 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.api import answers, requests
-from kvferry.core.kept import KeptBlocks
-from kvferry.core.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
+from kvferry.core.messages.kept import KeptBlocks
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, RETRY_AFTER_HEADER, ErrorEnvelope
 from kvferry.core.sampling import SamplingParams
 
 OPENAPI_PATH = "/openapi.json"

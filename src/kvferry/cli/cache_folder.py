@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import format_bytes
+from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.file_room import path_of
 from kvferry.store.table import BUILTIN

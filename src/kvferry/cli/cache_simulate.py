@@ -17,8 +17,8 @@ from rich.table import Table
 
 from kvferry.cli.bars import make_bars
 from kvferry.cli.cache_plot import check_plot, plot
-from kvferry.core.bounds import COUNT, Bounds
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.bounds import COUNT, Bounds
 from kvferry.store.eviction.table import eviction_class, eviction_names
 from kvferry.store.trace.comparison import Comparison, compare_file
 

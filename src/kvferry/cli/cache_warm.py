@@ -21,17 +21,17 @@ from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags,
 from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
 from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
-from kvferry.core.bounds import SECONDS
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import Display, make_display
 from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import check_transfer
-from kvferry.http.client import HttpClient
-from kvferry.http.signed_client import SignedClient
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging

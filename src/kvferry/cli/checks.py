@@ -9,13 +9,13 @@ from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.machine import require_memory
-from kvferry.core.transfer_config import parse_transfer_config
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.transfer_config import parse_transfer_config
+from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.listening import require_free
 from kvferry.fleet.local import LOOPBACK
 from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
-from kvferry.http.config import HttpAccess
+from kvferry.http.server.config import HttpAccess
 from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve
 from kvferry.models.hub import require_on_hub

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from kvferry.cli.flags import field_help, flags_of, nothing_said
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import make_registrar
@@ -24,9 +24,9 @@ from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole, require_registrable
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig

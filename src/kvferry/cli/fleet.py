@@ -12,13 +12,13 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from kvferry.core.bounds import PORT, SECONDS_OR_ZERO
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.http.client import HttpClient
-from kvferry.http.origin import Origin
-from kvferry.http.signed_client import SignedClient
+from kvferry.core.settings.bounds import PORT, SECONDS_OR_ZERO
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
 
 Role = Literal["prefill", "decode"]

@@ -24,13 +24,13 @@ from kvferry.cli.common import (
     run_fleet,
 )
 from kvferry.cli.flags import complete
-from kvferry.core.transfer_config import parse_transfer_config
+from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.local import require_defaults, vllm_instance
 from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 
 

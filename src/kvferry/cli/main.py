@@ -22,9 +22,9 @@ from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
-from kvferry.core.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
+from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.supervisor import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging

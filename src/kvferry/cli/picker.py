@@ -27,9 +27,9 @@ from kvferry.cli.flags import complete, flags_of, nothing_said
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
 from kvferry.fleet.spec import Listen
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess, HttpConfig
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess, HttpConfig
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.picker.config import PickerConfig

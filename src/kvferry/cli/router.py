@@ -31,9 +31,9 @@ from kvferry.core.keys import shared_token
 from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.spec import Listen
 from kvferry.fleet.supervisor import FleetPlan
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess, HttpConfig
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess, HttpConfig
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.pools import given_instances

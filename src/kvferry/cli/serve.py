@@ -33,15 +33,15 @@ from kvferry.cli.common import (
     run_fleet,
 )
 from kvferry.cli.flags import complete
-from kvferry.core.transfer_config import parse_transfer_config
+from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
 from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 

@@ -16,10 +16,10 @@ import msgspec
 from kvferry.cli.documents import Document
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
-from kvferry.core.kept import KeptBlocks, TierShare
-from kvferry.http.origin import Origin
-from kvferry.http.response import JSON
-from kvferry.http.signed_client import SignedClient
+from kvferry.core.messages.kept import KeptBlocks, TierShare
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
+from kvferry.http.server.response import JSON
 
 LOOK_EVERY_S = 0.25
 STALLED_S = 10.0

@@ -28,14 +28,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime
 
 import msgspec
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import HandOff, PrefillResult, Ticket
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.kept import TierShare
-from kvferry.core.layout import KVLayout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import HandOff, PrefillResult, Ticket
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.messages.kept import TierShare
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes
 from kvferry.transport.memory import BlockMemory
 

@@ -11,8 +11,8 @@ import msgspec
 from kvferry.connectors.api import API_VERSION, ConnectorContext, KeepsBlocks, SchedulerSide, StepPlan, WorkerSide
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint, resolve
-from kvferry.core.options import read_options
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.options import read_options
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvferry.core import environment
+from kvferry.core.settings import environment
 
 PLACE = environment.CACHE_DIR
 

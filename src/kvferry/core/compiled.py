@@ -24,8 +24,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.core import environment
 from kvferry.core.cache_places import PLACE, lasting_places
+from kvferry.core.settings import environment
 
 logger = logging.getLogger(__name__)
 

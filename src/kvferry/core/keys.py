@@ -4,7 +4,7 @@ The secret is `KVFERRY_AUTH_TOKEN`, which the processes of a deployment share. I
 from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good for nothing else:
 
     kv         between D and P              connections on which KV moves (`transport.handshake`)
-    tickets    P → D                        through routers and clients (`core.ticket_seal`)
+    tickets    P → D                        through routers and clients (`core.messages.ticket_seal`)
     markers    P → D                        in a store that they share (`connectors.kv_store.markers`)
     proof      server → client              that it holds the secret
     probe      router → instance            what it is, its metrics
@@ -35,8 +35,8 @@ import msgspec
 from kvferry.core import entropy
 from kvferry.core.cache_places import lasting_places
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.core.environment import AUTH_TOKEN
 from kvferry.core.errors import AuthenticationFailed, ConfigError
+from kvferry.core.settings.environment import AUTH_TOKEN
 
 Purpose = Literal["probe", "release", "operate", "register"]
 

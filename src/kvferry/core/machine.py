@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import format_bytes
+from kvferry.core.settings.units import format_bytes
 
 
 def require_memory(num_bytes: int, asker: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.core.hand_off import HandOff, TokenLogprobs
+from kvferry.core.messages.hand_off import HandOff, TokenLogprobs
+from kvferry.core.messages.timeline import Timeline
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.timeline import Timeline
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

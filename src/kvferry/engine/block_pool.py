@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import LeakError
 from kvferry.engine.cached_order import CachedOrder, ReleaseOrder
 from kvferry.engine.kv_events import BlockEvents

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.core.bounds import Count, Seed, check_bounds
 from kvferry.core.errors import ConfigError
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.bounds import Count, Seed, check_bounds
+from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.model.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.store.eviction.table import eviction_class

@@ -27,14 +27,14 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.registry import find_connector
 from kvferry.core import entropy
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import Clock
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
-from kvferry.core.hand_off import Consume, Produce
-from kvferry.core.kept import TierShare
+from kvferry.core.messages.hand_off import Consume, Produce
+from kvferry.core.messages.kept import TierShare
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.cached_order import make_cached_order
 from kvferry.engine.config import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.build import build_executor

@@ -30,7 +30,7 @@ from kvferry.connectors.api import (
 )
 from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
-from kvferry.core.hand_off import Consume, PrefillResult, Produce
+from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.sequence import Meeting, Sequence, Status
 from kvferry.engine.step import Chunk

@@ -11,9 +11,9 @@ import psutil
 import torch
 from torch import Tensor
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
-from kvferry.core.units import format_bytes
+from kvferry.core.settings.units import format_bytes
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.shared_memory import SharedSegment
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.kv_events.messages import DEVICE, BlockRemoved, BlockStored, Event
 from kvferry.kv_events.publisher import EventAddresses, KVEventPublisher
 

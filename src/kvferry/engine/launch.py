@@ -13,14 +13,14 @@ import msgspec
 import uvloop
 
 from kvferry.core.process_end import EndLimit, end_limit
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.server.app import serve
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import RegistrarConfig
-from kvferry.http.listen import authority
+from kvferry.http.server.listen import authority
 
 log = logging.getLogger(__name__)
 

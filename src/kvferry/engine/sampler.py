@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, uniform_draw
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Sampled

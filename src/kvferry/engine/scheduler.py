@@ -32,7 +32,7 @@ from kvferry.connectors.api import (
     TransferEvent,
     TransferReport,
 )
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import Clock
 from kvferry.core.errors import (
     DeadlineExceeded,
@@ -42,7 +42,7 @@ from kvferry.core.errors import (
     RequestError,
     RequestFailed,
 )
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.external_kv import ExternalKV

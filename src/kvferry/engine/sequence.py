@@ -6,8 +6,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.request import FinishReason, Request
 
 

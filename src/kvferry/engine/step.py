@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.connectors.api import StepPlan
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.engine.sequence import Sequence
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from kvferry.core import entropy
 from kvferry.core.errors import KvferryError, StoreError, Unavailable
-from kvferry.core.instance_facts import EventsAddress, InstanceFacts, TicketKinds
-from kvferry.core.kept import KeptBlocks
+from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
+from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot

@@ -24,11 +24,11 @@ from kvferry.connectors.api import (
     statistics_of,
 )
 from kvferry.connectors.registry import find_connector
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, RequestFailed
-from kvferry.core.layout import KVLayout
-from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.model.loader import LoadedModel, Progress, load_model

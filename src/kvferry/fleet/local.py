@@ -7,9 +7,9 @@ import secrets
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from kvferry.core import environment
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
+from kvferry.core.settings import environment
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, to_arguments
@@ -21,9 +21,9 @@ from kvferry.fleet.supervisor import FleetPlan
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.bounds import CountOrZero, SecondsOrZero, check_bounds
+from kvferry.core.settings.bounds import CountOrZero, SecondsOrZero, check_bounds
 
 FIRST_WAIT_S = 0.5
 MOST_WAIT_S = 30.0

@@ -18,9 +18,9 @@ from kvferry.fleet.process import PROGRAM, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.spec import Listen
 from kvferry.fleet.supervisor import RouterGroup
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpAccess
-from kvferry.http.limits import HttpLimits
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
 from kvferry.router.config import RouterConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.core.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.bounds import CountOrZero, Port, PortOrAny, SecondsOrZero, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

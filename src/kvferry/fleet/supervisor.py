@@ -32,7 +32,7 @@ from kvferry.fleet.member import Member
 from kvferry.fleet.process import Process, ProcessSpec
 from kvferry.fleet.ready import InstanceReady
 from kvferry.fleet.restart import Again, GiveUp, RestartPolicy
-from kvferry.http.listen import BACKLOG, reserve
+from kvferry.http.server.listen import BACKLOG, reserve
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import msgspec
 from kvferry.connectors.multi.settings import child_configs, handing_off
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
-from kvferry.core.registration import Role
-from kvferry.core.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
+from kvferry.core.messages.registration import Role
+from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 
 InstanceRole = Literal["prefill", "decode", "both"]
 

@@ -19,13 +19,14 @@ import select
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from threading import Thread
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from kvferry.core.compiled import NotCompiled, compiled
 from kvferry.core.errors import ProtocolError, TransferError
-from kvferry.http.call import Call, CallState
-from kvferry.http.client_connection import ClientConnection
-from kvferry.http.response import Response
+from kvferry.http.client.call import Call, CallState
+from kvferry.http.client.connection import ClientConnection
+from kvferry.http.server.response import Response
 
 log = logging.getLogger(__name__)
 
@@ -136,16 +137,47 @@ def library() -> ctypes.PyDLL | None:
     return found
 
 
+def _in_background() -> asyncio.Future[ctypes.PyDLL | None]:
+    """`library`, from a thread that nobody waits for at the end: it may wait for what another process compiles."""
+    found: asyncio.Future[ctypes.PyDLL | None] = asyncio.get_running_loop().create_future()
+
+    def find() -> None:
+        result = library()
+        with suppress(RuntimeError):  # the loop is closed
+            found.get_loop().call_soon_threadsafe(lambda: None if found.done() else found.set_result(result))
+
+    Thread(target=find, name="compiles the relay", daemon=True).start()
+    return found
+
+
 class Relays:
-    """The streams of one event loop that compiled code passes on. `open` it with the library, and `close` it."""
+    """The streams of one event loop that compiled code passes on: an asynchronous context manager. What must be
+    compiled first is compiled in the background; until then streams are passed on by Python."""
 
     def __init__(self) -> None:
         self.step: Any = None
         self._epoll: select.epoll | None = None
-        self._loop = asyncio.get_running_loop()
+        self._opening: asyncio.Task[None] | None = None
         self._streams: dict[int, _Stream] = {}
         """By the descriptor of the source."""
         self._patterns: dict[Pattern, _Pattern] = {}
+
+    async def __aenter__(self) -> Self:
+        self._opening = asyncio.create_task(self._open_with(_in_background()))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        self.close()
+
+    async def opened(self) -> None:
+        """Wait until it is known whether there is compiled code."""
+        if self._opening is not None:
+            await self._opening
+
+    async def _open_with(self, found: asyncio.Future[ctypes.PyDLL | None]) -> None:
+        self.open(await found)
 
     def open(self, library: ctypes.PyDLL | None) -> None:
         """Take streams from now on; none without the library."""
@@ -157,7 +189,7 @@ class Relays:
             log.warning("streams are passed on by Python, which takes half as much processor time again: %s", error)
             return
         self.step = library.relay_step
-        self._loop.add_reader(self._epoll.fileno(), self._run)
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)
 
     def close(self) -> None:
         """End it; streams are read in Python again."""
@@ -165,7 +197,7 @@ class Relays:
             return
         for stream in tuple(self._streams.values()):
             stream.stop()
-        self._loop.remove_reader(self._epoll.fileno())
+        asyncio.get_running_loop().remove_reader(self._epoll.fileno())
         self._epoll.close()
         self._epoll = None
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvferry.core import environment
 from kvferry.core.cache_places import lasting_places
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.settings import environment
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.core import environment
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.settings import environment
 
 INSTANCE_VARIABLE = environment.INSTANCE_NAME
 """Set by a supervisor for its children: their names in the fleet."""

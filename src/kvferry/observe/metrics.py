@@ -26,7 +26,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.timeline import Timeline
 from kvferry.observe.figures import Figure, figures_of, split_figure
 
 LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)

@@ -15,14 +15,14 @@ import msgspec
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
-from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.openai import internal_error
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
-from kvferry.http.keys import Access, Guard
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route, Routes
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.openai import internal_error
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.keys import Access, Guard
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.event_feeds import EventFeeds

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvferry.core.bounds import (
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.bounds import (
     Bounds,
     Count,
     CountOrZero,
@@ -17,8 +18,7 @@ from kvferry.core.bounds import (
     SecondsOrZero,
     check_bounds,
 )
-from kvferry.core.errors import ConfigError
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.units import parse_bytes
 from kvferry.router.paths import parse_path
 
 _HEADER_NAME = r"[A-Za-z0-9_-]+"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from kvferry.core.continuation import PROGRESS_HEADER
-from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
+from kvferry.core.messages.continuation import PROGRESS_HEADER
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
 from kvferry.http.headers import RawHeaders, find_header, header_lines
 
 REQUEST_ID = REQUEST_ID_HEADER.lower().encode()

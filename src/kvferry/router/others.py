@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any, Self
 
 from kvferry.core.errors import TransferError
-from kvferry.core.openai import UnknownRoute
-from kvferry.http.client import HttpClient
+from kvferry.core.messages.openai import UnknownRoute
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 from kvferry.http.headers import find_header
-from kvferry.http.keys import Access
-from kvferry.http.origin import Origin
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Handler, Route, Routes
+from kvferry.http.server.keys import Access
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Handler, Route, Routes
 from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions
 from kvferry.router.edge.admin import INSTANCES_PATH
 from kvferry.router.edge.summed import summed

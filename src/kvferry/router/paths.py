@@ -9,7 +9,7 @@ from types import MappingProxyType
 from urllib.parse import unquote_to_bytes
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.openai import UnknownRoute
+from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.errors import MethodNotAllowed
 
 PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}

@@ -13,11 +13,11 @@ from typing import Any
 import uvloop
 
 from kvferry.core.process_end import EndLimit, end_limit
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
-from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.listen import authority
-from kvferry.http.server import HttpServer, signals_end
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer, signals_end
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.listen import authority
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.shared_state import SharedState

@@ -20,11 +20,11 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.bounds import MOST_BYTES, MOST_SECONDS
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.core.layout import KVLayout
+from kvferry.core.settings.bounds import MOST_BYTES, MOST_SECONDS
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.record import LayerViews, RecordFormat
 

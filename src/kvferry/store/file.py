@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.layout import KVLayout
 from kvferry.store.access import ACCESS, FileAccess
 from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
 from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of

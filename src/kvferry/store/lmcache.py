@@ -24,10 +24,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.layout import KVLayout
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import xxhash
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.store.lmcache_client import DamagedValue, LMCacheClient
 
 MAX_INDEX_BYTES = 4096

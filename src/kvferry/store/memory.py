@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.core.machine import require_memory
-from kvferry.core.units import format_bytes, parse_bytes
+from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes

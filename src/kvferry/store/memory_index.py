@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.store.arena import RESERVED_BYTES, Arena
 from kvferry.store.eviction.guarded import GuardedPolicy

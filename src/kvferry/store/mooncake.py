@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, StoreError
-from kvferry.core.layout import KVLayout
 from kvferry.store.base import (
     MAX_NOTE_BYTES,
     Block,

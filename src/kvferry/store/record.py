@@ -29,8 +29,8 @@ from itertools import accumulate
 
 import xxhash
 
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.store.codecs.base import Codec, CodecError
 from kvferry.store.codecs.none import NoCodec
 from kvferry.store.copying import copy_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.codecs.table import codec_class

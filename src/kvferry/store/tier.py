@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.store.base import Block, KVStore, Put, Read
 from kvferry.store.breaker import Breaker

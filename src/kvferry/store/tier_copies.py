@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.store.base import Block, Put, Read
 from kvferry.store.tier import Tier
 

@@ -22,10 +22,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
-from kvferry.core.kept import TierShare
-from kvferry.core.layout import KVLayout
+from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import Block, Changes, KVStore, Put, Read, Run, StoreOptions
 from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 from kvferry.store.tier import Tier

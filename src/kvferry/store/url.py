@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.options import read_value
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.options import read_value
+from kvferry.core.settings.units import parse_bytes
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+]*")
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.core.layout import KVLayout
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, require_short_note
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvferry.core.bounds import MOST_SECONDS
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
+from kvferry.core.settings.bounds import MOST_SECONDS
 from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
 
 try:

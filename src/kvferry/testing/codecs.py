@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.store.codecs.base import Codec, CodecError
 from kvferry.store.codecs.table import codec_class, make_codec
 

@@ -25,10 +25,10 @@ from kvferry.connectors.api import HandsOff, KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, LeakError
-from kvferry.core.hand_off import Consume, HandOff, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, HandOff, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model

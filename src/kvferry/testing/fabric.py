@@ -18,9 +18,9 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, ProtocolError, TransferTimeout
-from kvferry.core.layout import KVLayout
 from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.shared_memory import SharedSegment

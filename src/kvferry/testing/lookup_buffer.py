@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, LeaseEnded, ProtocolError, TransferTimeout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.base import (

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.store.base import Block, KVStore, Put, Read
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore

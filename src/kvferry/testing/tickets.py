@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.connectors.api import HandsOff
-from kvferry.core.hand_off import Ticket
+from kvferry.core.messages.hand_off import Ticket
 
 
 def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: object) -> Ticket:

@@ -1,4 +1,4 @@
-"""One TCP connection between two instances, and the frames on it (`core.wire`). Used on a `TransferLoop`.
+"""One TCP connection between two instances, and the frames on it (`core.messages.wire`). Used on a `TransferLoop`.
 
 Once both ends have proved who they are (`transport.handshake`), each frame ends with a digest keyed by their session.
 
@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import PeerLost, TransferTimeout
-from kvferry.core.layout import KVLayout
-from kvferry.core.wire import (
+from kvferry.core.messages.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     SEAL_BYTES,

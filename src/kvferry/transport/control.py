@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Connection, Identity, limited_to
 from kvferry.transport.handshake import answer, greet
 

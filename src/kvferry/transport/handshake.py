@@ -24,7 +24,7 @@ import msgspec
 from kvferry.core import entropy
 from kvferry.core.errors import AuthenticationFailed, PeerLost, ProtocolError
 from kvferry.core.keys import derive
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
 
 NONCE_BYTES = 32

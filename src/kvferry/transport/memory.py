@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ProtocolError
-from kvferry.core.layout import KVLayout
 
 Span = tuple[int, int]
 """(offset, length), bytes."""

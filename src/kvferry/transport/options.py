@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.hand_off import Host
-from kvferry.core.options import read_options
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Host
+from kvferry.core.settings.options import read_options
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 Seconds = Annotated[float, Meta(ge=0.01, le=10_000_000.0)]
 """Seconds. Leases are renewed several times within their length, so a shorter one, ours or a peer's, would keep a loop

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, FakeRequest, consumed, produced
 from kvferry.connectors.kv_store.markers import MARKER_S, SKEW_S, BadMarker, Marker, Markers
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, ProtocolError, StoreError, TransferTimeout
-from kvferry.core.hand_off import Ticket
+from kvferry.core.messages.hand_off import Ticket
 from kvferry.store.table import find_store
 from kvferry.store.valkey import _note_key
 from kvferry.transport.transfer_loop import TransferLoop

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from fake_engine import FakeEngine, FakeRequest
 
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, Produce, Ticket, parse_hand_off
 
 PROMPT = list(range(100, 119))
 BLOCK = 4

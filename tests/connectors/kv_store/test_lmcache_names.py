@@ -9,7 +9,7 @@ import pytest
 from kvferry.connectors.kv_store import settings
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 
 def tiers(**extra: Any) -> list[str]:

@@ -14,7 +14,7 @@ from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Wa
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.base import Run
 
 RUNS = (Run(0, 4),)

@@ -24,7 +24,7 @@ from kvferry.connectors.kv_store.markers import SIGN_BYTES
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
-from kvferry.core.block_hash import extend_hashes, root_hash
+from kvferry.core.blocks.block_hash import extend_hashes, root_hash
 from kvferry.core.errors import (
     ConfigError,
     LayoutMismatch,
@@ -33,8 +33,8 @@ from kvferry.core.errors import (
     StoreError,
     TransferTimeout,
 )
-from kvferry.core.hand_off import Produce, Ticket
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Produce, Ticket
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.base import Changes, Read
 from kvferry.store.eviction.learned import UNKNOWN_OUTPUT
 from kvferry.store.file import FileOptions, FileStore

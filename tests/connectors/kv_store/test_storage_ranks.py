@@ -9,7 +9,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
 from kvferry.core.errors import ConfigError, LayoutMismatch
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 
 LAYOUT = sharded(make_layout(2), 2)
 PROMPT = list(range(100, 119))

@@ -19,7 +19,7 @@ from kvferry.connectors.kv_store.prober import SIGN_POLL_S, SILENT_S, Prober, St
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.store.arena import Arena
 from kvferry.store.base import Block, KVStore, Put, Read, Run, StoreOptions
 from kvferry.store.table import find_stores

@@ -9,9 +9,9 @@ from kv_support import make_layout
 
 from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.layout import KVLayout
-from kvferry.core.transfer_config import KVRole, KVTransferConfig
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.settings.transfer_config import KVRole, KVTransferConfig
 from kvferry.store import memory
 
 FILE, VALKEY, MEMORY = "file:/kv", "valkey://a:1", "memory:8MiB"

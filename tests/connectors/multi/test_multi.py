@@ -17,9 +17,9 @@ from kvferry.connectors.kv_store.load_policy import LoadPolicy
 from kvferry.connectors.multi.settings import child_configs
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost, LeakError, StoreError
-from kvferry.core.hand_off import Consume, Produce, Ticket, parse_hand_off
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, Produce, Ticket, parse_hand_off
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 MakeEngine = Callable[..., FakeEngine]
 PROMPT = list(range(100, 119))

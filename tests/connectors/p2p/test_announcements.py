@@ -11,7 +11,7 @@ from kvferry.connectors.api import ConnectorContext, Released
 from kvferry.connectors.p2p import worker
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.connectors.p2p.worker import P2pWorkerSide
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.entries import Cursor
 from kvferry.transport.lookup_buffer.messages import News
 

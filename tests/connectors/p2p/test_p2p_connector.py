@@ -28,9 +28,9 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvferry.core.hand_off import Consume, Produce
-from kvferry.core.ticket_seal import TicketSealer
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, Produce
+from kvferry.core.messages.ticket_seal import TicketSealer
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.testing import tickets
 from kvferry.transport.fabric.shm import ShmPeer
 from kvferry.transport.memory import BlockMemory

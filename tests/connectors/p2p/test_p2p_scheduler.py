@@ -20,8 +20,8 @@ from kvferry.connectors.p2p.plan import P2pPlan, Save, decode_meta
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError, TransferTimeout
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 BLOCKS = [7, 3, 9, 1, 5]
 PROMPT = list(range(18))

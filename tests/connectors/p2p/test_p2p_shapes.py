@@ -12,10 +12,10 @@ from kv_support import make_layout, sharded
 
 from kvferry.connectors.api import Failed, Hit
 from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
-from kvferry.core.hand_off import Consume, Produce, parse_hand_off
-from kvferry.core.layout import KVLayout
-from kvferry.core.ticket_seal import TicketSealer
+from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
+from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.testing import tickets
 from kvferry.transport.fabric.shm import MEMORY, ShmPeer
 from kvferry.transport.fabric.tcp import TcpPeer

@@ -45,12 +45,12 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
-from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
+from kvferry.core.blocks.sharding import on_rank
 from kvferry.core.errors import KvferryError
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
-from kvferry.core.layout import DTYPE_BYTES, KVLayout
-from kvferry.core.sharding import on_rank
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.messages import Part
 
 STEP_S = 0.005

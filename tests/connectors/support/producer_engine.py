@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout
 
 from kvferry.connectors.p2p import worker
-from kvferry.core.hand_off import Produce
+from kvferry.core.messages.hand_off import Produce
 
 worker.GATHER_BYTES = 0
 """What is computed is announced at once, as a test may wait for the first part of it: little of it would else be

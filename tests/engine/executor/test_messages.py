@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import PeerLost, ProtocolError
-from kvferry.core.hand_off import PrefillResult, Ticket, TokenLogprobs
-from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.core.wire import Pipe
+from kvferry.core.messages.hand_off import PrefillResult, Ticket, TokenLogprobs
+from kvferry.core.messages.wire import Pipe
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
 from kvferry.engine.executor.messages import (

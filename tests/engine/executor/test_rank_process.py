@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import RankLost
-from kvferry.core.wire import Pipe
+from kvferry.core.messages.wire import Pipe
 from kvferry.engine.executor import rank_process
 from kvferry.engine.executor.messages import Check, Checked, Close, Done, Proceed, RankStep, Statistics, rank_end
 from kvferry.engine.executor.rank_process import Losses, RankProcess

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest, LeakError
-from kvferry.core.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
-from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.kept import KeptBlocks
+from kvferry.core.messages.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import uniform_draw
 from kvferry.engine.block_pool import BlockPoolStatistics

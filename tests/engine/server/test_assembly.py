@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta, TextOptions, joined
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.core.continuation import PROGRESS_HEADER, Mark, decode_mark, is_last
+from kvferry.core.messages.continuation import PROGRESS_HEADER, Mark, decode_mark, is_last
 
 from .fake_engine import DeterministicEngine
 from .running import running

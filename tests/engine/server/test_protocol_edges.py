@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from kvferry.core.errors import DeadlineExceeded, HandOffFailed, QueueFull, Unavailable
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
 
 from .fake_engine import Gate, ScriptedEngine, Step

@@ -12,11 +12,11 @@ import aiohttp
 import pytest
 
 from kvferry.api.fields import WARNING_HEADER
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket
-from kvferry.core.openai import TIMELINE_HEADER
+from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.messages.openai import TIMELINE_HEADER
+from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import child_seed
-from kvferry.core.timeline import Timeline
 from kvferry.engine.server import endpoint
 
 from .fake_engine import DeterministicEngine

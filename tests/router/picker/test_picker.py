@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.http.config import HttpConfig
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.limits import HttpLimits
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.picker.config import PickerConfig

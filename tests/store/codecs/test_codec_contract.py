@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_support import make_layout
 
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.store.codecs.base import CodecError
 from kvferry.store.codecs.table import BUILTIN, make_codec
 from kvferry.testing.codecs import LAYERS, CodecContract, there_and_back, to_bytes, to_numbers

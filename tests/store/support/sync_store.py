@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.store import file
 from kvferry.store.base import Block, Put, Read
 

@@ -15,7 +15,7 @@ import pytest
 from kv_support import BlockRegion, Node, ProducerProcess, make_layout, no_leftovers, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
-from kvferry.core.options import read_options
+from kvferry.core.settings.options import read_options
 from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics

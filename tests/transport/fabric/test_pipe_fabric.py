@@ -11,7 +11,7 @@ from pipe_support import EXAMPLES, KINDS
 from torch import Tensor
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.testing.pipe import PipeContract
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener

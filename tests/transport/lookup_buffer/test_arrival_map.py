@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.core.sharding import on_rank, share, sources
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.sharding import on_rank, share, sources
 from kvferry.transport.fabric.shm import copy_one_by_one
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.messages import Part

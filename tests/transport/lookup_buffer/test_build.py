@@ -13,7 +13,7 @@ from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import ExtensionPoint
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Identity
 from kvferry.transport.fabric.base import FABRICS, Fabric
 from kvferry.transport.fabric.pipe import PipeFabric

@@ -12,6 +12,8 @@ import pytest
 from kv_support import BlockRegion, ProducerProcess, sharded, soon, table_for, until
 from msgspec.structs import replace
 
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.blocks.sharding import on_rank
 from kvferry.core.clock import Clock, ManualClock
 from kvferry.core.errors import (
     AuthenticationFailed,
@@ -22,8 +24,6 @@ from kvferry.core.errors import (
     ProtocolError,
     TransferTimeout,
 )
-from kvferry.core.layout import KVLayout
-from kvferry.core.sharding import on_rank
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, FabricPeer, build_fabrics

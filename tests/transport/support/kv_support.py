@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.core.sharding import on_rank
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.sharding import on_rank
 from kvferry.testing import fabric
 from kvferry.testing.kv import BlockRegion, make_layout, soon, table_for, until
 from kvferry.transport.lookup_buffer.base import Source

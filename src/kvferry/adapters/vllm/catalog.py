@@ -8,7 +8,7 @@ from kvferry.adapters.vllm.versions import require_tested
 from kvferry.connectors.api import HandsOff
 from kvferry.connectors.registry import connector_names, find_connector
 from kvferry.core.errors import UnknownName
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 PREFIX = "Kvferry"
 

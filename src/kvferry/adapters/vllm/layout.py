@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.adapters.vllm.arrangement import written_page
 from kvferry.adapters.vllm.versions import release_line
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout, LayerLayout
 from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region
 
 RECURRENT = {"linear_attention", "mamba", "mamba2", "M", "conv", "recurrent", "hybrid", "hybrid_sliding"}

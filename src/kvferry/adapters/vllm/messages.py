@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.connectors.api import StepPlan, StoreEvents
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvferry.connectors.api import gauges_of
 from kvferry.connectors.registry import find_connector
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.observe.figures import split_figure
 
 PREFIX = "vllm:kvferry_"

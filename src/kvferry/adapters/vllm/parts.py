@@ -20,8 +20,8 @@ import msgspec
 
 from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.connectors.api import RequestView, ScheduledChunk, TransferReport
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce
 
 BlocksOf = Callable[[str], Sequence[Sequence[int]]]
 """vLLM's function from a request id to its block ids, by group."""

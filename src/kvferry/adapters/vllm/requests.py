@@ -9,10 +9,10 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.adapters.vllm.salts import Salts
 from kvferry.connectors.api import Hit
-from kvferry.core.block_hash import BlockHash, extend_hashes, root_hash
+from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import InvalidRequest, KvferryError
-from kvferry.core.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
+from kvferry.core.messages.timeline import Timeline
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 

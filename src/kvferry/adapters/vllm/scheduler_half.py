@@ -46,8 +46,8 @@ from kvferry.connectors.api import (
 )
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, LeakError, TransferError
-from kvferry.core.layout import KVLayout
 
 log = logging.getLogger(__name__)
 

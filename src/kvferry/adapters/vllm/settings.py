@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvferry.core.bounds import MOST_BYTES
 from kvferry.core.keys import shared_token
-from kvferry.core.options import read_options
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.bounds import MOST_BYTES
+from kvferry.core.settings.options import read_options
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 VLLM_DEFAULT_PORT = 14579
 """vLLM's default of `kv_port`; taken as "any free port"."""

@@ -7,8 +7,8 @@ import logging
 import os
 import re
 
-from kvferry.core import environment
 from kvferry.core.errors import ConfigError, MissingDependency
+from kvferry.core.settings import environment
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvferry.fleet.display import Display, make_display
 from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.client import HttpClient
+from kvferry.http.client.http_client import HttpClient
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig

@@ -14,10 +14,10 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import Unavailable
-from kvferry.core.timeline import Timeline
-from kvferry.http.call import Call
-from kvferry.http.client import HttpClient
-from kvferry.http.origin import Origin
+from kvferry.core.messages.timeline import Timeline
+from kvferry.http.client.call import Call
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
 
 SHOWN_LINES = 4
 ANSWER_S = 60.0

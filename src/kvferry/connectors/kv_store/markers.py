@@ -21,11 +21,11 @@ import msgspec
 
 from kvferry.connectors.api import Saved
 from kvferry.core import entropy
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, LayoutMismatch, LeaseEnded, ProtocolError, StoreError
-from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
 from kvferry.core.keys import derive
-from kvferry.core.layout import KVLayout
+from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, prefix_digests
 from kvferry.store.base import KVStore
 from kvferry.store.tiers import TieredStore
 

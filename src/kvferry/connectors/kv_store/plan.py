@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.connectors.kv_store.markers import Marker
-from kvferry.core.block_hash import BlockHash
-from kvferry.core.hand_off import PrefillResult
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.messages.hand_off import PrefillResult
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers, sign_of
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
-from kvferry.core.kept import TierShare
+from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import Run, joined, part_of
 from kvferry.store.tier_copies import MOVE_BLOCKS
 from kvferry.store.tiers import TieredStore

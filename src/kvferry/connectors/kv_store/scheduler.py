@@ -43,7 +43,8 @@ from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refus
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import lossy_names, read_settings
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.sharding import on_rank
 from kvferry.core.errors import (
     ConfigError,
     InvalidRequest,
@@ -51,12 +52,11 @@ from kvferry.core.errors import (
     LeakError,
     StoreError,
 )
-from kvferry.core.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.kept import TierShare
-from kvferry.core.sharding import on_rank
-from kvferry.core.ticket_seal import TicketSealer
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket, prefix_digests
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.messages.kept import TierShare
+from kvferry.core.messages.ticket_seal import TicketSealer
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.base import part_of
 from kvferry.store.table import MAX_TIERS, ways_to_hand_off
 from kvferry.store.tiers import TieredStore

@@ -10,13 +10,13 @@ import msgspec
 
 from kvferry.connectors.api import ConnectorContext
 from kvferry.connectors.registry import BUILTIN, KV_STORE, find_connector
-from kvferry.core.bounds import MOST_SECONDS
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.core.layout import KVLayout
 from kvferry.core.names import resolve
-from kvferry.core.options import read_options
-from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.bounds import MOST_SECONDS
+from kvferry.core.settings.options import read_options
+from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.core.settings.units import parse_bytes
 from kvferry.store.codecs.table import codec_class
 from kvferry.store.table import StoreSpec, find_stores, lossy_codecs
 from kvferry.store.tiers import TieredStore

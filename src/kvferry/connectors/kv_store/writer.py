@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 
 from kvferry.connectors.api import StoreEvents
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.store.base import Block, KVStore, Put

@@ -47,13 +47,13 @@ from kvferry.connectors.api import (
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_configs, child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec, find_connector
-from kvferry.core.block_hash import BlockHash
+from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ChildLost, KvferryError, LeakError
-from kvferry.core.hand_off import Consume, HandOff, Produce, Ticket
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.kept import TierShare
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.messages.hand_off import Consume, HandOff, Produce, Ticket
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.messages.kept import TierShare
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import msgspec
 from kvferry.connectors.api import ConnectorContext, HandsOff, SchedulerSide, WorkerSide, gauges_of, statistics_of
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec, find_connector
 from kvferry.core.errors import ConfigError
-from kvferry.core.options import read_options, unknown_key
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.options import read_options, unknown_key
+from kvferry.core.settings.transfer_config import KVTransferConfig
 
 MAX_CHILDREN = 8
 _SELF = "MultiConnector"

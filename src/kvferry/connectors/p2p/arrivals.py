@@ -1,7 +1,7 @@
 """The consumer's half of the worker side: fetches hand-offs, and reports how each ended.
 
 Owns the tasks of loads and of tickets that wait to be loaded, which run on the transfer loop, and their reports. A rank
-fetches its own share from each of the producer's ranks that has some of it (`core.sharding`).
+fetches its own share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from kvferry.connectors.api import Failed, Fetchable, Loaded, Prefilled, Released, Reports, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.blocks.sharding import orphans, sources
 from kvferry.core.errors import LeaseEnded, PeerLost, ProtocolError
-from kvferry.core.hand_off import OTHER_PROMPT, PrefillResult, Ticket, common_prefix
-from kvferry.core.layout import KVLayout
-from kvferry.core.sharding import orphans, sources
+from kvferry.core.messages.hand_off import OTHER_PROMPT, PrefillResult, Ticket, common_prefix
 from kvferry.transport.lookup_buffer.base import LookupBuffer, Source, Taken, Want, ignore
 from kvferry.transport.transfer_loop import call_contained, run_together, translated
 

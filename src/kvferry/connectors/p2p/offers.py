@@ -32,8 +32,8 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.plan import HandOffMeta, P2pPlan, Save, Seal, encode_meta
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.core.hand_off import Produce, Ticket, prefix_digests
-from kvferry.core.ticket_seal import TicketSealer
+from kvferry.core.messages.hand_off import Produce, Ticket, prefix_digests
+from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.transport.options import TransportOptions
 
 QUEUED_S = 600.0

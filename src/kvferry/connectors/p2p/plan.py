@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.hand_off import PrefillResult, Ticket
+from kvferry.core.messages.hand_off import PrefillResult, Ticket
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):

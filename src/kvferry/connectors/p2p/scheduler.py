@@ -33,9 +33,9 @@ from kvferry.connectors.api import (
 from kvferry.connectors.p2p.offers import Offers
 from kvferry.connectors.p2p.plan import Load, P2pPlan
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, LeakError, ProtocolError, TransferTimeout
-from kvferry.core.hand_off import OTHER_PROMPT, Consume, Produce, Ticket
-from kvferry.core.instance_facts import TicketKinds
-from kvferry.core.ticket_seal import TicketSealer
+from kvferry.core.messages.hand_off import OTHER_PROMPT, Consume, Produce, Ticket
+from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.transport.options import options_of
 
 log = logging.getLogger(__name__)

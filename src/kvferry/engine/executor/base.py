@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.api import StepPlan, TransferReport
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.engine.step import Chunk, Sampled
 
 if TYPE_CHECKING:

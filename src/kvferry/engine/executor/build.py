@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor
 from kvferry.engine.executor.local import LocalExecutor

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.core import wire
-from kvferry.core.transfer_config import KVTransferConfig
-from kvferry.core.wire import Pipe
+from kvferry.core.messages import wire
+from kvferry.core.messages.wire import Pipe
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model_runner import StepInputs
 

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
-from kvferry.core.wire import Pipe
+from kvferry.core.messages.wire import Pipe
 from kvferry.engine.executor import group
 from kvferry.engine.executor.messages import (
     Check,

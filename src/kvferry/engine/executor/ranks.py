@@ -32,7 +32,7 @@ from kvferry.core.errors import (
     RequestFailed,
     UnsupportedModel,
 )
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult

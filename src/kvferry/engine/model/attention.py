@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import UnsupportedModel
-from kvferry.core.layout import LayerLayout
 from kvferry.engine.model.heads import locate_heads
 from kvferry.engine.model.masks import MaskFunction, SeenMasks, window_of
 from kvferry.engine.model.place import Place

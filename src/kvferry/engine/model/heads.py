@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvferry.core.layout import LayerLayout
+from kvferry.core.blocks.layout import LayerLayout
 from kvferry.engine.model.place import Place
 
 TOLERANCE = 1e-2

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
-from kvferry.core.layout import LayerLayout
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.batch_invariance import batch_dependence

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvferry.core.layout import DTYPE_BYTES, KVLayout, LayerLayout
+from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout, LayerLayout
 from kvferry.core.machine import require_memory
-from kvferry.core.units import parse_bytes
+from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.kv_cache import require_two_blocks
 from kvferry.engine.model.attention import ATTENTION_NAME, ProbeContext, attention_context, register_attention

@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 from torch import nn
 
-from kvferry.core.options import read_options
+from kvferry.core.settings.options import read_options
 from kvferry.engine.model.patch_names import FLAG, MODEL_PATCHES, split_patch
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvferry.core import environment
 from kvferry.core.errors import UnsupportedModel
+from kvferry.core.settings import environment
 from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context, implementation, probe_layers
 from kvferry.engine.model.patch_names import FLAG
 from kvferry.engine.model.place import Place

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from kvferry.core import environment
 from kvferry.core.compiled import NotCompiled, compiled
+from kvferry.core.settings import environment
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from kvferry.engine.server.endpoint import chat_route, completions_route
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.registrar import RegisteredServer, RegistrarConfig
 from kvferry.engine.server.utility_routes import UtilityRoutes
-from kvferry.http.routes import Route, Routes
-from kvferry.http.server import HttpServer, OnListening, signals_end
+from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
+from kvferry.http.server.routes import Route, Routes
 
 
 @dataclass(frozen=True)

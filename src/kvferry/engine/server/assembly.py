@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
 
 CONTINUED = "kv_transfer_params"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.bounds import Count
-from kvferry.http.config import HttpConfig
+from kvferry.core.settings.bounds import Count
+from kvferry.http.server.config import HttpConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
-from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.request import HttpRequest
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.request import HttpRequest
 from kvferry.observe.metrics import EngineMetrics
 
 

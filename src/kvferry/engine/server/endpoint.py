@@ -11,9 +11,9 @@ import msgspec
 
 from kvferry.api.fields import WARNING_HEADER, warning_of
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from kvferry.core.continuation import PROGRESS_HEADER
 from kvferry.core.errors import RequestError
-from kvferry.core.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
+from kvferry.core.messages.continuation import PROGRESS_HEADER
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.off_loop import OffLoop
@@ -23,8 +23,8 @@ from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream, ProgressMarks
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 GenerationBody = TypeVar("GenerationBody", bound=GenerationRequest)

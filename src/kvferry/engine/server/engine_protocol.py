@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.kept import KeptBlocks
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.engine.statistics import EngineSnapshot
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hand_off import HandOff, Produce, parse_hand_off
+from kvferry.core.messages.hand_off import HandOff, Produce, parse_hand_off
 from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
 
 _MODEL_MAY_DECIDE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

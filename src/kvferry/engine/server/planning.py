@@ -9,12 +9,12 @@ import msgspec
 
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, refuse_unsupported
 from kvferry.core import entropy
-from kvferry.core.continuation import Continuation, parse_continuation
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.hand_off import Consume, HandOff, Produce
+from kvferry.core.messages.continuation import Continuation, parse_continuation
+from kvferry.core.messages.hand_off import Consume, HandOff, Produce
+from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
-from kvferry.core.timeline import Timeline
 from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation

@@ -8,7 +8,7 @@ from typing import cast
 
 from kvferry.api.requests import CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.openai import ContextLengthExceeded
+from kvferry.core.messages.openai import ContextLengthExceeded
 from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 

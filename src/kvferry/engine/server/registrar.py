@@ -22,18 +22,18 @@ import msgspec
 from kvferry.core import entropy
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, ProtocolError, Unavailable
 from kvferry.core.keys import shared_token
-from kvferry.core.registration import (
+from kvferry.core.messages.registration import (
     REGISTER_PATH,
     Announcement,
     Registered,
     Role,
     State,
 )
-from kvferry.http.client import HttpClient
-from kvferry.http.listen import authority
-from kvferry.http.origin import Origin
-from kvferry.http.server import HttpServer, OnListening
-from kvferry.http.signed_client import SignedClient
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
+from kvferry.http.server.http_server import HttpServer, OnListening
+from kvferry.http.server.listen import authority
 from kvferry.http.tls import client_context
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.core.continuation import Mark
-from kvferry.core.openai import SSE_DONE, SSE_HEADERS
+from kvferry.core.messages.continuation import Mark
+from kvferry.core.messages.openai import SSE_DONE, SSE_HEADERS
 from kvferry.engine.server.assembly import Delta
 from kvferry.engine.server.generation import Generation
 from kvferry.http.headers import as_raw
-from kvferry.http.response import Response
+from kvferry.http.server.response import Response
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = as_raw(SSE_HEADERS)
@@ -45,8 +45,8 @@ class EventStream:
 
 
 class ProgressMarks:
-    """The marks of a stream with one choice, with which a router can have it continued (`core.continuation`). Tokens
-    without an event of their own are part of the next mark."""
+    """The marks of a stream with one choice, with which a router can have it continued (`core.messages.continuation`).
+    Tokens without an event of their own are part of the next mark."""
 
     def __init__(self, generation: Generation, created: int) -> None:
         self._child = generation.children[0]

@@ -24,10 +24,10 @@ from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
 from kvferry.engine.statistics import EngineSnapshot
-from kvferry.http.keys import Access
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route
+from kvferry.http.server.keys import Access
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route
 
 
 class _Leaked(RequestError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.api import answers
 from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from kvferry.core.hand_off import TokenLogprobs
+from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.engine.server.assembly import Delta
 from kvferry.engine.server.parameters import num_logprobs
 from kvferry.engine.server.planning import Plan

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.options import read_options, unknown_key
+from kvferry.core.settings.options import read_options, unknown_key
 
 PodRole = Literal["prefill", "decode", "both", "router"]
 POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router")

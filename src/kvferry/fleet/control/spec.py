@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.options import read_options, read_value, unknown_key
+from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 
 Role = Literal["prefill", "decode", "both"]

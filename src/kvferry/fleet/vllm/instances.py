@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.registration import Role
+from kvferry.core.messages.registration import Role
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.cpu import Cores, thread_variables

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvferry.connectors.registry import BUILTIN, VLLMS_HAND_OFFS, connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
-from kvferry.core.registration import Role
-from kvferry.core.transfer_config import KVTransferConfig, read_transfer_json
+from kvferry.core.messages.registration import Role
+from kvferry.core.settings.transfer_config import KVTransferConfig, read_transfer_json
 from kvferry.fleet.transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
 from kvferry.fleet.vllm.environment import VllmEnvironment
 

@@ -12,7 +12,7 @@ from random import Random
 
 from kvferry.core.clock import Clock
 from kvferry.core.entropy import RANDOM
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.observe.tracing import make_tracer
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.cost import Estimates

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.timeline import Timeline
 from kvferry.router.choice.policies.base import Choice
 
 logger = logging.getLogger(__name__)

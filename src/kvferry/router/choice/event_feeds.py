@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import aclosing
 
 from kvferry.core.errors import ConfigError, MissingDependency
-from kvferry.core.instance_facts import EventsAddress, InstanceFacts
+from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts
 from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow

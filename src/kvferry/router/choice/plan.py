@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.instances.pools import Pools
 from kvferry.router.paths import PROMPT_FIELDS

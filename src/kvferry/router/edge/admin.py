@@ -8,10 +8,10 @@ import msgspec
 
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.http.errors import Unauthorized
-from kvferry.http.keys import Access
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Handler, Route
+from kvferry.http.server.keys import Access
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Handler, Route
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole
 from kvferry.router.instances.membership import Declared, Membership
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from kvferry.api.decoding import require_json
 from kvferry.core.errors import InvalidRequest, PeerLost
 from kvferry.http.headers import RawHeaders, header_lines
-from kvferry.http.response import Response
+from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import failure, unanswered

@@ -7,13 +7,14 @@ from typing import Any, Self
 
 from kvferry.core.errors import TransferTimeout
 from kvferry.core.keys import Purpose
-from kvferry.http.access import InstanceAccess
-from kvferry.http.call import Call
-from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.client.call import Call
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.signed_client import SignedClient, bearer
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders
-from kvferry.http.signed_client import SignedClient, bearer
+from kvferry.http.relay import Relays
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.headers import JSON
 from kvferry.router.instances.instance import Instance
 
@@ -37,16 +38,19 @@ class Connections:
     """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
 
     def __init__(self, access: InstanceAccess = _OPEN, http: HttpConfig = _ALONE, *, fast_path: bool = True) -> None:
-        """`fast_path`: as of `HttpClient`."""
+        """`fast_path`: whether streamed answers are relayed in compiled code."""
         key = access.instance_api_key
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """For requests of clients, in place of the client's own; empty: the client's own goes on."""
+        self._relays = Relays() if fast_path else None
         self._http = HttpClient(
-            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, fast_path=fast_path, who="the router"
+            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, who="the router"
         )
         self._signed = SignedClient(self._http, http.secret, key)
 
     async def __aenter__(self) -> Self:
+        if self._relays is not None:
+            await self._relays.__aenter__()
         await self._http.__aenter__()
         return self
 
@@ -54,6 +58,8 @@ class Connections:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
+        if self._relays is not None:
+            await self._relays.__aexit__()
 
     def start(self, instance: Instance, method: str, target: str, headers: bytes, body: bytes | None) -> Call:
         """Send a client's request, with these lines of headers. Raises `ValueError` for what cannot be sent."""

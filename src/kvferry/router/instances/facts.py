@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.core.errors import TransferError
-from kvferry.core.instance_facts import read_facts
+from kvferry.core.messages.instance_facts import read_facts
 from kvferry.router.config import ProtocolName
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts

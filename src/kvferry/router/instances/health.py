@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ProtocolError, TransferError, TransferTimeout
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import ask_about

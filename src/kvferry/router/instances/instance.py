@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.instance_facts import InstanceFacts, KVSource
-from kvferry.http.origin import Origin
+from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
+from kvferry.http.client.origin import Origin
 from kvferry.router.instances.load import InstanceLoad, LoadTable
 
 logger = logging.getLogger(__name__)

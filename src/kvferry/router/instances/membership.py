@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.errors import Unreachable
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, UnknownInstance

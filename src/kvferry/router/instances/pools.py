@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 from kvferry.router.instances.load import Candidates, LoadTable, candidates

@@ -22,13 +22,13 @@ from kvferry.core.errors import (
     TransferError,
     Unavailable,
 )
-from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
-from kvferry.http.body import AtMost
-from kvferry.http.keys import Access
-from kvferry.http.request import HttpRequest
-from kvferry.http.response import Response
-from kvferry.http.routes import Route
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
+from kvferry.http.server.body import AtMost
+from kvferry.http.server.keys import Access
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, RegistrationRefused
 from kvferry.router.instances.connections import Connections

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.bounds import CountOrZero, PortOrAny, check_bounds
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.bounds import CountOrZero, PortOrAny, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

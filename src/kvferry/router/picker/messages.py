@@ -13,9 +13,9 @@ from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 
 from kvferry.core.errors import RequestError
-from kvferry.core.openai import error_envelope
+from kvferry.core.messages.openai import error_envelope
 from kvferry.http.headers import RawHeaders
-from kvferry.http.response import answer_headers
+from kvferry.http.server.response import answer_headers
 
 DESTINATION = "x-gateway-destination-endpoint"
 """Header, and key of dynamic metadata, with the chosen endpoints."""

@@ -16,12 +16,12 @@ from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_end import end_limit
-from kvferry.http.access import InstanceAccess
-from kvferry.http.config import HttpConfig
-from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.listen import authority
-from kvferry.http.routes import Routes
-from kvferry.http.server import HttpServer, signals_end
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer, signals_end
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.listen import authority
+from kvferry.http.server.routes import Routes
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.pools import given_instances

@@ -14,10 +14,10 @@ import grpc
 import msgspec
 
 from kvferry.core.errors import InvalidRequest, RequestError
-from kvferry.core.openai import BodyTooLarge, internal_error, sane_request_id
+from kvferry.core.messages.openai import BodyTooLarge, internal_error, sane_request_id
 from kvferry.http.errors import RequestTimeout
 from kvferry.http.headers import RawHeaders, first_values
-from kvferry.http.limits import HttpLimits
+from kvferry.http.server.limits import HttpLimits
 from kvferry.router.app import CLIENT_GONE, Router
 from kvferry.router.body import RequestBody
 from kvferry.router.client_request import ClientRequest

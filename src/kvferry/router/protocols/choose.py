@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from kvferry.core.errors import LayoutMismatch
-from kvferry.core.instance_facts import InstanceFacts, KVSource, TicketKinds
+from kvferry.core.messages.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instances.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry

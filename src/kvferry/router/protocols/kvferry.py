@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.core.hand_off import Ticket
-from kvferry.core.instance_facts import KVSource
+from kvferry.core.messages.hand_off import Ticket
+from kvferry.core.messages.instance_facts import KVSource
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.nixl import produce_params
 

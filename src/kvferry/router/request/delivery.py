@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from kvferry.core.errors import PeerLost
-from kvferry.core.instance_facts import InstanceFacts
-from kvferry.core.openai import SSE_DONE
-from kvferry.http.response import Response
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.openai import SSE_DONE
+from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.headers import SERVER_TIMING, TIMING_WANTED
 from kvferry.router.instances.instance import SglangFacts, VllmFacts

@@ -15,9 +15,9 @@ import asyncio
 from typing import NamedTuple
 
 from kvferry.core.errors import PeerLost, RequestError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.errors import Unreachable
-from kvferry.http.response import Response
+from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import Split, make_plan

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.headers import RawHeaders
 from kvferry.router.instances.instance import Unasked, VllmFacts
 from kvferry.router.instances.pools import RolePool

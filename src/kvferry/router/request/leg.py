@@ -22,11 +22,11 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, TransferError
-from kvferry.http.call import Call, CallState
+from kvferry.http.client.call import Call, CallState
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.relay import Reader, relay
-from kvferry.http.response import Response
+from kvferry.http.server.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.choice.work import Work
 from kvferry.router.errors import Silent, UnreadableStream, failure
@@ -183,7 +183,7 @@ class Leg:
 
     @property
     def is_marked(self) -> bool:
-        """Whether the answer's events say how far it has come (`core.continuation`)."""
+        """Whether the answer's events say how far it has come (`core.messages.continuation`)."""
         return self.is_event_stream and self.status == 200 and PROGRESS in self._call.first
 
     def _changed(self) -> None:

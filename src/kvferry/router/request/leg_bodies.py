@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from kvferry.core.entropy import RANDOM
-from kvferry.core.hand_off import RankAddress
-from kvferry.core.instance_facts import KVSource
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.hand_off import RankAddress
+from kvferry.core.messages.instance_facts import KVSource
+from kvferry.core.messages.timeline import Timeline
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.decisions import PrefillUsage
 from kvferry.router.choice.plan import is_batch

@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.choice.policies.base import Asked
 from kvferry.router.instances.instance import Instance, Unasked
 from kvferry.router.instances.pools import Pools

@@ -1,5 +1,5 @@
-"""How much of a stream the client has. The instance marks each event (`core.continuation`); the marks are removed on
-the way, and only whole events are forwarded.
+"""How much of a stream the client has. The instance marks each event (`core.messages.continuation`); the marks are
+removed on the way, and only whole events are forwarded.
 
 The event with the finish reason is held back until the rest (usage, `[DONE]`) has come: a stream either reaches the
 client up to its end, or it can be continued.
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts

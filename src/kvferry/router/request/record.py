@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.timeline import Timeline
 from kvferry.observe.tracing import Attributes, Span
 from kvferry.router.choice.decisions import Attempt, PrefillUsage
 from kvferry.router.choice.policies.base import Asked

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.headers import RawHeaders
 from kvferry.http.relay import Pattern
-from kvferry.http.response import Response
+from kvferry.http.server.response import Response
 from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
 from kvferry.router.headers import for_client
 from kvferry.router.instances.instance import Instance, VllmFacts

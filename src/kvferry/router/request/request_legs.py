@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.timeline import Timeline
+from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
 from kvferry.router.client_request import ClientRequest

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.core.entropy import RANDOM
 from kvferry.core.errors import ProtocolError
-from kvferry.core.instance_facts import InstanceFacts
+from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.chooser import with_model
 from kvferry.router.instances.instance import Facts, Instance, Unasked

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from kvferry.core.layout import KVLayout
+from kvferry.core.blocks.layout import KVLayout
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,15}")
 """What a codec's name may be: it is part of each block's header, and of the names of directories and keys."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import DTYPE_BYTES, KVLayout
 from kvferry.store.codecs.base import CodecError
 from kvferry.store.codecs.framed import FramedCodec
 

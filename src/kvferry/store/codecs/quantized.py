@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.store.codecs.base import CodecError
 from kvferry.store.codecs.framed import FramedCodec
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
 from kvferry.store.codecs.base import NAME, Codec
 

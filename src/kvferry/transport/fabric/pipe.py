@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvferry.core.errors import KvferryError, PeerLost, ProtocolError
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.fabric.base import FabricContext, FabricPeer
 from kvferry.transport.fabric.dialled import DialledFabric

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.transport.connection import Connection
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.pipe import PipeFabric, TensorPipe

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.core.wire import HEADER_BYTES, Message
+from kvferry.core.messages.wire import HEADER_BYTES, Message
 from kvferry.transport.connection import (
     Connection,
     PlainSocket,

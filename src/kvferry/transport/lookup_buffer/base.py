@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
-from kvferry.core.layout import KVLayout
 from kvferry.core.names import ExtensionPoint
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.core.layout import KVLayout
 from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import Fabric, FabricContext, build_fabrics, check_transport

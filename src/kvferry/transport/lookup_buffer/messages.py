@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.wire import Message
+from kvferry.core.messages.wire import Message
 from kvferry.transport.memory import LayerPlace, Span
 from kvferry.transport.options import Seconds
 

@@ -12,9 +12,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.blocks.sharding import require_ordered
 from kvferry.core.errors import ConfigError, KvferryError, LayoutMismatch, PeerLost, ProtocolError
-from kvferry.core.layout import KVLayout
-from kvferry.core.sharding import require_ordered
 from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import Fabric, FabricPeer

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
+from kvferry.core.blocks.layout import DTYPE_BYTES
+from kvferry.core.blocks.sharding import share
 from kvferry.core.errors import ChecksumMismatch, KvferryError, LeaseEnded, ProtocolError
-from kvferry.core.layout import DTYPE_BYTES
-from kvferry.core.sharding import share
 from kvferry.transport.lookup_buffer.base import Taken, Want
 from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry, Numbers, Span

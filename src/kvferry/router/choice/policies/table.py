@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.bounds import require_number
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import ExtensionPoint
+from kvferry.core.settings.bounds import require_number
 from kvferry.router.choice.policies.base import Policy, PolicyContext
 
 POLICIES = {

@@ -1,0 +1,83 @@
+"""An answer that one instance has begun and another continues.
+
+A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `Mark`,
+which contains the tokens that the event completes. Whoever has all marks can have another instance continue: it sends
+the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the answer then
+arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because each random
+number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.messages.hand_off import Count
+
+PROGRESS_HEADER = "X-Kvferry-Progress"
+"""In a request, it asks for marks; in the answer, it says that there are marks."""
+
+CONTINUE_KEY = "continue_from"
+"""The key of a `Continuation` in `kv_transfer_params`."""
+
+MARK = b": "
+"""The beginning of a mark, which is one line."""
+
+LAST_MARK = b'"last":true}'
+
+
+class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an event contains: token ids, and in a stream's first mark the fields that hold for the whole answer.
+    `last`: the finish reason is in this event; what follows (usage, `[DONE]`) has no mark."""
+
+    tokens: list[Count] = []
+    seed: int | None = None
+    created: int | None = None
+    num_cached_tokens: Count | None = None
+    last: bool = False
+
+    def encode(self) -> bytes:
+        """The mark as a comment line, to be sent before its event."""
+        return b": %b\n" % _encoder.encode(self)
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Mark)
+
+
+def decode_mark(line: bytes) -> Mark:
+    """The mark in a line, given without its newline. Raises `msgspec.MsgspecError`."""
+    return _decoder.decode(line[len(MARK) :])
+
+
+def is_last(line: bytes) -> bool:
+    """Whether this is the line of a stream's last mark, without decoding it."""
+    return line.endswith(LAST_MARK)
+
+
+class Continuation(msgspec.Struct, kw_only=True):
+    """An answer so far: its tokens, the seed with which they were sampled, and what is repeated in all its chunks: when
+    it was created (seconds since the epoch) and how much of the prompt was cached."""
+
+    token_ids: list[Count]
+    seed: Annotated[int, Meta(ge=-(2**63))]
+    created: Annotated[int, Meta(ge=0, lt=2**40)]
+    num_cached_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.seed >= 2**64:
+            raise ValueError("a seed of more than 64 bits")
+
+
+def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
+    """The answer so far in a request's `kv_transfer_params`; None if there is none. Raises `InvalidRequest`."""
+    given = (params or {}).get(CONTINUE_KEY)
+    if given is None:
+        return None
+    try:
+        return msgspec.convert(given, Continuation)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise InvalidRequest(f"kv_transfer_params.{CONTINUE_KEY}: {error}", param="kv_transfer_params") from error

@@ -1,0 +1,123 @@
+"""What a kvferry instance reports at GET /kvferry/instance: the engine's server writes it, routers read it. Both are of
+the same release: an answer that is not understood is rejected."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.errors import ProtocolError
+from kvferry.core.messages.hand_off import RankAddress
+
+
+class KVSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where D can ask for a hand-off from one of kvferry's connectors: an engine, and the addresses of its ranks
+    (`ranks` None: one rank)."""
+
+    engine_id: str
+    host: str
+    port: int
+    ranks: list[RankAddress] | None = None
+    seal: str = ""
+    """The engine's own, of all this: D connects to no address without it."""
+
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class EventsAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an instance publishes its KV events, and where it replays them."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+    def reachable_at(self, host: str) -> EventsAddress:
+        """The address with the instance's own host, if it listens on all interfaces."""
+        return EventsAddress(
+            endpoint=_at_host(self.endpoint, host),
+            replay_endpoint=self.replay_endpoint and _at_host(self.replay_endpoint, host),
+        )
+
+
+def _at_host(endpoint: str, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return endpoint.replace("//0.0.0.0:", f"//{name}:").replace("//[::]:", f"//{name}:")
+
+
+class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The kinds of tickets that a connector writes for D, and those with which it finds KV as D. None: not
+    known, as with connectors of other packages that do not name them."""
+
+    writes: tuple[str, ...] | None = None
+    reads: tuple[str, ...] | None = None
+
+    def within(self, *, produces: bool, consumes: bool) -> TicketKinds:
+        """These kinds without those that a `kv_role` excludes."""
+        return TicketKinds(writes=self.writes if produces else (), reads=self.reads if consumes else ())
+
+    def fit(self, theirs: TicketKinds) -> bool:
+        """Whether D, which has `theirs`, reads a kind that is written here, as far as both are known."""
+        return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
+
+
+class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
+    its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
+
+    role: Literal["prefill", "decode", "both"] = "both"
+    engine_id: str = ""
+    connector: str | None = None
+    """None: it can neither hand off nor fetch."""
+    tickets: TicketKinds = TicketKinds()
+    stores_take_kv: bool = True
+    """False: it hands off through stores, and now they take nothing."""
+    kv_host: str = ""
+    kv_port: Port = 0
+    kv_ranks: list[RankAddress] | None = None
+    kv_seal: str = ""
+    tp_size: Annotated[int, Meta(ge=1, le=2**20)] = 1
+    layout: str | None = None
+    kv_layout: KVLayout | None = None
+    """What `layout` is the fingerprint of."""
+    num_kv_tokens: Number = 0
+    """How many tokens its KV cache takes; 0: it does not say."""
+    block_size: Number = 0
+    kv_events: EventsAddress | None = None
+    max_model_len: Number = 0
+    model_names: list[str] = []
+
+    def has_part(self, part: Literal["prefill", "decode"]) -> bool:
+        """Whether it can have this part in a hand-off: it has a connector that hands off, and was not started for the
+        other role."""
+        kinds = self.tickets.writes if part == "prefill" else self.tickets.reads
+        return self.connector is not None and kinds != () and self.role in ("both", part)
+
+    def origin(self, host: str) -> KVSource | None:
+        """Where its hand-offs can be fetched, None if it has no control address; `host` is the instance's own, for one
+        that reports none."""
+        if not self.kv_port:
+            return None
+        return KVSource(
+            engine_id=self.engine_id,
+            host=self.kv_host or host,
+            port=self.kv_port,
+            ranks=self.kv_ranks,
+            seal=self.kv_seal,
+        )
+
+
+def read_facts(content: bytes) -> InstanceFacts:
+    """Decode an instance's answer. Raises `ProtocolError` for anything that no instance of this release sends."""
+    try:
+        facts = msgspec.json.decode(content, type=InstanceFacts)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(
+            f"what it says about itself is not understood: {error}; run the same release everywhere"
+        ) from error
+    if not facts.engine_id or not facts.model_names:
+        raise ProtocolError("it says of itself neither which engine nor which model it is")
+    return facts

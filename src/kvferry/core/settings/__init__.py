@@ -1,0 +1,1 @@
+"""What configures kvferry: bounds, options, sizes, environment variables, and `--kv-transfer-config`."""

@@ -1,0 +1,1 @@
+"""The client's side: connections to instances, and calls on them."""

@@ -1,0 +1,327 @@
+"""One request to an instance, and its answer as it comes: read here, or passed on to a client.
+
+connecting  no connection yet
+sent        the request is on its way; status and headers may be here, the body's first bytes are not
+answering   the body has begun
+complete    all of the body is here, or was passed on; the connection is free for others
+lost        no (more) answer will come, `error` says why
+closed      nobody wants it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from kvferry.core.errors import PeerLost, ProtocolError, TransferError
+from kvferry.http.client.answer_parser import AnswerHead
+from kvferry.http.client.connection import ClientConnection
+from kvferry.http.client.pool import Pool
+from kvferry.http.headers import RawHeaders
+
+_BUFFERED_BYTES = 256 * 1024
+"""Of a body that nobody reads yet; the instance then waits."""
+
+
+class CallState(Enum):
+    """How far a call is; see the module."""
+
+    CONNECTING = auto()
+    SENT = auto()
+    ANSWERING = auto()
+    COMPLETE = auto()
+    LOST = auto()
+    CLOSED = auto()
+
+
+class SentRequest(NamedTuple):
+    """What is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
+    closed; `bodiless`: the answer has no body."""
+
+    data: tuple[bytes, ...]
+    connect_s: float
+    repeatable: bool
+    bodiless: bool
+
+
+class Bypass(Protocol):
+    """What reads an answer's body from the socket in place of its transport."""
+
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come and that the call has not counted yet."""
+
+    def pause_reading(self) -> None:
+        """Let the instance wait."""
+
+    def resume_reading(self) -> None:
+        """Read on."""
+
+    def stop(self) -> None:
+        """Let the transport read again. May be called repeatedly."""
+
+
+_NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
+
+
+class Call:
+    """Made by `HttpClient.start`. Whoever starts a call closes it, which cuts the connection of an answer that has not
+    ended, so that the instance stops."""
+
+    __slots__ = (
+        "_bypass", "_kept", "_most", "_on_change", "_pool", "_request", "_sink", "_task", "_waiter",
+        "connection", "error", "head", "num_received", "paused", "state",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool, request: SentRequest) -> None:
+        self._pool, self._request = pool, request
+        self._on_change: Callable[[], None] | None = None
+        self.state = CallState.CONNECTING
+        self.error: TransferError | None = None
+        self.head = _NO_HEAD
+        self.num_received = 0
+        """Bytes of the answer that have come, as a sign of life."""
+        self.connection: ClientConnection | None = None
+        """What the answer comes on; None before and after."""
+        self.paused = False
+        """Whether the instance is made to wait."""
+        self._task: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._kept, self._most = bytearray(), 0
+        """What has come of the body and was not taken; 0, or how long all of it may be."""
+        self._sink: Callable[[bytes], None] | None = None
+        self._bypass: Bypass | None = None
+        connection = pool.take_free()
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._connect(fresh=False)
+
+    def _connect(self, *, fresh: bool) -> None:
+        self.state = CallState.CONNECTING
+        self._task = asyncio.get_running_loop().create_task(self._wait_for_connection(fresh=fresh))
+
+    async def _wait_for_connection(self, *, fresh: bool) -> None:
+        try:
+            connection = await self._pool.take(self._request.connect_s, fresh=fresh)
+        except TransferError as error:
+            self._end(CallState.LOST, error)
+            return
+        self._send(connection)
+
+    def _send(self, connection: ClientConnection) -> None:
+        self.connection, self.state = connection, CallState.SENT
+        connection.begin(self, self._request.data)
+
+    # What the connection tells.
+
+    def begin(self, head: AnswerHead) -> bool:
+        """Status and headers are here; returns whether a body comes."""
+        self.head = head
+        return not self._request.bodiless
+
+    def receive(self, payload: bytes, num_bytes: int) -> None:
+        """More of the answer has come."""
+        connection = self.connection
+        assert connection is not None
+        self.num_received += num_bytes
+        if payload:
+            if self._sink is not None:
+                try:
+                    self._sink(payload)
+                except TransferError as error:
+                    connection.close(error)
+                    return
+            else:
+                self._kept += payload
+                if self._most and len(self._kept) > self._most:
+                    connection.close(_too_long(self._most))
+                    return
+                if not self._most and len(self._kept) > _BUFFERED_BYTES:
+                    self.pause_reading()
+            if self.state is CallState.SENT:
+                self.state = CallState.ANSWERING
+        if connection.is_complete:
+            self._end(CallState.COMPLETE, None)
+        elif self._sink is None:
+            self._changed()
+
+    def lose(self, error: TransferError) -> None:
+        """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
+        instance may have closed it at the very moment at which it was used again, and has seen nothing."""
+        was_idle = self.connection is not None and self.connection.num_calls > 1
+        untouched = self.state is CallState.SENT and was_idle and not self.num_received
+        if untouched and self._request.repeatable and isinstance(error, PeerLost):
+            self.connection = None
+            self._connect(fresh=True)
+            return
+        self._end(CallState.LOST, error)
+
+    def _end(self, state: CallState, error: TransferError | None) -> None:
+        if self.state in _OVER:
+            return
+        connection, self.connection = self.connection, None
+        self.state, self.error = state, error
+        if self._bypass is not None:
+            self._bypass.stop()
+        if connection is not None:
+            if self.paused and state is CallState.COMPLETE and connection.transport is not None:
+                connection.transport.resume_reading()
+            self._pool.give_back(connection)
+        self._changed()
+
+    def _changed(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if self._on_change is not None:
+            self._on_change()
+
+    # What its user asks.
+
+    @property
+    def status(self) -> int:
+        """0 until it is here."""
+        return self.head.status
+
+    @property
+    def headers(self) -> RawHeaders:
+        """Names in lower case."""
+        return self.head.headers
+
+    @property
+    def first(self) -> dict[bytes, bytes]:
+        """Of each header, the first value."""
+        return self.head.first
+
+    @property
+    def relays(self) -> object:
+        """What passes bodies on in compiled code, for `relay`."""
+        return self._pool.relays
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state in _OVER
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether it is a stream of server-sent events to which an event can be added."""
+        kind = self.first.get(b"content-type", b"")
+        return kind.startswith(b"text/event-stream") and b"content-encoding" not in self.first
+
+    @property
+    def num_received_so_far(self) -> int:
+        """`num_received`, with what a bypass has passed on."""
+        return self.num_received + (0 if self._bypass is None else self._bypass.num_received)
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` in the event loop whenever the state changes, and when more of a body that nobody reads yet
+        is here. It must be quick."""
+        self._on_change = on_change
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def begun(self) -> None:
+        """Wait until the body's first bytes, or its end, are here: until then another instance may answer instead.
+        Raises the `TransferError` because of which it will not."""
+        while self.state is not CallState.ANSWERING and self.state is not CallState.COMPLETE:
+            if self.error is not None:
+                raise self.error
+            await self.changed()
+
+    async def read(self, max_bytes: int) -> bytes:
+        """The whole body. Raises `ProtocolError` if it is longer than `max_bytes`, and what ended the call early."""
+        self.collect(max_bytes)
+        while self.state is not CallState.COMPLETE:
+            if self.error is not None:
+                raise self.error
+            await self.changed()
+        if len(self._kept) > max_bytes:
+            raise _too_long(max_bytes)
+        return self.take()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises what ended the call early."""
+        while True:
+            if piece := self.take():
+                yield piece
+            elif self.state is CallState.COMPLETE:
+                return
+            elif self.error is not None:
+                raise self.error
+            else:
+                await self.changed()
+
+    def take(self) -> bytes:
+        """What is here of the body and has not been taken."""
+        kept, self._kept = bytes(self._kept), bytearray()
+        self.resume_reading()
+        return kept
+
+    def collect(self, max_bytes: int) -> None:
+        """Keep all of the body until it is taken, whole; one that is longer is lost, with a `ProtocolError`."""
+        self._most = max_bytes
+        self.resume_reading()
+
+    def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
+        """Give further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: keep them
+        until they are taken."""
+        self._sink = sink
+
+    def read_by(self, bypass: Bypass | None) -> None:
+        """The body is read by `bypass`; None: by the connection's transport again."""
+        self._bypass = bypass
+
+    def pause_reading(self) -> None:
+        """Make the instance wait."""
+        self._pause(paused=True)
+
+    def resume_reading(self) -> None:
+        """Let it go on."""
+        self._pause(paused=False)
+
+    def _pause(self, *, paused: bool) -> None:
+        if self.paused == paused:
+            return
+        self.paused = paused
+        source = self._bypass or (self.connection.transport if self.connection is not None else None)
+        if source is not None:
+            source.pause_reading() if paused else source.resume_reading()
+
+    def fail(self, error: TransferError) -> None:
+        """End it because of `error`."""
+        self._request = self._request._replace(repeatable=False)
+        if self._task is not None:
+            self._task.cancel()
+        if self.connection is not None:
+            self.connection.close(error)
+        self._end(CallState.LOST, error)
+
+    def close(self) -> None:
+        """Nobody wants it any more. May be called several times."""
+        self._on_change = None
+        if self.is_over:
+            return
+        if self._task is not None:
+            self._task.cancel()
+        connection, self.connection, self.state = self.connection, None, CallState.CLOSED
+        if self._bypass is not None:
+            self._bypass.stop()
+        if connection is not None:
+            connection.close()
+
+
+_OVER = frozenset({CallState.COMPLETE, CallState.LOST, CallState.CLOSED})
+
+
+def _too_long(most: int) -> ProtocolError:
+    return ProtocolError(f"an answer is longer than {most} bytes")

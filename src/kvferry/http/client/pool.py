@@ -1,0 +1,150 @@
+"""The connections to one instance: how many there are, which are free, and how long free ones are kept.
+
+Owns all of them. A free connection that the instance closes is dropped when that is noticed, not when it is next used;
+for the moment between the two see `Call.lose`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+
+from kvferry.core.errors import LeakError
+from kvferry.http.client.connection import ClientConnection
+from kvferry.http.client.origin import Origin
+from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.tls import advice
+
+
+class Pool:
+    """At most `most` connections; calls that need one more wait in turn."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        most: int,
+        idle_s: float,
+        context: ssl.SSLContext | None,
+        relays: object,
+        who: str,
+    ) -> None:
+        self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
+        self._context, self.relays = context, relays
+        self.authority = origin.authority.encode()
+        self._loop = asyncio.get_running_loop()
+        self._free: deque[ClientConnection] = deque()  # the freshest last
+        self._open: set[ClientConnection] = set()
+        self._num_connecting = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+        self._used_at = self._loop.time()
+        """When a connection was last made, given up or lost."""
+
+    def take_free(self) -> ClientConnection | None:
+        """A free connection, the most recently used first."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_usable:
+                return connection
+            connection.close()
+        return None
+
+    async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
+        """A free or new connection (`fresh`: a new one). Raises `Unreachable` or `AnswerTimeout`."""
+        try:
+            async with asyncio.timeout(connect_s):
+                while True:
+                    if not fresh and (connection := self.take_free()) is not None:
+                        return connection
+                    if len(self._open) + self._num_connecting >= self._most and self._free:
+                        self._free.popleft().close()
+                    if len(self._open) + self._num_connecting < self._most:
+                        return await self._connect()
+                    await self._turn()
+        except TimeoutError as error:
+            raise AnswerTimeout(f"{self._origin} took no connection within {connect_s:g} s", "connection") from error
+
+    async def _turn(self) -> None:
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._next()  # it was our turn, and is another's now
+            raise
+        finally:
+            if not waiter.done():
+                self._waiting.remove(waiter)
+
+    async def _connect(self) -> ClientConnection:
+        connection = ClientConnection(self._loop, str(self._origin), self._who)
+        self._num_connecting += 1
+        try:
+            await self._loop.create_connection(
+                lambda: connection, self._origin.host, self._origin.port, ssl=self._context
+            )
+        except (OSError, UnicodeError) as error:
+            why = advice(error, str(self._origin), self._who)
+            raise Unreachable(f"{self._origin} cannot be reached: {why}") from error
+        except BaseException:
+            connection.close()  # it may have been made at the very moment that the wait for it ended
+            raise
+        finally:
+            self._num_connecting -= 1
+            self._used_at = self._loop.time()
+            self._next()
+        if self._closed or not connection.is_usable:
+            connection.close()
+            raise Unreachable(f"{self._origin} closed the connection at once")
+        connection.on_closed = self._forget
+        self._open.add(connection)
+        return connection
+
+    def give_back(self, connection: ClientConnection) -> None:
+        """The call on this connection is over."""
+        if connection.release() and not self._closed:
+            self._free.append(connection)
+        else:
+            connection.close()
+        self._next()
+
+    def _forget(self, connection: ClientConnection) -> None:
+        self._open.discard(connection)
+        self._used_at = self._loop.time()
+        if connection in self._free:
+            self._free.remove(connection)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def tick(self, now: float) -> None:
+        """Close connections that have been free for too long."""
+        while self._free and now - self._free[0].free_since > self._idle_s:
+            self._free.popleft().close()
+
+    def is_unused(self, now: float) -> bool:
+        """Whether it has had no connection for as long as free ones are kept, and nobody waits for one."""
+        return not (self._open or self._num_connecting or self._waiting) and now - self._used_at > self._idle_s
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._closed = True
+        for connection in tuple(self._open):
+            connection.close()
+
+    @property
+    def num_open(self) -> int:
+        """Connections open now."""
+        return len(self._open)
+
+    def check(self) -> None:
+        """Raise `LeakError` when a connection is in use though no answer is being read."""
+        if len(self._open) != len(self._free) or self._waiting or self._num_connecting:
+            raise LeakError(f"{len(self._open) - len(self._free)} connections to {self._origin} were never given back")

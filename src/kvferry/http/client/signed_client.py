@@ -1,0 +1,111 @@
+"""Requests of one kvferry process to another, which show who sends them (`core.keys`)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from kvferry.core import entropy
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import AuthenticationFailed, ConfigError, PeerLost, QueueFull
+from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.errors import AnswerTimeout, Unauthorized
+from kvferry.http.headers import RawHeaders
+
+_STRANGER_S = 10.0
+"""How long a server that did not answer a challenge is not sent another one."""
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    """The header that presents a key. Raises `ConfigError` if no header can contain it; the message does not show the
+    key."""
+    try:
+        value = key.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a key is not UTF-8 text") from error
+    if any(byte < 0x20 or byte == 0x7F for byte in value):
+        raise ConfigError("a key contains a line break or another control character; remove it")
+    return b"authorization", b"Bearer " + value
+
+
+class SignedClient:
+    """Requests to other servers of kvferry's, signed with what is derived from `secret`. Nothing is signed for, or sent
+    in the name of, a server that has not proved that it holds the same secret; what was given as its `key` is sent as
+    it is. Owns what is known of each server."""
+
+    def __init__(self, client: HttpClient, secret: str, key: str | None = None) -> None:
+        self.client, self._secret = client, secret
+        self._bearer: RawHeaders = [] if key is None else [bearer(key)]
+        self._signers: dict[Origin, Signer] = {}
+        self._strangers: dict[Origin, tuple[float, str]] = {}
+        self._meeting: dict[Origin, asyncio.Lock] = {}
+
+    async def ask(
+        self,
+        origin: Origin,
+        method: str,
+        target: str,
+        *,
+        purpose: Purpose,
+        timeout_s: float,
+        headers: RawHeaders | None = None,
+        body: bytes | None = None,
+        max_bytes: int = 2**20,
+        base_path: str = "",
+    ) -> tuple[int, RawHeaders, bytes]:
+        """As `HttpClient.ask`, for a purpose; `timeout_s` is for all of it. `base_path` is before `target` on the way
+        to the server, and is not what the server sees. Raises `TransferError`."""
+        settings: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": max_bytes}
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(2):
+                    signer = await self._signer(origin, base_path, timeout_s)
+                    authorization = self._bearer
+                    if signer is not None:
+                        signature = signer.sign(purpose, method, target, body or b"").encode()
+                        authorization = [(b"authorization", signature)]
+                    sent = [*(headers or []), *authorization]
+                    answer = await self.client.ask(origin, method, base_path + target, headers=sent, **settings)
+                    if signer is None or answer[0] != Unauthorized.status:
+                        break
+                    self._signers.pop(origin, None)  # it was started anew, or the request was late
+                return answer
+        except TimeoutError as error:
+            raise AnswerTimeout(f"{origin} did not answer {target} within {timeout_s:g} s", "next byte") from error
+
+    async def why_stranger(self, origin: Origin, timeout_s: float) -> str:
+        """Why a server does not count as one of the deployment; empty if it does. Raises `TransferError`."""
+        known = await self._signer(origin, "", timeout_s)
+        return "" if known is not None else self._strangers[origin][1]
+
+    async def _signer(self, origin: Origin, base_path: str, timeout_s: float) -> Signer | None:
+        """For a server of the deployment. The first of those who ask at the same time asks it."""
+        async with self._meeting.setdefault(origin, asyncio.Lock()):
+            stranger = self._strangers.get(origin)
+            if origin in self._signers or (stranger is not None and stranger[0] > SYSTEM_CLOCK.monotonic()):
+                return self._signers.get(origin)
+            try:
+                self._signers[origin] = await self._meet(origin, base_path, timeout_s)
+            except AuthenticationFailed as error:
+                self._strangers[origin] = SYSTEM_CLOCK.monotonic() + _STRANGER_S, str(error)
+            return self._signers.get(origin)
+
+    async def _meet(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
+        if not self._secret:
+            raise AuthenticationFailed("this process has no token")
+        nonce = entropy.token_hex(16)
+        target = f"{base_path}{CHALLENGE_PATH}?nonce={nonce}"
+        status, _, answer = await self.client.ask(origin, "GET", target, timeout_s=timeout_s)
+        if status >= 500 or status == QueueFull.status:
+            raise PeerLost(f"{origin} answers {status}")
+        if status != 200:
+            raise AuthenticationFailed("it is no server of kvferry's with a token")
+        return Signer(self._secret, nonce, answer)
+
+    def forget(self, origin: Origin) -> None:
+        """It may be another server when it is back."""
+        self._signers.pop(origin, None)
+        self._strangers.pop(origin, None)
+        self._meeting.pop(origin, None)

@@ -1,0 +1,1 @@
+"""The server's side: from a listening socket to a handler, and back."""

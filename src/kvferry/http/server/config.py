@@ -1,0 +1,135 @@
+"""Settings of one HTTP server. A field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kvferry.core import entropy
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.openai import MAX_BODY_BYTES
+from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
+from kvferry.http.headers import require_key
+from kvferry.http.server.limits import HttpLimits
+from kvferry.http.tls import client_context, server_context
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpAccess:
+    """Who may use the server, and how it is reached."""
+
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. Prefer --api-key-file or the
+    environment variable, as others on the machine can read the command line."""
+
+    api_key_file: Path | None = None
+    """File with API keys, one per line."""
+
+    admin_key: tuple[str, ...] = ()
+    """Key for /metrics and /kvferry/*; repeat it for more. It is also accepted wherever an API key is. Without an admin
+    key, these paths require an API key, if there is one."""
+
+    admin_host: str = "127.0.0.1"
+    """Address of the admin listener."""
+
+    admin_port: PortOrAny | None = None
+    """Port that alone serves /metrics and /kvferry/*; the port for clients then answers them with 404. 0 takes any free
+    port. Not for instances behind a router, which needs these paths on the port for clients: use an admin key there."""
+
+    tls_cert: Path | None = None
+    """Certificate chain (PEM). The server then speaks HTTPS only."""
+
+    tls_key: Path | None = None
+    """Private key of --tls-cert (PEM), if it is not in the same file."""
+
+    tls_ca: Path | None = None
+    """Certificate authorities (PEM) that this process trusts: to have signed the certificates of the instances or
+    routers that it connects to at https:// URLs (default: the system's authorities), and with --tls-verify-clients
+    those of clients."""
+
+    tls_verify_clients: bool = False
+    """Serve only clients that present a certificate of an authority in --tls-ca, except for /health and /version, and
+    for processes of the deployment, which sign their requests."""
+
+    access_log: bool = False
+    """Log one line for every request."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.tls_cert is None and (self.tls_key is not None or self.tls_verify_clients):
+            raise ConfigError("--tls-key and --tls-verify-clients need --tls-cert")
+        if self.tls_verify_clients and self.tls_ca is None:
+            raise ConfigError("--tls-verify-clients needs --tls-ca, the authority that signs the clients' certificates")
+        for name in ("api_key", "admin_key"):
+            for key in getattr(self, name):
+                require_key(key, f"--{name.replace('_', '-')}")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The clients' keys, from flags and file. Raises `ConfigError` if the file cannot be read or is empty."""
+        return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
+
+    def admin_keys(self) -> tuple[str, ...]:
+        """The operators' keys."""
+        return self.admin_key
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The listeners' TLS context; None for plain HTTP. Raises `ConfigError`."""
+        if self.tls_cert is None:
+            return None
+        return server_context(self.tls_cert, self.tls_key, self.tls_ca if self.tls_verify_clients else None)
+
+    def check_files(self) -> None:
+        """Raise `ConfigError` if a file cannot be used; the server reads them again later."""
+        self.api_keys()
+        self.tls_context()
+        if self.tls_ca is not None:
+            client_context(self.tls_ca)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig(HttpAccess):
+    """Where a server listens, what it accepts, who may use it, and how it stops."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; only this machine can reach the default."""
+
+    port: PortOrAny = 8000
+    """Port to listen on; 0 takes any free one."""
+
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    """What one client may use."""
+
+    max_body_bytes: Bytes = MAX_BODY_BYTES
+    """Longest request body; a longer one is answered with 413."""
+
+    shutdown_grace_s: SecondsOrZero = 30.0
+    """Seconds that running requests are given to end before they are aborted."""
+
+    secret: str = field(default="", repr=False)
+    """What the keys of kvferry's own processes are derived from (`core.keys`); empty: they are clients like others."""
+
+    name: str = field(default_factory=partial(entropy.token_hex, 16))
+    """Of this server in signed requests: all processes on one address have the same."""
+
+    listeners: tuple[int, ...] = ()
+    """Descriptors of sockets that listen already, which other processes may share: the clients', then the admin's if
+    there is one. Without them, the server opens its own."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of clients' URLs."""
+        return "http" if self.tls_cert is None else "https"
+
+
+def _keys_in(path: Path) -> tuple[str, ...]:
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} contains no key")
+    for key in keys:
+        require_key(key, f"--api-key-file {path}")
+    return keys

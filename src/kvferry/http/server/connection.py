@@ -1,0 +1,391 @@
+"""One client's connection: its requests, one running at a time, and their answers.
+
+Owns the requests that wait behind the running one or until the client has read its answers, and the deadline of
+whatever the client is to do next. After a refusal the connection is closed.
+
+    handshake  TLS, which has its own time
+    opened     nothing has come yet              → http_header_s
+    idle       nothing of the next request       → http_idle_s
+    head       a header has begun                → http_header_s
+    body       a body is still to come           → http_body_gap_s, http_body_s
+    running    the request is here               → no deadline; who answers slowly is not the client's fault
+    closing    the last answer is on its way out → http_stall_s, then the connection is cut
+    lingering  the same, to a client that sends  → _LINGER_S, then the connection is cut
+    lost       the client has disconnected
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import lru_cache
+from math import inf
+from typing import cast
+
+from kvferry.core.errors import KvferryError, RequestError
+from kvferry.core.messages.openai import error_envelope, internal_error
+from kvferry.http.errors import BadHttp, RequestTimeout
+from kvferry.http.headers import response_head
+from kvferry.http.server.body import Body
+from kvferry.http.server.keys import Side
+from kvferry.http.server.limits import HttpLimits
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.request_parser import RequestHead, RequestParser, origin_form
+from kvferry.http.server.response import Response, answer_headers
+from kvferry.http.server.service import Service
+from kvferry.http.server.writer import ClientWriter
+from kvferry.observe.logs import logging_request
+
+logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("kvferry.access")
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PARSED_AT_ONCE, _BODY_AT_ONCE = 4096, 65536
+"""Bytes after which it is seen how many requests wait: a client may send hundreds ahead of their turn."""
+_PAUSE_WAITING = 8
+_LINGER_S = 2.0
+"""How long a refused client that still sends is listened to, so that it reads its answer instead of a reset."""
+_LINGER_BYTES = 4 * 1024 * 1024
+
+
+class State(IntEnum):
+    """What the connection waits for; see the module."""
+
+    HANDSHAKE = 0
+    OPENED = auto()
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    RUNNING = auto()
+    CLOSING = auto()
+    LINGERING = auto()
+    LOST = auto()
+
+
+@lru_cache
+def _seconds_of(limits: HttpLimits) -> list[float]:
+    """How long the client may take, by state."""
+    seconds = {
+        State.OPENED: limits.http_header_s,
+        State.IDLE: limits.http_idle_s,
+        State.HEAD: limits.http_header_s,
+        State.BODY: limits.http_body_gap_s,
+        State.CLOSING: limits.http_stall_s,
+        State.LINGERING: _LINGER_S,
+    }
+    return [seconds.get(state, inf) for state in State]
+
+
+_OVER = (State.CLOSING, State.LINGERING, State.LOST)
+
+
+@dataclass
+class _Turn:
+    """One request, from its header on. `body_until`: when its body must be here."""
+
+    request: HttpRequest
+    response: Response
+    expects: bool
+    body_until: float
+
+
+class ServerConnection(asyncio.Protocol):
+    """Reads requests from one client and writes the answers to it. A door makes one for each connection."""
+
+    def __init__(self, service: Service, side: Side, client: str) -> None:
+        self._service, self._side, self.client = service, side, client
+        self._seconds = _seconds_of(service.config.limits)
+        self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
+        self._writer: ClientWriter
+        self._state, self._deadline = State.HANDSHAKE, inf
+        self._unfed = b""  # bytes that have come and are not parsed yet
+        self._is_reading = True
+        self._broken: RequestError | None = None  # why nothing more can be read
+        self._waiting: deque[_Turn] = deque()
+        self._turn: _Turn | None = None  # what is answered
+        self._task: asyncio.Task[None] | None = None
+        self._wake: asyncio.Future[None] | None = None
+
+    def _enter(self, state: State) -> None:
+        """The only writer of the state; sets the deadline too."""
+        self._state, self._deadline = state, asyncio.get_running_loop().time() + self._seconds[state]
+        if state in _OVER:
+            self._waiting.clear()
+            self._unfed = b""
+            self._go_on()
+
+    # The story of a connection.
+
+    async def _serve(self) -> None:
+        """Answer one request after the other, until one of them, or the client, is the last."""
+        while (turn := await self._next()) is not None:
+            await self._answer(turn)
+            del turn  # an idle connection keeps nothing of its last request
+        if self._broken is not None:
+            self._refuse(self._broken)
+
+    async def _answer(self, turn: _Turn) -> None:
+        """Run the handler of one request, and close the connection if that was the last."""
+        request, response, was_cancelled = turn.request, turn.response, False
+        self._service.running.add(self)
+        try:
+            handler = self._service.handler_of(request, self._side, self._writer.transport)
+            with logging_request(request.id):
+                await handler(request, response)
+            if response.started:
+                response.cut()  # unless it is complete
+            else:
+                logger.error("request %s: the handler returned without an answer", request.id)
+                response.fail(internal_error(request.id))
+        except RequestError as error:
+            response.fail(error)
+        except asyncio.CancelledError:  # the client has left, or the grace period is over
+            was_cancelled, lifecycle = True, self._service.lifecycle
+            if self._state is not State.LOST:
+                response.fail(lifecycle.abort_reason() if lifecycle.draining else internal_error(request.id))
+        except Exception:  # the edge: a fault of a handler ends its request, and nothing else
+            logger.exception("request %s failed", request.id)
+            response.fail(internal_error(request.id))
+        self._log(turn)
+        self._turn = None
+        self._writer.pauses(None)
+        self._service.running.discard(self)
+        self._service.note_quiet()
+        if not request.body.complete:
+            self._close_lingering()
+        elif was_cancelled or response.was_cut or response.is_last or response.framing == "close":
+            self._close()
+
+    async def _next(self) -> _Turn | None:
+        """The next request, once the client has read most of its earlier answers: a client that only sends requests
+        must not fill the memory with answers. None if there is no other."""
+        if not self._waiting:
+            if self._state is State.RUNNING and self._broken is None:
+                self._enter(State.HEAD if self._parser.num_overhead else State.IDLE)
+            self._resume()
+        while self._state not in _OVER:
+            if self._waiting and self._writer.is_writable:
+                self._turn = self._waiting.popleft()
+                self._resume()
+                return self._turn
+            if self._broken is not None and not self._waiting:
+                break
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return None
+
+    def _go_on(self) -> None:
+        """Something has changed for `_next`."""
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    # The transport's calls.
+
+    def admit(self) -> bool:
+        """Count the connection, before anything is read. One too many is told the reason once it is made."""
+        self._broken = self._service.admit(self)
+        return self._broken is None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected."""
+        if self._state is State.LOST:
+            cast(asyncio.Transport, transport).abort()
+            return
+        self._writer = ClientWriter(cast(asyncio.Transport, transport))
+        self._enter(State.OPENED)
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests have arrived."""
+        if self._state not in _OVER:
+            self._unfed += data
+            self._feed()
+        else:
+            self._parser.num_overhead += len(data)
+            if self._parser.num_overhead > _LINGER_BYTES:
+                self.abort()
+
+    def eof_received(self) -> None:
+        """The client sends no more: it has disconnected. The transport closes itself."""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The client is gone; its work is cancelled, unless it has its whole answer."""
+        if self._state is State.LOST:
+            return
+        if self._state is not State.HANDSHAKE:
+            self._writer.lose()
+        self._enter(State.LOST)
+        self._service.forget(self)
+        if self._turn is not None and not self._turn.response.ended and self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self._writer.pause(asyncio.get_running_loop().time())
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._writer.resume()
+        self._go_on()
+
+    # Reading.
+
+    def _feed(self) -> None:
+        """Parse what has come, as long as few requests wait; the rest is left for later, and no more is read."""
+        data, place = self._unfed, 0
+        while place < len(data) and self._broken is None and len(self._waiting) < _PAUSE_WAITING:
+            most = _PARSED_AT_ONCE if self._parser.body is None else _BODY_AT_ONCE
+            part = data[place : place + most]
+            place += len(part)
+            try:
+                self._parser.feed(part)
+            except RequestError as error:
+                self._break(error)
+            except KvferryError as error:
+                self._break(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
+        self._unfed = data[place:] if self._broken is None else b""
+        body = self._parser.body
+        if self._broken is None and body is not None:
+            self._enter(State.BODY)
+        elif data and (self._state is State.IDLE or self._state is State.OPENED):
+            self._enter(State.HEAD)
+        full = self._unfed or len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
+        if full and self._is_reading:
+            self._is_reading = False
+            self._writer.transport.pause_reading()
+        self._go_on()
+
+    def _resume(self) -> None:
+        if self._unfed:
+            self._feed()
+        if not (self._is_reading or self._unfed) and self._state is not State.LOST:
+            self._is_reading = True
+            self._writer.transport.resume_reading()
+
+    def _head_is_here(self, head: RequestHead) -> Body:
+        """A request begins, though its body may be still to come."""
+        now, config = asyncio.get_running_loop().time(), self._service.config
+        body = Body(config.max_body_bytes, self._body_is_wanted)
+        target = origin_form(head.target.decode("latin-1"))
+        request = HttpRequest(head.method, target, head.headers, body, self.client, now)
+        if (declared := request.first.get(b"content-length")) is not None:
+            body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
+        lifecycle, is_1_0 = self._service.lifecycle, head.version == "1.0"
+        response = Response(self._writer, request, lifecycle, version_1_0=is_1_0, keep_alive=head.keep_alive)
+        expects = not is_1_0 and request.first.get(b"expect", b"").lower() == b"100-continue"
+        self._waiting.append(_Turn(request, response, expects, now + config.limits.http_body_s))
+        return body
+
+    def _body_is_here(self) -> None:
+        self._enter(State.RUNNING)
+
+    def _body_is_wanted(self) -> None:
+        """The handler reads the body: let the client send."""
+        turn = self._turn
+        if turn is not None and turn.expects:
+            turn.expects = False
+            body = turn.request.body
+            if not (body.complete or body.failed or body.num_bytes or turn.response.started):
+                self._writer.write(_CONTINUE)
+        coming = self._parser.body
+        if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and not (coming and coming.failed):
+            if self._state is State.BODY:
+                self._enter(State.BODY)
+            self._resume()
+
+    def _break(self, error: RequestError) -> None:
+        """Nothing more can be read from this client."""
+        self._broken = self._broken or error
+        if self._state is State.BODY:
+            self._enter(State.RUNNING)
+        if self._parser.body is not None:
+            self._parser.body.fail(self._broken)
+        self._go_on()
+
+    # The end.
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer something that is not a valid request, and close."""
+        if self._state not in _OVER:
+            body = error_envelope(error)
+            headers = [*answer_headers(error), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+            self._writer.write(response_head(error.status, headers) + body)
+            self._close_lingering()
+
+    def end_idle(self) -> None:
+        """Close the connection if no request is running on it; otherwise it closes after the answer."""
+        if self._turn is None and not self._waiting and self._state is not State.HANDSHAKE:
+            self._close()
+
+    def abort_request(self) -> None:
+        """End the running request with the reason."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def abort(self) -> None:
+        """Close the connection now. A handshake in progress ends with its task."""
+        if self._state not in (State.HANDSHAKE, State.LOST):
+            self._enter(State.CLOSING)
+            self._writer.transport.abort()
+
+    def _close(self) -> None:
+        if self._state not in _OVER:
+            self._enter(State.CLOSING)
+            self._writer.transport.close()
+
+    def _close_lingering(self) -> None:
+        """Close the connection to a client that may still be sending: a reset would discard the answer."""
+        if self._state in _OVER:
+            return
+        self._enter(State.LINGERING)
+        self._resume()
+        transport = self._writer.transport
+        if not transport.can_write_eof():
+            transport.close()
+            return
+        try:
+            transport.write_eof()
+        except OSError:
+            transport.abort()  # the client has reset the connection
+
+    def check(self, now: float) -> None:
+        """Enforce the client's deadlines. Called by the server several times a second."""
+        limits = self._service.config.limits
+        if self._state is not State.HANDSHAKE and self._writer.stalled_s(now) >= limits.http_stall_s:
+            self.abort()
+        elif self._state is State.BODY:
+            self._check_body(now)
+        elif now >= self._deadline:
+            match self._state:
+                case State.HEAD:
+                    self._refuse(RequestTimeout(f"the header did not come within {limits.http_header_s:g} s"))
+                case State.CLOSING | State.LINGERING:
+                    self.abort()
+                case _:
+                    self._close()
+
+    def _check_body(self, now: float) -> None:
+        turn = self._waiting[-1] if self._waiting else self._turn
+        if not self._is_reading:
+            self._enter(State.BODY)  # it is we who do not read
+        elif turn is not None and now >= min(self._deadline, turn.body_until):
+            self._break(RequestTimeout("the body did not come in time"))
+
+    def _log(self, turn: _Turn) -> None:
+        if self._service.config.access_log:
+            request, response = turn.request, turn.response
+            gone = not response.ended or response.was_cut
+            milliseconds = (asyncio.get_running_loop().time() - request.arrived) * 1000
+            fields = {
+                "client": self.client, "method": request.method, "target": request.target, "status": response.status,
+                "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,
+            }  # fmt: skip
+            access_logger.info(
+                '%s "%s %s" %s %d %.1f ms %s',
+                self.client, request.method, request.target, response.status or "-", response.num_bytes,
+                milliseconds, request.id + (" left" if gone else ""),
+                extra={"fields": fields, "request_id": request.id},
+            )  # fmt: skip

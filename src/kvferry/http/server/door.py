@@ -1,0 +1,95 @@
+"""Accepts connections on one listening socket, and counts each before its TLS handshake, which costs the server more
+than the client.
+
+asyncio's own servers report a TLS connection only after the handshake, when it is too late to refuse it. And they take
+all connections that wait, where several processes share the socket: here each takes one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+
+from kvferry.http.server.connection import ServerConnection
+from kvferry.http.server.keys import Side
+from kvferry.http.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 0.5
+"""After an accept that failed, for want of descriptors in general."""
+
+
+class Door:
+    """Owns the listening socket, from `open` to `close`. `context`: for TLS."""
+
+    def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        self._service, self._side, self._listener, self._context = service, side, listener, context
+        self._loop = asyncio.get_running_loop()
+        self._later: asyncio.TimerHandle | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """The real port."""
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def host(self) -> str:
+        """The address that is listened on."""
+        return str(self._listener.getsockname()[0])
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting; handshakes in progress continue within their time, or until `abort`."""
+        self._loop.remove_reader(self._listener)
+        if self._later is not None:
+            self._later.cancel()
+        self._listener.close()
+
+    def abort(self) -> None:
+        """End the handshakes in progress."""
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    def _accept(self) -> None:
+        try:
+            accepted, address = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # another process was faster, or the client has left
+        except OSError as error:
+            logger.warning("a connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._later = self._loop.call_later(_WAIT_S, self.open)
+            return
+        accepted.setblocking(False)
+        self._let_in(accepted, str(address[0]))
+
+    def _let_in(self, accepted: socket.socket, client: str) -> None:
+        """One connection too many is closed without a message if that would take a handshake, or there is no room."""
+        connection = ServerConnection(self._service, self._side, client)
+        if not connection.admit() and (self._context is not None or self._service.crowded):
+            accepted.close()
+            connection.connection_lost(None)
+            return
+        task = self._loop.create_task(self._connect(connection, accepted))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _connect(self, connection: ServerConnection, accepted: socket.socket) -> None:
+        timeout_s = self._service.config.limits.http_header_s if self._context is not None else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._context, ssl_handshake_timeout=timeout_s
+            )
+        except BaseException as error:
+            accepted.close()
+            connection.connection_lost(None)
+            # ssl.SSLError is an OSError. Whoever it was, it was no client of ours.
+            if not isinstance(error, (OSError, TimeoutError)):
+                raise

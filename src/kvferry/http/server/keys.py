@@ -1,0 +1,128 @@
+"""Who may use which path of a server.
+
+    open      /health, /version, …: everyone
+    key       everything that uses or shows a model: an API key or an admin key, if any API key is set
+    probe     GET /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
+    release   POST /kvferry/release: likewise
+    operate   what changes something: likewise; a router changes its instances for operators only (`Caller`)
+    register  instances that register themselves
+
+A request that is signed for a purpose (`core.keys`) opens the paths of that name; one of an operator also those of
+`key` and `probe`. With an admin listener (`--admin-port`), `probe`, `release` and `operate` are served there only, and
+the clients' listener answers them with 404. Keys are compared by their SHA-256, all of them, in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from enum import Enum
+from typing import Literal
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvferry.core.errors import AuthenticationFailed
+from kvferry.core.keys import SCHEME, Used, Verifier
+from kvferry.core.messages.openai import UnknownRoute
+from kvferry.http.errors import Unauthorized
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.request import Caller, HttpRequest
+from kvferry.http.server.response import Response
+
+
+class Access(Enum):
+    """What a route requires."""
+
+    OPEN = "open"
+    KEY = "key"
+    PROBE = "probe"
+    RELEASE = "release"
+    OPERATE = "operate"
+    REGISTER = "register"
+
+
+Side = Literal["public", "admin", "all"]
+"""Which listener a request came in by: the clients', the admin's, or the only one there is."""
+
+_ON_BOTH = (Access.OPEN, Access.REGISTER)
+_OPENED_BY_OPERATORS = (Access.KEY, Access.PROBE, Access.OPERATE)
+_LONGEST_NONCE = 128
+
+
+class Guard:
+    """Decides whether a request may be served."""
+
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = (), verifier: Verifier | None = None
+    ) -> None:
+        self._api, self._admin = _digests(api_keys), _digests(admin_keys)
+        self._verifier = verifier
+
+    @classmethod
+    def from_config(cls, config: HttpConfig, more_api_keys: Iterable[str] = (), used: Used | None = None) -> Guard:
+        """The guard of one server, or of several that are reached by the same name and know together which signed
+        requests were `used`. Raises `ConfigError`."""
+        verifier = Verifier(config.secret, config.name, used=used) if config.secret else None
+        return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
+
+    def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
+        """Who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the other
+        listener."""
+        if access not in _ON_BOTH and side == ("admin" if access is Access.KEY else "public"):
+            raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
+        header = request.first.get(b"authorization", b"")
+        if header.startswith(SCHEME.encode() + b" ") and self._verifier is not None:
+            return self._signed(access, header.decode("latin-1"), request, self._verifier)
+        digest = _presented(header) if self._api or self._admin else None
+        is_operator, is_client = _has(self._admin, digest), _has(self._api, digest)
+        if access is Access.REGISTER:
+            raise Unauthorized("A registration must be signed: give all processes the same KVFERRY_AUTH_TOKEN")
+        if self._needs_key(access):
+            if digest is None:
+                raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
+            if not (is_operator or (is_client and (access is Access.KEY or not self._admin))):
+                raise Unauthorized("The key in the Authorization header is not valid")
+        if digest is None or not (is_client or is_operator):
+            return request.caller
+        return Caller(digest, is_known=True, is_operator=is_operator)
+
+    def _needs_key(self, access: Access) -> bool:
+        if access in (Access.OPEN, Access.KEY):
+            return access is Access.KEY and bool(self._api)
+        return bool(self._admin or self._api)
+
+    def _signed(self, access: Access, header: str, request: HttpRequest, verifier: Verifier) -> Caller:
+        """A signature that does not hold is refused also where none is needed: who signs wants to be known."""
+        try:
+            purpose, body_sha256 = verifier.check(header, request.method, request.target)
+        except AuthenticationFailed as error:
+            raise Unauthorized(str(error)) from error
+        is_operator = purpose == "operate"
+        opens = purpose == access.value or (is_operator and access in _OPENED_BY_OPERATORS)
+        if not opens and (access is Access.REGISTER or self._needs_key(access)):
+            raise Unauthorized(f"The request is signed for another purpose ({purpose})")
+        request.body.require(body_sha256)
+        return Caller(request.client.encode(), is_known=True, is_signed=True, is_operator=is_operator)
+
+    async def challenge(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""
+        nonce = parse_qs(request.query, max_num_fields=4).get("nonce", [""])[0]
+        if self._verifier is None or not 0 < len(nonce) <= _LONGEST_NONCE:
+            raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
+        response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))
+
+
+def _presented(header: bytes) -> bytes | None:
+    """The digest of the key in a header, None when there is none."""
+    scheme, _, key = header.partition(b" ")
+    return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else None
+
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _has(digests: list[bytes], digest: bytes | None) -> bool:
+    return digest is not None and bool(sum(hmac.compare_digest(digest, one) for one in digests))

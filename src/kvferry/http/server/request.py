@@ -1,0 +1,58 @@
+"""One request as a handler sees it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, sane_request_id
+from kvferry.http.headers import RawHeaders, first_values
+from kvferry.http.server.body import Body
+
+_REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+
+
+class Caller(NamedTuple):
+    """Who sent a request. `name`: the digest of the key that was presented, if it is one of this server's; otherwise
+    the address. `is_known`: whether the `Authorization` header is for this server, and goes no further; `is_signed`:
+    whether it is the signature of a process of the deployment; `is_operator`: whether it is an admin key, or an
+    operator's signature."""
+
+    name: bytes
+    is_known: bool = False
+    is_signed: bool = False
+    is_operator: bool = False
+
+
+class HttpRequest:
+    """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what follows the
+    prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
+    in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
+    has the first value of each header. `caller` is set before the handler is called."""
+
+    __slots__ = ("arrived", "body", "caller", "client", "first", "headers", "id", "method", "path", "rest", "target")
+
+    def __init__(self, method: str, target: str, headers: RawHeaders, body: Body, client: str, arrived: float) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.first = first_values(headers)
+        self.body = body
+        self.client = client
+        self.arrived = arrived
+        self.caller = Caller(client.encode())
+        path = target.partition("?")[0]
+        self.path = unquote(path) if "%" in path else path
+        self.rest = ""
+        wanted = self.first.get(_REQUEST_ID)
+        self.id = sane_request_id(None if wanted is None else wanted.decode("latin-1"))
+
+    @property
+    def query(self) -> str:
+        """The part after the question mark, not decoded."""
+        return self.target.partition("?")[2]
+
+    def header(self, name: str) -> str | None:
+        """The first header of that name, whatever its case; None when there is none."""
+        value = self.first.get(name.lower().encode("latin-1"))
+        return None if value is None else value.decode("latin-1")

@@ -1,0 +1,158 @@
+"""Requests made of bytes, and what of their heads is refused though the parser lets it pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple, cast
+
+import httptools
+
+from kvferry.core.errors import KvferryError, RequestError
+from kvferry.http.errors import BadHttp, HeadersTooLarge, NotImplementedHere
+from kvferry.http.headers import RawHeaders
+from kvferry.http.message import FRAMING, MessageParser
+from kvferry.http.server.body import Body
+from kvferry.http.server.limits import HttpLimits
+
+_AUTHORITY = re.compile(
+    rb"(?:(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+|\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\])(?::[0-9]{0,5})?[ \t]*"
+)
+"""A host, and perhaps a port (RFC 3986), without a user; the parser leaves white space after a header's value."""
+_AUTHORITY_END = re.compile(rb"[/?#]")
+_NAME = itemgetter(0)
+
+
+class RequestHead(NamedTuple):
+    """All of a request but its body."""
+
+    method: str
+    target: bytes
+    headers: RawHeaders
+    version: str
+    keep_alive: bool
+
+
+class RequestParser(MessageParser):
+    """Requests, one after the other. `begin` is told of each when its head is here, and returns the body to fill; `end`
+    when the body is here."""
+
+    def __init__(self, limits: HttpLimits, begin: Callable[[RequestHead], Body], end: Callable[[], None]) -> None:
+        super().__init__(httptools.HttpRequestParser, limits.http_header_bytes)
+        self._limits, self._begin, self._end = limits, begin, end
+        self._url = b""
+        self.body: Body | None = None
+        """Of the request of which the head is here, and the end is not."""
+
+    def on_message_begin(self) -> None:
+        """The request line begins."""
+        if not self._replaying:
+            super().on_message_begin()
+            self._url = b""
+
+    def on_url(self, part: bytes) -> None:
+        """The target, or a part of it."""
+        if not self._replaying:
+            self._url += part
+
+    def on_headers_complete(self) -> None:
+        """The head is here."""
+        if self._replaying:
+            return
+        version, headers = self._parser.get_http_version(), self.headers
+        num_bytes = len(self._url) + sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)
+        if len(headers) > self._limits.http_header_count or num_bytes > self._limits.http_header_bytes:
+            raise self._head_too_large()
+        if (error := head_error(version, self._url, headers)) is not None:
+            raise error
+        self.num_overhead, self.in_head = 0, False
+        method, keep_alive = self._parser.get_method().decode(), bool(self._parser.should_keep_alive())
+        self.body = self._begin(RequestHead(method, self._url, headers, version, keep_alive))
+
+    def on_body(self, piece: bytes) -> None:
+        """A part of the body."""
+        self.num_overhead = 0
+        cast(Body, self.body).feed(piece)
+
+    def on_message_complete(self) -> None:
+        """The body is here."""
+        body = self.body
+        if body is not None and not self._skips_body():
+            self.num_overhead, self.body = 0, None
+            self._end()
+            body.end()
+
+    def _skips_body(self) -> bool:
+        """Whether the parser skips a body because the client offers to change to another protocol after the head.
+
+        No other protocol is available, so the request is served as it is, with its body (clients that offer HTTP/2
+        begin like this).
+        """
+        return bool(self.body is not None and self._parser.should_upgrade() and self._framing)
+
+    @property
+    def _framing(self) -> RawHeaders:
+        return [one for one in self.headers if one[0] in FRAMING and one[1] != b"0"]
+
+    def _upgrade(self, rest: bytes) -> None:
+        if self._skips_body():  # a new parser begins where that body does
+            self._parser, self._replaying = httptools.HttpRequestParser(self), True
+            lines = b"".join(b"%b: %b\r\n" % header for header in self._framing)
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % lines)
+            self._replaying = False
+        if rest:
+            self._parse(rest)
+
+    def _too_much(self) -> KvferryError:
+        if self.in_head:
+            return self._head_too_large()
+        return BadHttp("the framing of the body is larger than the body; send it in larger chunks")
+
+    def _head_too_large(self) -> HeadersTooLarge:
+        limits = self._limits
+        return HeadersTooLarge(
+            f"the header is longer than {limits.http_header_bytes} bytes or {limits.http_header_count} lines"
+        )
+
+
+def origin_form(target: str) -> str:
+    """Path and query of a target that names the server too, as a client of a proxy sends it."""
+    if target.startswith("/") or "://" not in target:
+        return target
+    _, slash, path = target.partition("://")[2].partition("/")
+    return slash + path or "/"
+
+
+def _coding_error(version: str, headers: RawHeaders) -> RequestError | None:
+    """What is wrong with transfer codings."""
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    for value in codings:
+        if value.strip().lower() != b"chunked":
+            return NotImplementedHere(f"transfer coding {value.decode('latin-1')!r} is not supported; use chunked")
+    if len(codings) > 1 or version == "1.0":
+        return BadHttp("a request must have at most one Transfer-Encoding header, and only in HTTP/1.1")
+    return None
+
+
+def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | None:
+    """What is wrong with a header that the parser accepts, but that two parsers could read differently."""
+    if version not in ("1.1", "1.0"):
+        return BadHttp(f"HTTP/{version} is not supported; use HTTP/1.1")
+    names = list(map(_NAME, headers))
+    hosts = names.count(b"host")
+    if b"transfer-encoding" in names and (error := _coding_error(version, headers)) is not None:
+        return error
+    if hosts > 1 or (hosts == 0 and version == "1.1"):
+        return BadHttp(f"a request must have exactly one Host header; this one has {hosts}")
+    if hosts and _AUTHORITY.fullmatch(host := headers[names.index(b"host")][1]) is None:
+        return BadHttp(f"Host {host[:64].decode('latin-1')!r} is not a host's name or address, with or without a port")
+    if url.startswith(b"/") or url == b"*":
+        return None
+    scheme, slashes, rest = url.partition(b"://")
+    if scheme not in (b"http", b"https") or not slashes:
+        return BadHttp("the target of a request must be a path")
+    if _AUTHORITY.fullmatch(_AUTHORITY_END.split(rest, 1)[0]) is None:
+        return BadHttp("the URL of a request must name a host, with or without a port and no user")
+    return None

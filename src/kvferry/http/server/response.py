@@ -1,0 +1,222 @@
+"""The answer to one request, as it is sent.
+
+A handler calls either `send` once, or `start`, then `write` as often as it likes, and `end`. None of these waits or
+creates a task; a handler that writes much awaits `drain` in between, which waits only for a slow client. If a handler
+returns without completing its answer, the connection is cut, so that the client cannot take a part for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from kvferry.core.errors import RequestError
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
+from kvferry.http.errors import HttpRefusal
+from kvferry.http.headers import RawHeaders, as_raw, date_header, first_values, response_head
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.writer import ClientWriter
+
+_REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+_CHUNKED = (b"transfer-encoding", b"chunked")
+_CLOSE = (b"connection", b"close")
+_KEEP_ALIVE = (b"connection", b"keep-alive")
+_LAST_CHUNK = b"0\r\n\r\n"
+_NO_CONTENT = frozenset([204, 304])
+JSON = (b"content-type", b"application/json")
+
+
+Framing = Literal["chunked", "length", "close", "none"]
+"""How the client knows where the body ends; `none`: there is no body (HEAD, 204, 304)."""
+
+
+class Response:
+    """One response. `status` is None until it has begun; `num_bytes` counts what was sent of the body."""
+
+    __slots__ = (
+        "_added",
+        "_declared",
+        "_events",
+        "_head",
+        "_keep_alive",
+        "_last",
+        "_lifecycle",
+        "_version_1_0",
+        "ended",
+        "framing",
+        "num_bytes",
+        "request",
+        "status",
+        "was_cut",
+        "writer",
+    )
+
+    def __init__(
+        self, writer: ClientWriter, request: HttpRequest, lifecycle: Lifecycle, *, version_1_0: bool, keep_alive: bool
+    ) -> None:
+        self.writer, self._lifecycle = writer, lifecycle
+        self.request = request
+        self._version_1_0, self._keep_alive = version_1_0, keep_alive
+        self.status: int | None = None
+        self.ended = self.was_cut = False
+        self.framing: Framing = "none"
+        self.num_bytes = 0
+        self._added: RawHeaders = []
+        self._declared = b""
+        self._head = b""
+        self._last = b""
+        self._events = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the connection ends with this response."""
+        return not self._keep_alive or self.request.body.failed or self._lifecycle.draining
+
+    @property
+    def started(self) -> bool:
+        """Whether the status has been decided, so that no other answer is possible."""
+        return self.status is not None
+
+    def send(self, status: int, body: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Send the whole answer. `content-length` is added."""
+        length: RawHeaders = [] if status in _NO_CONTENT else [(b"content-length", b"%d" % len(body))]
+        self.start(status, [*headers, *length])
+        self.end(body)
+
+    def send_json(self, body: bytes, status: int = 200) -> None:
+        """Send the whole answer, with `body` as JSON."""
+        self.send(status, body, [JSON])
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to whatever will be answered, also to an error; to be called before the answer has begun."""
+        self._added.append((name, value))
+
+    def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set status and headers; names in lower case. They are sent with the first byte of the body, with `flush` or
+        with `end`.
+
+        The body is framed by `content-length` if the headers contain it, otherwise in chunks. Do not add headers of the
+        connection (`connection`, `transfer-encoding`): they are set here.
+        """
+        assert self.status is None, "a response is started once"
+        self.status = status
+        sent = [*headers, *self._added]
+        first = first_values(sent)
+        self.framing = self._choose_framing(first)
+        if self.framing == "chunked":
+            sent.append(_CHUNKED)
+        if _REQUEST_ID not in first:
+            sent.append((_REQUEST_ID, self.request.id.encode()))
+        sent.append(date_header())
+        if self.is_last or self.framing == "close":
+            sent.append(_CLOSE)
+        elif self._version_1_0:
+            sent.append(_KEEP_ALIVE)
+        kind = first.get(b"content-type", b"")
+        self._events = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
+        self._head = response_head(status, sent)
+
+    def _choose_framing(self, first: Mapping[bytes, bytes]) -> Framing:
+        if self.request.method == "HEAD" or self.status in _NO_CONTENT:
+            return "none"
+        if (declared := first.get(b"content-length")) is not None:
+            self._declared = declared
+            return "length"
+        return "close" if self._version_1_0 else "chunked"
+
+    def write(self, data: bytes) -> None:
+        """Write more of the body."""
+        if not data or self.ended:
+            return
+        length = len(data)
+        self.num_bytes += length
+        self._last = data if length > 1 else self._last[-1:] + data
+        if self.framing == "chunked":
+            framed = b"%x\r\n%b\r\n" % (length, data)
+            if self._head:
+                framed, self._head = self._head + framed, b""
+            self.writer.write(framed)
+        else:
+            self._transmit(b"" if self.framing == "none" else data)
+
+    def flush(self) -> None:
+        """Send status and headers now."""
+        self._transmit(b"")
+
+    def end(self, data: bytes = b"") -> None:
+        """The body is complete, with `data` as its last piece. The connection can then take the next request."""
+        if self.ended:
+            return
+        if self.framing == "chunked":
+            self.num_bytes += len(data)
+            data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK) if data else _LAST_CHUNK
+            self._transmit(data)
+        else:
+            self.write(data)
+            if self._head:
+                self._transmit(b"")
+        self._finish()
+
+    def _finish(self) -> None:
+        # A body of another length than was said would have the client take the next answer for a part of this one.
+        if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
+            self.cut()
+            return
+        self.ended = True
+
+    @property
+    def slow(self) -> bool:
+        """Whether `drain` would wait; for callers that write so often that an await is expensive."""
+        return self.writer.slow
+
+    async def drain(self) -> None:
+        """Wait while the client is slow to read; returns at once if it is not. To be awaited between writes."""
+        await self.writer.drain()
+
+    # For what writes chunks past this object.
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that were written and are not in the socket yet, the head included."""
+        return self.writer.num_unsent + len(self._head)
+
+    def forwarded(self, num_bytes: int, last: bytes) -> None:
+        """So many bytes of payload were written directly; `last` is their end."""
+        self.num_bytes += num_bytes
+        self._last = last
+
+    def fail(self, error: RequestError) -> None:
+        """Report `error` to the client in the best way still possible: with its status and OpenAI's error body if
+        nothing was sent; as an error event and `[DONE]` between two events of a stream; otherwise by cutting the
+        connection."""
+        if self.ended:
+            return
+        if self.status is None or self._head:
+            self.status, self._head = None, b""
+            self.send(error.status, error_envelope(error), answer_headers(error))
+        elif self._events and self.framing != "length" and (not self._last or self._last.endswith(b"\n\n")):
+            self.end(sse_event(error_envelope(error)) + SSE_DONE)
+        else:
+            self.cut()
+
+    def cut(self) -> None:
+        """Cut the connection: what was sent must not look complete."""
+        if not self.ended:
+            self.ended = self.was_cut = True
+            if self.framing == "close":
+                self.writer.transport.abort()  # the end of the connection would look like the end of the body
+            else:
+                self.writer.transport.close()
+
+    def _transmit(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        if data:
+            self.writer.write(data)
+
+
+def answer_headers(error: RequestError) -> RawHeaders:
+    """The headers that go with an error's envelope."""
+    own = error.headers if isinstance(error, HttpRefusal) else []
+    return [*as_raw(error_headers(error)), *own]

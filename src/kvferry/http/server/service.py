@@ -1,0 +1,134 @@
+"""What the connections of one server share: settings, the handlers of requests, what is open and running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections import Counter
+from contextlib import suppress
+from typing import Protocol
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.keys import CHALLENGE_PATH
+from kvferry.http.errors import Unauthorized
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.keys import Access, Guard, Side
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.routes import Handler, Routes
+
+logger = logging.getLogger(__name__)
+
+_SPARE_FILES = 256
+"""Descriptors kept for everything that is not a client's connection; half of them all, where there are few."""
+
+
+class ConnectedClient(Protocol):
+    """A client's connection, as the server sees it."""
+
+    client: str
+
+    def check(self, now: float) -> None:
+        """Enforce the client's deadlines."""
+
+    def end_idle(self) -> None:
+        """Close it if no request is running on it; otherwise it closes after the answer."""
+
+    def abort_request(self) -> None:
+        """End the running request with the reason."""
+
+    def abort(self) -> None:
+        """Close it now."""
+
+
+class Service:
+    """Owns the numbers of connections and of running handlers. `quiet` is set when a server that ends has neither."""
+
+    def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
+        self.config, self.lifecycle = config, lifecycle
+        self._routes, self.guard = routes, guard
+        self.connections: set[ConnectedClient] = set()
+        self.running: set[ConnectedClient] = set()
+        self.quiet = asyncio.Event()
+        self._per_client: Counter[str] = Counter()
+        self._most, self._spare = config.limits.http_connections, _SPARE_FILES
+        self._num_refused = self._num_served = 0
+
+    def limit_connections(self) -> None:
+        """To as many as this process may open files: further ones are refused, with an answer."""
+        wanted, limit = self._most, _file_limit(self._most + _SPARE_FILES)
+        self._spare = min(_SPARE_FILES, limit // 2)
+        self._most = max(1, min(wanted, limit - self._spare))
+        if self._most < wanted:
+            logger.warning(
+                "at most %d connections are served at the same time, not %d: this process may open %d files; raise"
+                " the limit (ulimit -n, LimitNOFILE=), or lower --http-connections",
+                self._most,
+                wanted,
+                limit,
+            )
+
+    def admit(self, connection: ConnectedClient) -> Unavailable | None:
+        """Count a connection; returns the refusal if there are too many."""
+        self.connections.add(connection)
+        self._per_client[connection.client] += 1
+        most = self.config.limits.http_client_connections
+        if len(self.connections) > self._most:
+            where, most = "", self._most
+        elif self._per_client[connection.client] > most:
+            where = " from this address"
+        else:
+            return None
+        self._num_refused += 1
+        return Unavailable(f"{most} connections{where} are open, which is the limit; try again later")
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there is not even room for connections that are only told that they are refused."""
+        return len(self.connections) > self._most + self._spare // 2
+
+    def forget(self, connection: ConnectedClient) -> None:
+        """The connection is gone."""
+        self.connections.discard(connection)
+        self._per_client[connection.client] -= 1
+        if self._per_client[connection.client] <= 0:
+            del self._per_client[connection.client]
+        self.note_quiet()
+
+    def handler_of(self, request: HttpRequest, side: Side, transport: asyncio.BaseTransport) -> Handler:
+        """The handler of a request that came in by `transport`. Raises `RequestError`."""
+        self._num_served += 1
+        self.lifecycle.require_accepting()
+        if request.path == CHALLENGE_PATH and request.method == "GET":
+            return self.guard.challenge
+        route = self._routes.find(request)
+        request.caller = self.guard.admit(route.access, side, request)
+        is_known = request.caller.is_signed or not self.config.tls_verify_clients
+        if not (is_known or route.access is Access.OPEN or transport.get_extra_info("peercert")):
+            raise Unauthorized("This server needs a client certificate of an authority in its --tls-ca")
+        return route.handler
+
+    def note_quiet(self) -> None:
+        """Something has ended."""
+        if self.lifecycle.draining and not self.connections and not self.running:
+            self.quiet.set()
+
+    def statistics(self) -> dict[str, int]:
+        """What is open now, and what has been served and refused so far."""
+        return {
+            "connections": len(self.connections),
+            "clients": len(self._per_client),
+            "running": len(self.running),
+            "served": self._num_served,
+            "refused": self._num_refused,
+        }
+
+
+def _file_limit(wanted: int) -> int:
+    """How many file descriptors this process may have, after raising the limit towards `wanted` as far as possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
