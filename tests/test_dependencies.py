@@ -83,8 +83,8 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
     assert needed | {"safetensors"} == declared()
 
 
-ELSEWHERE = {"litellm"}
-"""Imported by programs that run in environments of their own (scripts/install_clients.sh)."""
+ELSEWHERE = {"litellm", "PIL"}
+"""Imported by what runs in environments of its own (scripts/install_clients.sh, scripts/install_vllm_cpu.sh)."""
 
 
 def test_what_tests_and_tools_import_is_declared_for_developers() -> None:
