@@ -226,11 +226,11 @@ TABLE = """
 sequential | a prefill     | refuses                           | - prefill - ticket                | -     | answer
 sequential | a prefill     | BROKEN                            | prefill prefill - ticket          | p0    | answer
 sequential | a prefill     | 400                               | prefill - - -                     | -     | 400
-sequential | a prefill     | no ticket                         | prefill - - whole                 | -     | answer
+sequential | a prefill     | no ticket                         | prefill - whole -                 | -     | answer
 sequential | every prefill | refuses                           | - - whole -                       | -     | answer
 sequential | every prefill | BROKEN                            | prefill prefill whole -           | p0 p1 | answer
 sequential | every prefill | 400                               | prefill - - -                     | -     | 400
-sequential | every prefill | no ticket                         | prefill - - whole                 | -     | answer
+sequential | every prefill | no ticket                         | prefill - whole -                 | -     | answer
 sequential | a decode      | refuses                           | prefill - - ticket                | -     | answer
 sequential | a decode      | silent, cut, 500, 503, 307        | prefill - ticket ticket           | -     | answer
 sequential | a decode      | stops, cut in stream, error event | prefill - ticket -                | p0    | error event
@@ -245,11 +245,11 @@ sequential | every decode  | refuses                           | prefill - - -  
 nixl       | a prefill     | refuses                           | - prefill - ticket                | -     | answer
 nixl       | a prefill     | BROKEN                            | prefill prefill - ticket          | -     | answer
 nixl       | a prefill     | 400                               | prefill - - -                     | -     | 400
-nixl       | a prefill     | no ticket                         | prefill - - whole                 | -     | answer
+nixl       | a prefill     | no ticket                         | prefill - whole -                 | -     | answer
 nixl       | every prefill | refuses                           | - - whole -                       | -     | answer
 nixl       | every prefill | BROKEN                            | prefill prefill whole -           | -     | answer
 nixl       | every prefill | 400                               | prefill - - -                     | -     | 400
-nixl       | every prefill | no ticket                         | prefill - - whole                 | -     | answer
+nixl       | every prefill | no ticket                         | prefill - whole -                 | -     | answer
 nixl       | a decode      | refuses                           | prefill - - ticket                | -     | answer
 nixl       | a decode      | silent, cut, 500, 503, 307        | prefill - ticket ticket           | -     | answer
 nixl       | a decode      | stops, cut in stream, error event | prefill - ticket -                | -     | error event
