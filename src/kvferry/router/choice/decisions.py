@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from kvferry.core.messages.timeline import Timeline
 from kvferry.router.choice.policies.base import Choice
+from kvferry.router.choice.prefix_index import NO_MATCH, Match
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Decision(msgspec.Struct, kw_only=True):
     has_session: bool = False
     choice: Choice[Any] | None = None
     reason: str = ""
-    cached: Mapping[Any, int] = {}
+    cached: Match = NO_MATCH
     attempts: list[Attempt] = []
     routed: float | None = None
     prefill_sent: float | None = None

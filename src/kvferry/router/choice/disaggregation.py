@@ -45,7 +45,7 @@ class Threshold:
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
         cached = self._index.match(asked.prefix)
-        left = max(0, asked.num_tokens - cached.get(decode, 0))
+        left = max(0, asked.num_tokens - cached.tokens(decode))
         if self._fixed is not None:
             return "short_prompt" if left < self._fixed else None
         if self._estimates.hand_off.num_measured < FEWEST_HAND_OFFS:
@@ -56,7 +56,7 @@ class Threshold:
             estimates.prefill_s(decode.name, load.prefill_tokens + left)
             + estimates.token_s(decode.name) * left * stalled
         )
-        at_prefill = max(0, asked.num_tokens - cached.get(prefill, 0))
+        at_prefill = max(0, asked.num_tokens - cached.tokens(prefill))
         apart = estimates.prefill_s(prefill.name, at_prefill) + estimates.hand_off.at(left)
         if alone < apart:
             return "short_prompt"

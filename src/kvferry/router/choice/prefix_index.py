@@ -57,11 +57,18 @@ class Match(Mapping[Any, int]):
         self._groups, self._places, self._num_places = groups, places, num_places
 
     def __getitem__(self, instance: Any) -> int:
-        bit = 1 << self._places[instance]
-        found = max((num_tokens for bits, num_tokens in self._groups if bits & bit), default=0)
-        if not found:
+        if not (found := self.tokens(instance)):
             raise KeyError(instance)
         return found
+
+    def tokens(self, instance: Any) -> int:
+        """How many this instance has; 0: none."""
+        place, most = self._places.get(instance), 0
+        if place is not None:
+            for bits, num_tokens in self._groups:
+                if num_tokens > most and bits >> place & 1:
+                    most = num_tokens
+        return most
 
     def __iter__(self) -> Iterator[Any]:
         return (one for one, place in self._places.items() if any(bits >> place & 1 for bits, _ in self._groups))
@@ -83,6 +90,9 @@ class Match(Mapping[Any, int]):
         return found
 
 
+NO_MATCH = Match((), {}, 0)
+
+
 class PrefixIndex:
     """Instances are any hashable objects. `max_entries` limits the whole; each instance has an equal share of it."""
 
@@ -97,7 +107,7 @@ class PrefixIndex:
         self._version = 0
         self._matched: Prefix | None = None
         self._matched_version = 0
-        self._found = self._tokens_of = Match((), {}, 0)
+        self._found = self._tokens_of = NO_MATCH
         self._tokens = self._tokens_of.by_place()
 
     @property

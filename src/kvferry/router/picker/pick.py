@@ -90,7 +90,7 @@ class Picked:
     def _take(self, instance: Instance, *, computes: bool, decodes: bool) -> None:
         uncached = 0
         if self._asked is not None and self._decision is not None:
-            uncached = max(0, self._asked.num_tokens - self._decision.cached.get(instance, 0))
+            uncached = max(0, self._asked.num_tokens - self._decision.cached.tokens(instance))
         computes = computes and self._asked is not None
         now = self._services.clock.monotonic()
         self._work[instance] = Work(instance.load, uncached, now, computes=computes, decodes=decodes)

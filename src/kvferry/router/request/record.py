@@ -46,7 +46,7 @@ class RequestRecord:
 
     def uncached(self, instance: Instance) -> int:
         """Tokens of the prompt that this instance probably does not have."""
-        return max(0, self._asked.num_tokens - self.decision.cached.get(instance, 0))
+        return max(0, self._asked.num_tokens - self.decision.cached.tokens(instance))
 
     def sent(self, kind: str, instance: Instance) -> Span | None:
         """A leg is sent: `prefill`, `decode` or `continuation`. Returns its span, if there are spans."""
