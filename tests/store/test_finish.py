@@ -65,7 +65,7 @@ def test_a_policy_that_learns_nothing_of_it_is_not_told(tmp_path: Path) -> None:
     urls = [f"memory:?num_blocks=32&name={tmp_path.name}", f"file:{tmp_path}/kv?max_bytes=1MiB&eviction=reuse"]
     store = TieredStore(find_stores(urls), LAYOUT)
     lru: Any = store.tiers[0].store
-    assert [spec.hears_finishes for spec in find_stores(urls)] == [False, True]
+    assert [spec.uses_finishes for spec in find_stores(urls)] == [False, True]
     asyncio.run(use())
 
 

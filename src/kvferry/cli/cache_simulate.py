@@ -74,7 +74,7 @@ def simulate(
     capacities = sorted({_tokens(text) for text in capacity})
     with _progress(trace) as on_read:
         found = compare_file(
-            trace, names, capacities, block_tokens=block_tokens, hears_finishes=finishes, on_read=on_read
+            trace, names, capacities, block_tokens=block_tokens, uses_finishes=finishes, on_read=on_read
         )
     if plot_file is not None:
         plot(found, plot_file)

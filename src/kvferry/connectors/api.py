@@ -436,8 +436,8 @@ class HandsOff(ABC):
         return True
 
     def refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it was admitted: tell consumers that wait for it. Default:
-        nothing."""
+        """A prefill for another instance was refused before it was admitted: report that to consumers that wait for it.
+        Default: nothing."""
 
     def make_room(self, num_blocks: int) -> None:
         """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least

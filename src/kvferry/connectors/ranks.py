@@ -67,11 +67,11 @@ class RankReports:
         ended[rank] = event
         if len(ended) == self._num_ranks:
             del self._ended[event.request_id]
-            kept_as = next((one.kept_as for one in ended.values() if isinstance(one, Failed) and one.kept_as), "")
+            kept_as = next((end.kept_as for end in ended.values() if isinstance(end, Failed) and end.kept_as), "")
             whole = _joined(ended.values())
             self._whole.append(msgspec.structs.replace(whole, kept_as=kept_as) if isinstance(whole, Failed) else whole)
-            for other, one in ended.items():
-                if kept_as and not (isinstance(one, Failed) and one.kept_as):
+            for other, end in ended.items():
+                if kept_as and not (isinstance(end, Failed) and end.kept_as):
                     self._rank_released(other, kept_as)
 
     def _rank_released(self, rank: int, request_id: str) -> None:

@@ -56,9 +56,9 @@ class Put(Enum):
 
     STORED = "stored"
     PRESENT = "present"
-    """It was there already, and counts as used now."""
+    """The block was there already, and counts as used now."""
     DROPPED = "dropped"
-    """It was not stored: there is no room for it, the store cannot be asked, or the call was cancelled."""
+    """The block was not stored: there is no room for it, the store cannot be asked, or the call was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class KVStore(ABC):
     copies of the caller's memory."""
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
-        """Opens nothing yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
+        """Does not open the store yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
         self.location, self.options, self.layout = location, options, layout
         self.records = RecordFormat(layout, make_codec(options.codec, layout))
         self._counts: Counter[str] = Counter()
@@ -142,8 +142,8 @@ class KVStore(ABC):
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
-        """What is the same on all instances that share the store, as far as settings and machine tell. Not its address:
-        one server or directory may have several names."""
+        """A name that is the same on all instances that share the store, as far as settings and machine determine that.
+        It does not contain the address, since one server or directory may have several names."""
         return f"{cls.__module__}:{cls.__qualname__}"
 
     # Blocks.
@@ -189,11 +189,11 @@ class KVStore(ABC):
         """Remove these blocks, pinned or not. Returns how many were there."""
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Told that these blocks will be read soon. Default: ignored."""
+        """A hint that these blocks will be read soon. Default: ignored."""
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """Told that the request whose prompt begins with these blocks has got its whole answer: a hint for eviction,
-        given only if `StoreSpec.hears_finishes`. Default: ignored."""
+        """A hint for eviction: the request whose prompt begins with these blocks has its whole answer. Given only if
+        `StoreSpec.uses_finishes`. Default: ignored."""
 
     async def close(self) -> None:
         """Release all resources of this process. What is stored stays, unless it is in memory that ends with this
@@ -215,8 +215,8 @@ class KVStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     def answers(self, shared: Collection[int]) -> bool:
-        """Whether one of these shared tiers, by their numbers among the shared ones, can be asked. Of a store without
-        tiers: yes."""
+        """Whether one of these shared tiers, by their numbers among the shared ones, can be asked. True for a
+        store without tiers."""
         return True
 
     def takes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Whether a tier is used: from its first failure on it is not, until a probe in the background succeeds.
+"""Whether a tier is used. After a failure it is left alone until a probe in the background succeeds.
 
 Requests never try out whether a tier is back: the probe does. One that hangs is still awaited while others follow, so
 that a server which goes on, or a disk that returns, is noticed at once.

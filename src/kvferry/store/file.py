@@ -78,21 +78,22 @@ class FileStore(KVStore):
         self._notes = NoteFiles(self.root / "notes", self._access)
         self._num_threads = max(1, options.threads)
         self._threads = Threads(self._num_threads, "kvferry-file-store")
-        self._look_threads = Threads(4, "kvferry-file-look")
-        """For what takes no time, if the disk answers at all: it does not queue behind blocks."""
+        self._match_threads = Threads(4, "kvferry-file-match")
+        """For calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
         self._local = threading.local()
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
-        """The location is a path that is not a file."""
+        """Raise `ConfigError` unless the location is a path that is not a file."""
         path = path_of(location)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"store file:{location}: {path} is not a directory")
 
     @classmethod
     def check_here(cls, location: str, options: Any) -> None:
-        """The directory exists, or can be made, and this process can write a file there, once the disk is not full."""
+        """Raise `ConfigError` unless the directory exists or can be made, and this process can write a file there. A
+        full disk is no error."""
         root = path_of(location)
         _make_folder(root, root, ACCESS[options.access])
         try:
@@ -113,13 +114,13 @@ class FileStore(KVStore):
     async def close(self) -> None:
         """End the threads; no file is kept open."""
         self._threads.close()
-        self._look_threads.close()
+        self._match_threads.close()
 
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """One `stat` for each block."""
-        return await self._look_threads.run(lambda stop: self._match(hashes))
+        return await self._match_threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One `preadv` for each block. The threads read at the same time, because a disk with one request at a time is
@@ -152,13 +153,13 @@ class FileStore(KVStore):
     # Notes.
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
-        await self._look_threads.run(lambda stop: self._notes.write(name, content, ttl_s))
+        await self._match_threads.run(lambda stop: self._notes.write(name, content, ttl_s))
 
     async def read_note(self, name: str) -> bytes | None:
-        return await self._look_threads.run(lambda stop: self._notes.read(name))
+        return await self._match_threads.run(lambda stop: self._notes.read(name))
 
     async def remove_note(self, name: str) -> None:
-        await self._look_threads.run(lambda stop: self._notes.remove(name))
+        await self._match_threads.run(lambda stop: self._notes.remove(name))
 
     # Insight.
 
@@ -196,7 +197,7 @@ class FileStore(KVStore):
             except FileNotFoundError:
                 return index
             except OSError as error:
-                raise StoreError(f"cannot look into {self._folder}: {error.strerror}") from error
+                raise StoreError(f"cannot read the directory {self._folder}: {error.strerror}") from error
         return len(hashes)
 
     def _get(self, read: Read, stop: Stop) -> bool:
@@ -246,7 +247,7 @@ class FileStore(KVStore):
         return bool(num_bytes)
 
     def _scratch(self) -> memoryview:
-        """Room for one record, of this thread's own."""
+        """This thread's own memory for one record."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = memoryview(bytearray(self.records.max_record_bytes))
         scratch: memoryview = self._local.scratch

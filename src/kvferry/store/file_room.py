@@ -124,7 +124,7 @@ class FileRoom:
             return True, Removed()
         with self._lock:
             is_known = self._num_stored is not None and self._num_refused < self._max_bytes * LOOK_SHARE
-        removed = Removed() if is_known else self._look()
+        removed = Removed() if is_known else self._scan_and_evict()
         with self._lock:
             fits = self._pinned_bytes + max(num_bytes, self._max_bytes * LOOK_SHARE) <= self._max_bytes
             self._num_refused += 0 if fits else num_bytes
@@ -135,7 +135,7 @@ class FileRoom:
         processes stay within `share` of `max_bytes`. Scans first."""
         if self._max_bytes is None:
             return len(paths), Removed()
-        removed = self._look()
+        removed = self._scan_and_evict()
         with self._lock:
             room, pinned = share * self._max_bytes - self._pinned_bytes, set(self._pinned)
         for count, path in enumerate(paths):
@@ -159,7 +159,7 @@ class FileRoom:
                 self._policy.insert(path, self._clock.monotonic(), parent)
             self._num_unseen += num_bytes
             due = self._look_is_due()
-        return self._look(num_bytes) if due else Removed()
+        return self._scan_and_evict(num_bytes) if due else Removed()
 
     def statistics(self) -> dict[str, float]:
         """`kept_bytes` and `pinned_blocks` under the directory, as far as this process knows; empty before the first
@@ -177,7 +177,7 @@ class FileRoom:
 
     # Scans.
 
-    def _look(self, new_bytes: int = 0) -> Removed:
+    def _scan_and_evict(self, new_bytes: int = 0) -> Removed:
         """Scan the directory; evict if it is too full, and remove what crashes left. `new_bytes`: the size of the
         newest block."""
         with self._look_lock:

@@ -66,7 +66,7 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 _Change = Callable[[list[LMCachePlace], int], LMCachePlace]
-"""Takes a set's places and the number of one of them, and returns what that one becomes."""
+"""Takes a set's places and the index of one, and returns what that place becomes."""
 
 
 class LMCacheStore(KVStore):
@@ -97,7 +97,7 @@ class LMCacheStore(KVStore):
 
     @classmethod
     def check(cls, location: str, options: object) -> None:
-        """The location has a host and a port."""
+        """Raise `ConfigError` unless the location has a host and a port."""
         _address_of(location)
 
     @classmethod

@@ -42,7 +42,7 @@ class StoreSpec:
     options: StoreOptions
 
     @property
-    def hears_finishes(self) -> bool:
+    def uses_finishes(self) -> bool:
         """Whether the store's eviction policy learns from the ends of requests."""
         eviction = getattr(self.options, "eviction", None)
         return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish

@@ -26,24 +26,25 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 SLOWEST_BYTES_PER_S = 64 * 2**20
-"""Blocks may take so long in addition to the deadline: KV that comes more slowly is hardly worth its way."""
+"""Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
+worth loading."""
 PUT_S = 5.0
 """Least deadline of a put, for which no request waits."""
 FOUND_S = 0.002
 """Seconds to find one block, as on a disk with cold caches, in addition to the deadline."""
 SILENT_SHARE = 0.25
-"""Part of the deadline after which the tier is looked at while it is busy with blocks: one that hangs is not waited
-for."""
-MOST_LOOKED_AT = 32
+"""Part of the deadline after which a tier that is busy with blocks is asked something small, to notice one that
+hangs."""
+MOST_PROBED = 32
 """Blocks that are read again to find out whether the tier is still too slow."""
 APART_S = 1.0
-"""For the end of a loop apart; one in a call that does not return is left behind."""
+"""How long `close` waits for a separate loop to end; one that is in a call that does not return is left behind."""
 PUT_AGAIN_S = 0.5
 """Pause before what the store did not take is put again."""
 GRACE_S = 0.1
-"""A timer that comes so much too late says that this machine is busy, not the store."""
+"""A timer that fires this much too late shows that this machine is busy, and not that the store is slow."""
 NO_BLOCK: BlockHash = bytes(32)
-"""The hash of none, to see whether the store answers."""
+"""A hash that no block has, to find out whether the store answers."""
 
 
 class Tier:
@@ -53,18 +54,18 @@ class Tier:
         """`name`: its number in the list, from 0, and its scheme: `1 (file)`. `url`: without its password, for the
         log."""
         self.name, self.store, self.deadline_s = name, store, deadline_s
-        self.breaker = Breaker(url, self._look)
+        self.breaker = Breaker(url, self._probe)
         self.is_open = self._is_closed = False
         self._refused: Block | None = None
         self._refused_note: tuple[str, bytes, float] | None = None
-        """What it did not take of the blocks, and of the notes, that it was last given."""
+        """The block and the note that the store refused when it was last given some."""
         self._putting_again: asyncio.Task[None] | None = None
         self.on_takes: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
         self.num_late = 0
-        """Calls that had no answer by the deadline."""
+        """Number of calls that had no answer by their deadline."""
         self._apart: TransferLoop | None = None
-        """Where the calls of a store are made that may not return (`KVStore.ends_calls`)."""
+        """A separate event loop for a store whose calls may not return (`KVStore.ends_calls`)."""
         self._opening: asyncio.Task[None] | None = None
         """The attempt to open the store that is under way, or the last one. Callers wait for it together, and it
         continues when they give up."""
@@ -74,12 +75,12 @@ class Tier:
 
     @property
     def is_up(self) -> bool:
-        """Whether it is asked."""
+        """Whether the store is asked: the breaker is closed."""
         return not self.breaker.is_open
 
     @property
     def takes(self) -> bool:
-        """Whether it took all that it was last given."""
+        """Whether the store took everything that it was last given."""
         return self._refused is None and self._refused_note is None
 
     async def open(self) -> None:
@@ -102,7 +103,7 @@ class Tier:
         self.is_open = True
 
     async def close(self) -> None:
-        """End the looks at it and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
+        """End the breaker's probes and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
         self._is_closed = True
         await self.breaker.close()
         if self._putting_again is not None:
@@ -118,7 +119,7 @@ class Tier:
                 self._apart.close(APART_S)
 
     async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """A call of the store's. A call apart is left behind when it is cancelled."""
+        """Make a call of the store's. On a separate loop, the call is left behind when this is cancelled."""
         if self._apart is None:
             return await call()
 
@@ -135,13 +136,13 @@ class Tier:
         return await self._ask(call, otherwise, self.deadline_s)
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """`KVStore.match`; 0 as above."""
+        """`KVStore.match`; 0 where `ask` returns `otherwise`."""
         limit_s = self.deadline_s + len(hashes) * FOUND_S
         return await self._ask(partial(self.store.match, hashes), 0, limit_s, busy=bool(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """`KVStore.get`; all False as above."""
-        self._read_last = [read.block_hash for read in reads[:MOST_LOOKED_AT]]
+        """`KVStore.get`; all False where `ask` returns `otherwise`."""
+        self._read_last = [read.block_hash for read in reads[:MOST_PROBED]]
         num_bytes = sum(map(len, reads[0].into)) * len(reads) if reads else 0
         apart = [] if self.store.ends_calls else [Read(read.block_hash, _alike(read.into)) for read in reads]
         call = partial(self.store.get, apart or reads)
@@ -152,14 +153,14 @@ class Tier:
         return found
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """`KVStore.get_layer`; all False as above."""
+        """`KVStore.get_layer`; all False where `ask` returns `otherwise`."""
         num_bytes = sum(len(into) for _, into in reads)
         call = partial(self.store.get_layer, layer, reads)  # which the loader has made memory of its own for
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """`KVStore.put`; all `DROPPED` as above, or if the store takes no blocks. The blocks' memory must stay as it
-        is: one that is refused is put again later."""
+        """`KVStore.put`; all `DROPPED` where `ask` returns `otherwise`, or if the store takes no blocks. The blocks'
+        memory must not change: a block that is refused is put again later."""
         if not blocks:
             return []
         num_bytes = sum(map(len, blocks[0].layers)) * len(blocks)
@@ -192,7 +193,7 @@ class Tier:
         return took
 
     def _remember(self, block: Block | None, note: tuple[str, bytes, float] | None) -> None:
-        """It did not take these."""
+        """Remember what the store refused of the last block and note, and put it again until the store takes it."""
         before, self._refused, self._refused_note = self.takes, block, note
         if self.takes != before:
             self.on_takes()
@@ -266,8 +267,8 @@ class Tier:
         self.num_late += 1
         self.failed(f"did not answer within {limit_s:.3g} s")
 
-    async def _look(self) -> None:
-        """Ask what failed once more. Raises `StoreError` if the answer is late."""
+    async def _probe(self) -> None:
+        """For the breaker: ask again for what was asked last. Raises `StoreError` if the answer is late."""
         await self.open()
         begun, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await self._call(partial(self.store.match, [NO_BLOCK]))
@@ -290,7 +291,7 @@ def _retrieve_error(task: asyncio.Task[None]) -> None:
 
 
 class _LateTimer:
-    """Tells a tier that a call is late at the moment its deadline passes, even if the call itself ends later."""
+    """Reports to a tier that a call is late, at the moment its deadline passes, even if the call itself ends later."""
 
     def __init__(self, tier: Tier, limit_s: float) -> None:
         self._tier, self._limit_s, self._loop = tier, limit_s, asyncio.get_running_loop()
@@ -299,7 +300,7 @@ class _LateTimer:
 
     def _expire(self) -> None:
         now = self._loop.time()
-        if now > self._due + GRACE_S:  # the answer may be there, and nobody had the time to look
+        if now > self._due + GRACE_S:  # the answer may be there, and this loop had no time to read it
             self._due = now + GRACE_S
             self._timer = self._loop.call_at(self._due, self._expire)
         else:

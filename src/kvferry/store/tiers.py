@@ -186,7 +186,7 @@ class TieredStore(KVStore):
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
         """Tell the tiers whose eviction policy learns from it."""
         for tier, spec in zip(self.tiers, self._specs, strict=True):
-            if spec.hears_finishes:
+            if spec.uses_finishes:
                 await tier.ask(partial(_finish, tier.store, hashes, num_output_tokens), False)
 
     # Notes.

@@ -227,7 +227,7 @@ class ConnectorContract:
                     assert pair.tokens(f"{name}-{id(engine)}") == pair.expected(prompt)
 
     def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
-        """By the classes that its sides are derived from: `MultiConnector` goes by it."""
+        """`MultiConnector` decides by the classes that a connector's sides are derived from."""
         spec = find_connector(KVTransferConfig(kv_connector=self.connector))
         assert issubclass(spec.scheduler_class(), HandsOff | KeepsBlocks), "derive it from HandsOff or KeepsBlocks"
 
@@ -283,7 +283,7 @@ class CacheContract(ConnectorContract):
         self._answers(pair, "next", PROMPT)
 
     def test_a_cache_that_is_reset(self, pair: EnginePair) -> None:
-        """If that is possible, nothing comes back; in any case it keeps on working."""
+        """Nothing comes back if a reset is possible; in any case the connector goes on working."""
         self._answers_until_kept(pair, PROMPT)
         side = pair.decode.scheduler_side
         assert side is not None

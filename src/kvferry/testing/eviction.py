@@ -160,7 +160,7 @@ class EvictionContract:
             assert len(policy) <= capacity
 
     def test_memory_of_the_past_is_bounded(self, name: str) -> None:
-        """Of 100,000 blocks that came and went."""
+        """100,000 blocks come and go, and what the policy remembers of them stays bounded."""
         policy = make_eviction_policy(name, 8)
         for number in range(100_000):
             policy.insert(number, number * 0.01)
@@ -171,7 +171,7 @@ class EvictionContract:
     @pytest.mark.parametrize("used", [range(10), range(5)])
     @pytest.mark.parametrize("removed", [None, 9])
     def test_uses_without_an_eviction_take_no_memory(self, name: str, used: range, removed: int | None) -> None:
-        """As of a store that others evict from."""
+        """Memory stays bounded where others evict from the store, so that this policy never does."""
         policy = make_eviction_policy(name, 16)
         for key in range(10):
             policy.insert(key, 0.0, key - 1 if key else None)

@@ -63,7 +63,7 @@ def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clo
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Let the loop run until a condition holds of which no event tells."""
+    """Let the loop run until a condition holds that no event announces."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0)

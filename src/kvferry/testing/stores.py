@@ -73,7 +73,7 @@ class StoreContract:
 
     url: ClassVar[str | tuple[str, ...]]
     bounded_url: ClassVar[str | None] = None
-    """One that lets fewer than 48 blocks be pinned, where pins can be too many."""
+    """A store that lets fewer than 48 blocks be pinned, if it limits pins."""
     outlives_instances: ClassVar[bool] = True
     """Whether blocks stay when the instance that put them ends, as long as another is there."""
 

@@ -59,11 +59,11 @@ class PlainSocket:
         self._socket = sock
 
     def send(self, view: memoryview) -> int:
-        """Send of these bytes what fits. Returns how many were sent."""
+        """Send as many of these bytes as fit. Returns how many were sent."""
         return self._socket.send(view)
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """Send of what is left of the vector, which advances. Returns how many bytes were sent."""
+        """Send as much as fits of what is left of the vector, which advances. Returns how many bytes were sent."""
         return vector.send(self._socket)
 
     def receive(self, view: memoryview) -> tuple[int, bool]:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 CALL_BYTES = 2**20
-"""Offered to the kernel in one call, which looks through all pieces even if it moves few."""
+"""Offered to the kernel in one call, which examines all pieces even if it moves few."""
 CALL_PIECES = 512
-"""As `CALL_BYTES`, in number. Below Linux' IOV_MAX of 1024."""
+"""Pieces offered to the kernel in one call. Below Linux' IOV_MAX of 1024."""
 ROW_BYTES = 16
 """Size of a `struct iovec`."""
 

@@ -41,7 +41,7 @@ class TransferLoop:
         self._started.wait()
 
     def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine on the loop. The caller has to look at the future: its error is reported nowhere else."""
+        """Run a coroutine on the loop. The caller has to check the future: its error is reported nowhere else."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
     def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:

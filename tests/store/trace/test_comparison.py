@@ -149,7 +149,7 @@ def test_learnt_reuse_is_far_above_lru_where_most_prompts_come_once(sizes: list[
     for size in sizes:
         assert reuse[size] > 1.3 * lru[size]
         assert reuse[size] > 1.1 * s3fifo[size]
-    deaf = compare(lambda: iter(requests), ["reuse"], [3 * MILLION], hears_finishes=False)
+    deaf = compare(lambda: iter(requests), ["reuse"], [3 * MILLION], uses_finishes=False)
     assert ratios(deaf, "reuse")[3 * MILLION] > 1.2 * lru[3 * MILLION]
 
 

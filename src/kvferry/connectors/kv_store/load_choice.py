@@ -1,4 +1,4 @@
-"""How what the store has of a prompt is had: decides by the policy, and measures what the policy decides by.
+"""Whether and how what the store has of a prompt is loaded: asks the policy, and takes the measurements for it.
 
 Owns the `LoadPolicy`, the time of the step under way, and for each request what was decided and what is loaded.
 """
@@ -72,7 +72,7 @@ class LoadChoice:
     # Measuring.
 
     def load_begins(self, request_id: str, runs: Sequence[Run]) -> None:
-        """These are loaded, as was chosen."""
+        """The load that was chosen for the request begins, of these runs."""
         choice = self._choices.setdefault(request_id, _Choice())
         choice.loads, choice.begun_at = runs, self._clock.monotonic()
         if choice.decision is not None:
@@ -85,8 +85,8 @@ class LoadChoice:
             self._policy.loaded(choice.loads, seconds, self._clock.monotonic())
 
     def failed(self, request_id: str, error: KvferryError) -> None:
-        """They did not come. What was given up after a long wait would have taken at least as long; what failed sooner
-        than it would have come says nothing of the speed."""
+        """The load failed. One that was given up after a long wait would have taken at least as long; one that failed
+        before it could have ended says nothing about the speed."""
         choice = self._choices.pop(request_id, None)
         if choice is not None and choice.loads:
             now = self._clock.monotonic()
@@ -109,7 +109,8 @@ class LoadChoice:
             self._step = None
 
     def _computes(self, chunk: ScheduledChunk) -> None:
-        """Where nothing was to be loaded, that is now carried out, unless another connector has loaded it."""
+        """A decision to load nothing is carried out with the request's first chunk, unless another connector has loaded
+        the KV."""
         request_id = chunk.request.request_id
         choice = self._choices.get(request_id)
         if choice is None or choice.decision is None or choice.decision.way is not Way.RECOMPUTE:
@@ -119,7 +120,7 @@ class LoadChoice:
             self._policy.took(choice.decision, choice.num_blocks)
 
     def step_ended(self) -> None:
-        """It has. Steps with at least a block of prompts in them tell how fast those are computed."""
+        """The step has ended. Its time is a measurement if it computed at least a block of prompts."""
         begun, self._step = self._step, None
         if begun is not None and begun[1] >= self._block_size:
             now = self._clock.monotonic()
@@ -128,7 +129,7 @@ class LoadChoice:
     # Insight.
 
     def num_kept(self) -> int:
-        """Requests of which something is known; for leak checks."""
+        """Number of requests of which something is remembered; for leak checks."""
         return len(self._choices)
 
     def statistics(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Whether a prompt's KV is loaded or computed again, from speeds that were measured: no clock, no tensor, no I/O.
 
 What is known of each medium is how long it took before: so many seconds to begin, and so many more for each byte or
-token (`Pace`, newer measurements weigh more). A request then has four ways to its first token; the quickest is taken:
+token (`Pace`, newer measurements weigh more). A request then has four ways to its first token; the fastest is taken:
 
     load       all blocks that there are; then compute the rest of the prompt
     prefix     only those of the faster tiers: the tiers below would take longer than the model
@@ -22,17 +22,18 @@ from enum import Enum
 from kvferry.store.base import Run, part_of
 
 NEWER_WEIGHS = 0.85
-"""What a measurement still weighs after the next one."""
+"""The weight of a measurement is multiplied by this with each newer one."""
 STALE_S = 60.0
-"""A tier that was not read from for so long is tried again: it may be quicker now."""
+"""A tier that was not read from for this long is tried again, since it may be faster now."""
 WORTH_IT = 0.85
-"""Another way than to load all is taken where it takes at most this share of the time: to compute holds up others."""
+"""Another way than to load everything is taken if it takes at most this share of the time, because computing delays
+other requests."""
 FEWEST_TO_MEET = 4
-"""Blocks on either side below which two ends are not worth their steps."""
+"""With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
 
 
 class Way(Enum):
-    """How a prompt's KV is had; see the module."""
+    """How a prompt gets its KV: the four ways of the module's docstring."""
 
     LOAD = "load"
     PREFIX = "prefix"
@@ -80,11 +81,11 @@ class Pace:
 
     @property
     def begin_s(self) -> float:
-        """Seconds before the first."""
+        """Seconds before the first byte or token."""
         return self._line()[0]
 
     def seconds(self, amount: float) -> float:
-        """How long that much would take; nothing takes no time."""
+        """How long this amount would take (s); 0 for an amount of 0."""
         begin, each = self._line()
         return begin + each * amount if amount > 0 else 0.0
 
@@ -103,7 +104,7 @@ class Pace:
 
 
 class LoadPolicy:
-    """What was measured, and what follows from it. `block_bytes` and `block_tokens`: of one block."""
+    """Keeps measurements, and decides by them. `block_bytes` and `block_tokens`: the size of one block."""
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes, self._block_tokens = block_bytes, block_tokens
@@ -115,11 +116,12 @@ class LoadPolicy:
     # What was measured.
 
     def computed(self, num_tokens: int, seconds: float, now: float) -> None:
-        """A step of the engine computed so many tokens of prompts."""
+        """A step of the engine computed `num_tokens` tokens of prompts in `seconds`."""
         self._prefill.measured(num_tokens, seconds, now)
 
     def loaded(self, runs: Sequence[Run], seconds: float, now: float) -> None:
-        """These blocks came in that time. What several tiers took together is divided as was expected of them."""
+        """These blocks were loaded in `seconds`. If they came from several tiers, the time is divided among these in
+        proportion to what was expected."""
         sizes = self._sizes(runs)
         if not all(self._pace(tier).is_known for tier in sizes):
             expected = {tier: float(size) for tier, size in sizes.items()}
@@ -131,8 +133,8 @@ class LoadPolicy:
             self._pace(tier).measured(size, seconds * share, now)
 
     def failed(self, runs: Sequence[Run], seconds: float, now: float, *, timed_out: bool) -> None:
-        """These blocks had not come after that time. It counts where they were expected sooner, or were timed out where
-        nothing is known."""
+        """These blocks had not come after `seconds`. This counts as a measurement if they were expected sooner, or if
+        they timed out and nothing is known of their tiers."""
         is_known = all(self._pace(run.tier).is_known for run in runs)
         if (is_known or timed_out) and seconds > self._load_s(runs):
             self.loaded(runs, seconds, now)
@@ -140,7 +142,7 @@ class LoadPolicy:
     # What follows.
 
     def decide(self, runs: Sequence[Run], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
-        """For blocks that could be loaded, in their order, and the prompt's tokens behind them."""
+        """Decide for the blocks that could be loaded, in order, and the number of prompt tokens after them."""
         num_blocks = sum(run.num_blocks for run in runs)
         load_all = LoadDecision(Way.LOAD, 0, num_blocks)
         if not self._is_sure(runs, now):
@@ -152,7 +154,7 @@ class LoadPolicy:
         return best if _estimate(best) <= WORTH_IT * _estimate(load_all) else load_all
 
     def took(self, decision: LoadDecision, num_blocks: int) -> None:
-        """A decision about so many blocks is carried out; for the statistics."""
+        """Count a decision that is carried out, about `num_blocks` blocks."""
         self._decided[decision.way] += 1
         self._num_not_loaded += num_blocks - (decision.last - decision.first)
 

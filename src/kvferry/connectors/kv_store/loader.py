@@ -26,7 +26,7 @@ from kvferry.transport.transfer_loop import TransferLoop
 log = logging.getLogger(__name__)
 
 NUM_AT_A_TIME = 4
-"""Loads; the others wait for their turn, within their deadlines."""
+"""Most loads that read at the same time; the others wait for their turn, within their deadlines."""
 BATCH_BLOCKS = 32
 
 LayerViews = Callable[[int, Sequence[int]], list[memoryview]]
@@ -51,30 +51,30 @@ class LayerwiseStep:
     def __init__(self, loads: Sequence[LoadBlocks]) -> None:
         self.loads = [_Load(load) for load in loads]
         self.is_given_up = False
-        """On the loop: whether nothing may be written to its blocks any more."""
+        """Whether nothing may be written to the step's blocks any more. Used on the loop only."""
         self._changed = threading.Condition()
         self._num_ready = 0.0
 
     def ready(self, num_layers: float) -> None:
-        """So many layers of all loads are in, or given up. Infinity: nothing is written any more."""
+        """The first `num_layers` layers of all loads have arrived or were given up. Infinity: the loads have ended."""
         with self._changed:
             self._num_ready = num_layers
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """Wait until the layer is in, or the loads are over; each load bounds itself by its deadline."""
+        """Wait until the layer has arrived, or the loads have ended, at their deadline at the latest."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ready > layer)
 
     def failed(self) -> set[str]:
-        """Wait for the end. Returns the requests whose KV did not come."""
+        """Wait until the loads have ended. Returns the ids of the requests whose KV did not come."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ready == float("inf"))
         return {load.load.request_id for load in self.loads if load.error is not None}
 
 
 class StoreLoader:
-    """See the module. Called by the engine's thread; the store is asked on `loop`."""
+    """Starts, cancels and counts loads. Called on the engine's thread; the store is asked on `loop`."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class StoreLoader:
                 begun = SYSTEM_CLOCK.monotonic()
                 await self._read_blocks(load.load)
                 load.seconds = SYSTEM_CLOCK.monotonic() - begun
-        except Exception as error:  # noqa: BLE001 - the task's outermost edge: the request must hear of it
+        except Exception as error:  # noqa: BLE001 - the task's outermost edge: the error is reported for the request
             load.error = _as_ours(error)
         except asyncio.CancelledError:
             load.is_cancelled = True
@@ -228,7 +228,7 @@ class StoreLoader:
 
 def _require_all(found: Sequence[bool]) -> None:
     if not all(found):
-        raise StoreError("a block was evicted or damaged since it was looked for, or its store did not answer")
+        raise StoreError("a block was evicted or damaged since it was found, or its store did not answer")
 
 
 def _as_ours(error: Exception) -> KvferryError:

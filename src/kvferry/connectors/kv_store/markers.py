@@ -31,7 +31,7 @@ from kvferry.store.tiers import TieredStore
 
 MARKER_S = 3600.0
 SKEW_S = 60.0
-"""How much the clocks of two machines may differ."""
+"""How much the clocks of two machines may differ (s)."""
 SIGN_BYTES = 8
 SIGN_EVERY_S, SIGNS_S = 0.1, 2.0
 """How often a producer gives a sign that it writes to the store, and for how long after the last thing."""
@@ -39,7 +39,7 @@ _CODE_BYTES = 16
 
 
 class BadMarker(StoreError):
-    """What lies in a marker's place is none that can be believed, and will not become one."""
+    """What lies in a marker's place is not a valid marker, and will not become one."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,19 +75,19 @@ def refusal_of(marker: Marker | None, tokens: Sequence[int], salt: str, layout: 
 
 
 class Markers:
-    """Writes and reads them. Every method raises `StoreError` when the store cannot be asked."""
+    """Writes and reads markers. Every method raises `StoreError` when the store cannot be asked."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = derive(token, "markers"), clock
 
     async def write(self, store: KVStore, marker: Marker) -> None:
-        """Leave a marker, instead of one that may be there."""
+        """Leave a marker, which replaces an earlier one."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
         body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock.wall() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
 
     async def read(self, store: KVStore, transfer_id: str, rank: int) -> Marker | None:
-        """A rank's marker, or None when there is none yet, or one whose time is over."""
+        """A rank's marker; None if there is none yet, or it has expired."""
         name = _name(transfer_id, rank)
         note = await store.read_note(name)
         if note is None:

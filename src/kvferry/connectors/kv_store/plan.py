@@ -46,5 +46,5 @@ class StorePlan(msgspec.Struct):
     finished: list[FinishedRequest] = []
 
     def __bool__(self) -> bool:
-        """Whether it is needed now. Hints (`finished`) can wait for the next one."""
+        """Whether the plan must go out now. Hints (`finished`) can wait for the next plan."""
         return bool(self.cancels or self.loads or self.saves or self.marks or self.forgets)

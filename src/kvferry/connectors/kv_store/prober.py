@@ -28,7 +28,7 @@ MARKER_POLL_S = 0.002
 MARKER_POLL_EACH_S = 0.00025
 CLOSE_S = 10.0
 SIGN_POLL_S, SILENT_S = 0.05, 0.4
-"""How often a producer's sign is looked for, and how long one that gives none is waited for."""
+"""How often a producer's sign is read (s), and how long a producer that gives none is waited for (s)."""
 PROBE_S = 15.0
 """Seconds to answer a question, beyond the wait for a marker: some stores, each within its own deadline."""
 
@@ -70,7 +70,8 @@ class StoreAnswer:
 
 
 class Prober:
-    """Used by the engine's thread; answers come from its own. `stores`: makes one a rank, in rank order."""
+    """Called on the engine's thread; the stores are asked on a thread of the prober's. `make_stores` makes one for each
+    rank, in rank order."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Prober:
         self._loop: TransferLoop | None = None
 
     def ask(self, request_id: str, question: StoreQuestion) -> None:
-        """Have the store asked soon; `answer` returns what it found."""
+        """Ask the store in the background; `answer` returns what it has found."""
         self._asked[request_id] = self._started().submit(self._answer(question))
 
     def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Future[list[TierShare]]:
@@ -120,17 +121,17 @@ class Prober:
         return asked.result() if asked is not None and asked.done() else None
 
     def forget(self, request_id: str) -> None:
-        """The request is over, or wants to ask anew."""
+        """Forget a request's question and answer: the request is over, or asks again."""
         asked = self._asked.pop(request_id, None)
         if asked is not None and not asked.cancel():
             asked.result().is_forgotten = True
 
     def num_kept(self) -> int:
-        """Questions and answers; for leak checks."""
+        """Number of questions and answers that are kept; for leak checks."""
         return len(self._asked)
 
     def close(self) -> None:
-        """End the thread, and with it all that is asked."""
+        """End the thread, with all questions."""
         if self._loop is not None:
             loop, self._loop = self._loop, None
             try:
@@ -143,7 +144,7 @@ class Prober:
     # On the loop.
 
     async def _open(self) -> None:
-        """Ahead of the first question, which does not wait longer for it than for any other answer."""
+        """Open the stores ahead of the first question, which waits no longer for this than for any other answer."""
         await asyncio.gather(*(store.open() for store in self._stores), return_exceptions=True)
 
     async def _close_stores(self) -> None:
@@ -162,7 +163,7 @@ class Prober:
             answer = StoreAnswer(error=TransferTimeout("the store did not report in time what it has"))
         except KvferryError as error:
             answer = StoreAnswer(error=error)
-        except Exception as error:  # the task's outermost edge: the request must hear of it
+        except Exception as error:  # the task's outermost edge: the error is the request's answer
             log.exception("looking up blocks in the store failed unexpectedly")
             answer = StoreAnswer(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
         answer.at = self._clock.monotonic()
@@ -173,7 +174,7 @@ class Prober:
         return answer
 
     async def _look(self, question: StoreQuestion) -> StoreAnswer:
-        """A block is there when every rank has its share. Those of a hand-off without a marker are of use, too."""
+        """What is there: a block is when every rank has its share. Blocks are of use without a marker too."""
         marker, error = None, None
         self._num_waiting += 1
         try:
@@ -199,7 +200,7 @@ class Prober:
     async def _bring_near(self, hashes: Sequence[BlockHash], answer: StoreAnswer) -> None:
         """While the request waits for its turn, copy its blocks to the first tier, some at a time, as long as the
         answer is not forgotten: then a load has begun, which reads what is left itself. After each time the answer
-        tells in which tiers the blocks are now: whether to load them is decided by that, and the speed of the load is
+        says in which tiers the blocks are now: whether to load them is decided by that, and the speed of the load is
         credited to those."""
         if all(run.tier == 0 for run in answer.runs) and len(self._stores) == 1:
             return
@@ -209,7 +210,7 @@ class Prober:
             try:
                 near = await self._stores[0].runs(part)
             except KvferryError as error:
-                log.debug("not looked at again: %s", error)
+                log.debug("where its blocks are now is not known: %s", error)
                 return
             is_whole = sum(run.num_blocks for run in near) == len(part)
             behind = part_of(answer.runs, first + len(part), len(hashes)) if is_whole else []
@@ -220,7 +221,8 @@ class Prober:
                 return
 
     async def _wait_for_marker(self, question: StoreQuestion) -> Marker | None:
-        """Raises `StoreError` if no store that could have it can be asked, and `TransferTimeout`."""
+        """Wait for the marker that the question names, if any. Raises `StoreError` if no store that could have it can
+        be asked, and `TransferTimeout`."""
         transfer_id, stores = question.transfer_id, question.stores
         if transfer_id is None:
             return None
@@ -246,7 +248,8 @@ class Prober:
             await asyncio.sleep(max(MARKER_POLL_S, self._num_waiting * MARKER_POLL_EACH_S))
 
     async def _marker(self, transfer_id: str) -> Marker | None:
-        """The first rank's marker, once all have left theirs; at once, where the producer's ranks are not as many."""
+        """The first rank's marker once all ranks have left theirs, or at once if the producer has another number of
+        ranks."""
         first = await self._markers.read(self._stores[0], transfer_id, 0)
         if first is None or first.layout.tp_size != len(self._stores):
             return first

@@ -1,6 +1,6 @@
 """The cache connector beside the scheduler: which blocks of a prompt are kept, and which are fetched.
 
-Owns what is known of each request's blocks in the store. It never looks there itself (a prober thread does), and
+Owns what is known of each request's blocks in the store. It never asks the store itself (the prober's thread does), and
 sees no tensor.
 
 A hand-off through the store: the producer saves the prompt's full blocks and then leaves a marker; the consumer
@@ -65,11 +65,11 @@ log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
 MAX_FINISHED = 256
-"""Hints that wait for a plan; more are dropped."""
+"""Most hints (`FinishedRequest`) that wait for a plan; more are dropped."""
 MAX_WANTED = 1024
-"""Prompts that are to be kept and were not asked for yet."""
+"""Most prompts that `kept` was called for and that no request has had since."""
 STALE_S = 5.0
-"""An answer of the store's that is older is asked for again before it is acted on."""
+"""If an answer of the store's is older than this (s), the store is asked again before anything is decided by it."""
 
 
 @dataclass
@@ -104,14 +104,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             clock=context.clock,
         )
         specs = self._settings.specs(context.layout.block_size)
-        self._tells_finishes = any(spec.hears_finishes for spec in specs)
+        self._reports_finishes = any(spec.uses_finishes for spec in specs)
         has_layers = all(spec.kind.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
         self._ways = ways_to_hand_off(specs, context.layout)
         self._kinds = tuple(f"store: {way}" for way in self._ways)
         self._reached: list[str] | None = None
-        """The `_ways` by which a hand-off could go now; None: there was none."""
+        """The `_ways` by which a hand-off could go now; None: no hand-off has been reported yet."""
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
@@ -123,7 +123,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._prober.start()
 
     def _stores(self) -> list[TieredStore]:
-        """One a rank, as the scheduler side sees them."""
+        """One store for each rank, as the scheduler side sees them."""
         ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
         return [self._settings.open_later(layout) for layout in ranks]
 
@@ -153,12 +153,12 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._ask(request)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why what its ticket says is not verified, if so."""
+        """Why the request's ticket is not trusted, if so (`TicketSealer.refusal`)."""
         ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
         return None if ticket is None else self._sealer.refusal(ticket, connects=False)
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """Pending until the prober has looked, and for a hand-off until its marker is there."""
+        """`Pending` until the prober has the store's answer, and for a hand-off until its marker is there."""
         error = self._refusal(request)
         if error is not None:
             return Miss(error)
@@ -188,8 +188,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return self.refusal(request)
 
     def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
-        """All that could be loaded is here already, the first token is known or is to be computed here, and nobody
-        else counts on the store to have it."""
+        """Whether there is nothing to ask the store for: all that could be loaded is here already, the first token is
+        known or is to be computed here, and nobody else relies on the store to have the blocks."""
         if self._must_keep(request):
             return False
         waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
@@ -197,7 +197,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return not waits_for_token and usable * self._layout.block_size <= num_computed_tokens
 
     def _must_keep(self, request: RequestView) -> bool:
-        """Whether the store is to have it all, also what the own prefix cache has."""
+        """Whether the store must have the whole prompt, including what the engine's own prefix cache has."""
         return isinstance(request.hand_off, Produce) or self._is_wanted(request)
 
     def _is_wanted(self, request: RequestView) -> bool:
@@ -362,8 +362,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return Release()
 
     def _tell_finish(self, request: RequestView) -> None:
-        """How long the answer was. A prefill's is another's to give."""
-        if not self._tells_finishes or isinstance(request.hand_off, Produce) or not isinstance(request, HasAnswer):
+        """Pass on how long the answer was, for eviction; not for a prefill, whose answer another instance gives."""
+        if not self._reports_finishes or isinstance(request.hand_off, Produce) or not isinstance(request, HasAnswer):
             return
         if request.finish_reason in ("stop", "length") and len(self._work.finished) < MAX_FINISHED:
             num_output_tokens = max(0, len(request.tokens) - len(request.prompt_token_ids))
@@ -409,7 +409,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return Release(self._sealer.seal(ticket, MARKER_S).to_params())
 
     def release(self, transfer_id: str) -> bool:
-        """The consumer will never come: remove the marker. The blocks stay, for whoever has the same prompt."""
+        """The consumer will never come: remove the marker. The blocks stay for other requests with the same prompt."""
         if transfer_id not in self._marked:
             return False
         del self._marked[transfer_id]
@@ -426,7 +426,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     # Insight and end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of this connector's one store has of a prompt."""
+        """What each tier of this connector's store has of a prompt."""
         if not self._config.produces:
             raise InvalidRequest(
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"

@@ -41,11 +41,12 @@ log = logging.getLogger(__name__)
 
 OPEN_S, CLOSE_S = 60.0, 15.0
 MAX_FINISHED_BEHIND = 1024
-"""Jobs of the writer that may wait when a hint of an answer's end comes; beyond, it is dropped."""
+"""If more jobs of the writer than this wait when a hint (`FinishedRequest`) comes, the hint is dropped."""
 
 
 class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatistics):
-    """See the module, and `settings` for what can be set. `kv_buffer_size` bounds the copies that wait for the disk."""
+    """Saves and loads the KV of one rank. `StoreSettings` says what can be set; `kv_buffer_size` bounds the copies that
+    wait for the disk."""
 
     plan_type = StorePlan
     gauges = GAUGES | {"num_loading", "writer_waiting_bytes"}
@@ -61,7 +62,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._reports = Reports()
         self._markers = Markers(context.auth_token, context.clock)
         self._producer: MarkerProducer | None = None
-        """Of an instance that can hand off."""
+        """Set if this instance can hand off."""
         self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._writer: StoreWriter
         self._loader: StoreLoader
@@ -158,7 +159,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             keep(save)
 
     def _end_loads(self) -> bool:
-        """Wait for the layerwise loads of this step; whether one failed."""
+        """Wait for the layerwise loads of this step. Returns whether any of them failed."""
         step, self._step = self._step, None
         return step is not None and bool(step.failed())
 
@@ -181,7 +182,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._writer.drop(save.hashes)
 
     def poll(self) -> TransferReport:
-        """Loads that ended, and hand-offs that were written."""
+        """Report loads that have ended, and hand-offs that were written."""
         return self._overdue.checked(self._reports.take())
 
     def on_report(self, wake: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ Call = Callable[[], Awaitable[None]]
 
 
 class StoreWriter:
-    """See the module. `capacity_bytes`: most bytes of blocks that wait to be written, or at least one block.
+    """Writes to `store` on `loop`. `capacity_bytes`: most bytes of blocks that wait; one block may always wait.
     `longest_wait_s`: how long `put` waits for room."""
 
     def __init__(
@@ -51,7 +51,7 @@ class StoreWriter:
     # The engine's thread.
 
     def put(self, block: Block) -> bool:
-        """Write a block, soon; its bytes are the writer's now. False: dropped, the store is too slow."""
+        """Queue a block, whose memory is the writer's from now on. False: dropped, since the store is too slow."""
         num_bytes = _size(block)
         with self._changed:
             if not self._wait_for_room(num_bytes):
@@ -64,7 +64,7 @@ class StoreWriter:
         return True
 
     def then(self, call: Call, *, limit: int | None = None) -> None:
-        """Make a call on the loop, after all blocks put before. `limit`: dropped if so many jobs wait already."""
+        """Queue a call, made on the loop after all blocks that were put before. `limit`: dropped if as many wait."""
         with self._changed:
             if limit is not None and len(self._jobs) >= limit:
                 return
@@ -72,13 +72,13 @@ class StoreWriter:
         self._loop.call(self._news.set)
 
     def drop(self, hashes: Sequence[BlockHash]) -> None:
-        """Note that these blocks, which were to be written, are not."""
+        """Record that these blocks, which were to be written, are not."""
         with self._changed:
             for block_hash in hashes:
                 self._note(block_hash, Put.DROPPED)
 
     def watch(self) -> None:
-        """From now on, note what becomes of blocks, for `take_events`."""
+        """Record from now on what becomes of blocks, for `take_events`."""
         self._events = StoreEvents()
 
     def take_events(self) -> StoreEvents:
@@ -93,12 +93,12 @@ class StoreWriter:
             return not self._jobs and not self._working
 
     def statistics(self) -> dict[str, float]:
-        """Bytes that wait, and blocks dropped because they could not."""
+        """Bytes of blocks that wait, and the number of blocks that were dropped because the queue was full."""
         dropped = {"writer_dropped_blocks": float(self._num_dropped)} if self._num_dropped else {}
         return {"writer_waiting_bytes": float(self._num_bytes), **dropped}
 
     def close(self) -> None:
-        """Write what waits, within a bound."""
+        """Write what waits, for `CLOSE_S` at most."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._jobs and not self._working, CLOSE_S):
                 log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
@@ -134,7 +134,7 @@ class StoreWriter:
                     self._done(jobs)
 
     def _next(self) -> list[Block | Call]:
-        """The next blocks, as many as go together; or one call."""
+        """Take the next blocks, `BATCH_BLOCKS` at most, or the next call."""
         with self._changed:
             jobs: list[Block | Call] = []
             while self._jobs and len(jobs) < BATCH_BLOCKS:
@@ -164,7 +164,7 @@ class StoreWriter:
             (self._events.dropped if outcome is Put.DROPPED else self._events.stored).append(block_hash)
 
     def _warn(self, error: KvferryError) -> None:
-        """Say it, but not for every block of a full disk."""
+        """Log an error, but not for every block of a full disk."""
         now = SYSTEM_CLOCK.monotonic()
         if now - self._last_warning > WARN_EVERY_S:
             self._last_warning = now

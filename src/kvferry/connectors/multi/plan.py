@@ -8,8 +8,8 @@ import msgspec
 
 
 class MultiPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`plans`: of each connector, in order, None where it has none. `loads`: which one loads for these requests, from
-    now on. `holds`: which ones keep the blocks of these requests, that have ended."""
+    """`plans`: each connector's plan, in order; None where it has none. `loads`: by request id, which connector loads,
+    for loads that begin. `holds`: which connectors keep the blocks of each of these requests, which have ended."""
 
     plans: list[Any]
     loads: dict[str, int] = {}

@@ -161,7 +161,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return Miss()
 
     def _is_worth_waiting(self, request: RequestView, has_hit: bool) -> bool:
-        """Whether to wait for children that still look the prompt up: always without a hit, as they have deadlines."""
+        """Whether to wait for children that still look up the prompt: always without a hit, as they have deadlines."""
         if not has_hit:
             return True
         now = self._clock.monotonic()
@@ -259,7 +259,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return self._hands_off is not None and self._hands_off.release(transfer_id)
 
     def stores_take_kv(self) -> bool:
-        """Whether those of the child that hands off do."""
+        """Whether the stores of the child that hands off take KV."""
         return self._hands_off is None or self._hands_off.stores_take_kv()
 
     def refused(self, transfer_id: str) -> None:
@@ -288,15 +288,15 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         writes = kinds[self._index].writes
         if not writes and self._configs[self._index].produces:
             writes = None
-        reads = [one.reads for one in kinds if one.reads is not None]
+        reads = [kind.reads for kind in kinds if kind.reads is not None]
         known = len(reads) == len(kinds)
         found = TicketKinds(
-            writes=writes, reads=tuple(sorted({kind for one in reads for kind in one})) if known else None
+            writes=writes, reads=tuple(sorted({name for names in reads for name in names})) if known else None
         )
         return found.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reset_cache(self) -> bool:
-        """Empty the caches of all children; whether all could be emptied."""
+        """Empty the caches of all children. Returns whether all could be emptied."""
         forgot = [child.reset_cache() for child in self.children if isinstance(child, KeepsBlocks)]
         return all(forgot)
 

@@ -35,7 +35,7 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def child_gauges(side: Callable[[ConnectorSpec], type[SchedulerSide[Any] | WorkerSide[Any]]]) -> frozenset[str]:
     """The gauges of every connector that can be one of several, on this side of it, with the numbers before them."""
     sides = [side(spec) for spec in BUILTIN.values() if spec is not BUILTIN[_SELF]]
-    return frozenset(f"{index}_{name}" for one in sides for name in gauges_of(one) for index in range(MAX_CHILDREN))
+    return frozenset(f"{index}_{name}" for side in sides for name in gauges_of(side) for index in range(MAX_CHILDREN))
 
 
 def child_statistics(children: Sequence[object]) -> dict[str, float]:
@@ -61,13 +61,13 @@ def check(config: KVTransferConfig) -> None:
 
 
 def check_here(config: KVTransferConfig, *, known: bool) -> None:
-    """Raise `ConfigError` where this machine does not have what one of them needs."""
+    """Raise `ConfigError` if this machine does not have what one of the connectors needs."""
     for child in child_configs(config):
         find_connector(child).check_here(child, known=known)
 
 
 def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:
-    """What one connector loads, the others keep and hand on: they must agree on how exact it is."""
+    """Raise `ConfigError` unless the connectors agree on how exact KV is: what one loads, others keep and hand off."""
     lossy = [find_connector(child).lossy_codecs(child) for child in children]
     kinds = {tuple(names) for names in lossy if names is not None}
     where = "kv_connector_extra_config"
@@ -86,7 +86,7 @@ def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConf
 
 
 def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
-    """Each as it would stand alone."""
+    """The configuration of each connector, as it would be if it stood alone."""
     listed = read_options(MultiOptions, config.kv_connector_extra_config).connectors
     if not 1 <= len(listed) <= MAX_CHILDREN:
         raise ConfigError(f"kv_connector_extra_config.connectors must list 1 to {MAX_CHILDREN} connectors")
@@ -101,8 +101,8 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
 
 
 def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
-    """A cache that loads before the model runs, and not beside it: where a load fails during a step, what the model
-    computed in that step is wrong, and the other connectors have taken it by then."""
+    """The child's configuration, with loads before the model runs instead of beside it: if a load fails during a step,
+    what the model computed in that step is wrong, and the other connectors have saved it by then."""
     spec = find_connector(child)
     load = spec.completed(child).kv_connector_extra_config.get("load") if spec.keeps_blocks else None
     if load == "layerwise":
@@ -118,8 +118,8 @@ def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
 
 
 def handing_off(children: Sequence[KVTransferConfig]) -> int | None:
-    """Which of them takes part in hand-offs: the first that hands off and is no cache, or else the first that is no
-    cache. None: all are caches, of which the first hands off by what it keeps."""
+    """The index of the child that takes part in hand-offs: the first that hands off and is no cache, or else the first
+    that is no cache. None: all are caches, of which the first hands off by what it keeps."""
     no_caches = {
         index: spec.scheduler_class()
         for index, spec in enumerate(map(find_connector, children))

@@ -59,7 +59,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self.lost: set[int] = set()
         """The numbers of the children that raised and are no longer called."""
         self._closing: dict[int, threading.Thread] = {}
-        """The threads that close lost children, until nothing of these touches blocks any more."""
+        """The threads that close lost children, kept until the closed child no longer touches blocks."""
         self._closed: set[int] = set()
         """Lost children that are closed; written by the threads that close them."""
         self._wake: Callable[[], None] = lambda: None
@@ -212,7 +212,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         return child_statistics(self.children)
 
     def check(self) -> None:
-        """Raise `LeakError` when a child keeps something, or when something is still noted of one."""
+        """Raise `LeakError` when a child keeps something, or when something is still recorded for one."""
         for index, child in enumerate(self.children):
             if index not in self.lost:
                 check_side(child)

@@ -231,10 +231,10 @@ class Arrivals:
         return await self._buffer.drop_select(want)
 
     def _count(self, taken: Sequence[Taken]) -> None:
-        for one in taken:
+        for share in taken:
             self._counts["taken"] += 1
-            self._counts[f"taken_bytes_{one.fabric}"] += one.num_bytes
-            self._taken_s += one.seconds
+            self._counts[f"taken_bytes_{share.fabric}"] += share.num_bytes
+            self._taken_s += share.seconds
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
         """P has finished: report its first token before the KV is here, since the token is right even if the KV never
@@ -260,7 +260,7 @@ class Arrivals:
 
 def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:
     """What to report of a load that all ranks have delivered. Raises `ProtocolError` if it is not what was promised."""
-    metas = [decode_meta(one.meta) for one in taken]
+    metas = [decode_meta(share.meta) for share in taken]
     meta = metas[0]
     if any(other != meta for other in metas):
         raise ProtocolError("the producer's ranks disagree about the tokens of the hand-off")
@@ -270,7 +270,7 @@ def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:
     covered = common_prefix(meta.prefixes, load.tokens, load.salt)
     if covered < wanted:
         raise ProtocolError(OTHER_PROMPT)
-    if any(one.num_tokens is not None and one.num_tokens < wanted for one in taken):
+    if any(share.num_tokens is not None and share.num_tokens < wanted for share in taken):
         raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
     shorter = wanted if wanted < load.num_tokens else None
     loaded, result = Loaded(load.request_id, shorter), _result_for(load, meta, covered)

@@ -18,7 +18,7 @@ class LeafLru(EvictionPolicy):
         super().__init__(capacity)
         self._batches: deque[list[Key]] = deque([[]])
         self._num_entries = 0
-        """Of all batches, with the stale ones of blocks that were used again."""
+        """Number of entries in all batches, including the stale entries of blocks that were used again."""
         self._batch_of: dict[Key, list[Key]] = {}
         self._places: dict[Key, tuple[Key | None, int]] = {}
         """Each block's parent, and the number of blocks before it in its prompt, as far as they were kept."""

@@ -17,7 +17,7 @@ continues. Within a class, worth rises and then falls with idle time, so the nex
 or its newest; evicting the newest keeps some of a workload that does not fit. Until a model is first fitted, the order
 is LRU's.
 
-All classes are ranked again after some evictions, not after each: in between, an eviction looks at the lowest-ranked
+All classes are ranked again after some evictions, not after each: in between, an eviction considers the lowest-ranked
 one, and every operation takes O(log n). Related: LHD (Beckmann, Chen and Cidon, NSDI 2018) evicts by hit density,
 learned by age.
 """
@@ -109,7 +109,8 @@ class Group:
 
 
 class Learned(EvictionPolicy):
-    """Groups by class, in the order of their last use; `ReuseModel` tells which class's end is worth the least."""
+    """Groups by class, in the order of their last use; `ReuseModel` says the oldest group of which class is worth the
+    least."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

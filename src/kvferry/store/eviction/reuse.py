@@ -21,7 +21,8 @@ from kvferry.store.eviction.learned import Learned
 
 ALLOWED_LAG, LEAST_LAG = 1 / 40, 3
 REMEMBERED_LEAD = 1 / 2
-"""In capacities: a lead that was gained long ago counts for no more."""
+"""The largest lead that counts, as a share of the capacity, so that one that was gained long ago does not decide
+for ever."""
 
 
 class Shadow:

@@ -34,8 +34,8 @@ class Cache(Protocol):
 class PolicyCache:
     """At most `capacity` blocks, chosen by an eviction policy; driven as a store drives it."""
 
-    def __init__(self, policy: EvictionPolicy, capacity: int, *, hears_finishes: bool = True) -> None:
-        self._policy, self._capacity, self._hears_finishes = policy, capacity, hears_finishes
+    def __init__(self, policy: EvictionPolicy, capacity: int, *, uses_finishes: bool = True) -> None:
+        self._policy, self._capacity, self._uses_finishes = policy, capacity, uses_finishes
         self._running: list[tuple[float, int, TraceRequest]] = []
         self._num_requests = 0
         self.hits = self.evictions = self.operations = 0
@@ -45,7 +45,7 @@ class PolicyCache:
         now = request.arrived_s
         self._finish_until(now)
         self._use(request.hash_ids, now)
-        if self._hears_finishes:
+        if self._uses_finishes:
             self._num_requests += 1
             end = now + ANSWER_STARTS_S + SECONDS_PER_OUTPUT_TOKEN * request.output_length
             heapq.heappush(self._running, (end, self._num_requests, request))

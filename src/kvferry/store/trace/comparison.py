@@ -49,7 +49,7 @@ def compare(
     capacities: Sequence[int],
     *,
     block_tokens: int = 512,
-    hears_finishes: bool = True,
+    uses_finishes: bool = True,
 ) -> Comparison:
     """Replay through each of `policies` at each of `capacities` (tokens). Raises `ConfigError`, also for blocks that
     are not chained (`NextUses.request`)."""
@@ -61,7 +61,7 @@ def compare(
     if unbounded.num_blocks == 0:
         raise ConfigError("the trace has no blocks")
     optima = {capacity: OptimalCache(num, next_uses) for capacity, num in sizes.items()}
-    replays = [_Replay(name, capacity, num, hears_finishes) for name in policies for capacity, num in sizes.items()]
+    replays = [_Replay(name, capacity, num, uses_finishes) for name in policies for capacity, num in sizes.items()]
     for request in requests():
         for optimum in optima.values():
             optimum.request(request)
@@ -84,7 +84,7 @@ def compare_file(
     capacities: Sequence[int],
     *,
     block_tokens: int = 512,
-    hears_finishes: bool = True,
+    uses_finishes: bool = True,
     on_read: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
     """`compare` on a file. `on_read` gets the number of bytes of each line, in both passes. Raises `ConfigError`."""
@@ -97,17 +97,17 @@ def compare_file(
         policies,
         capacities,
         block_tokens=block_tokens,
-        hears_finishes=hears_finishes,
+        uses_finishes=uses_finishes,
     )
 
 
 class _Replay:
     """One policy at one size, with its processor time."""
 
-    def __init__(self, name: str, capacity: int, num_blocks: int, hears_finishes: bool) -> None:
+    def __init__(self, name: str, capacity: int, num_blocks: int, uses_finishes: bool) -> None:
         self._name, self._capacity, self._num_blocks = name, capacity, num_blocks
         policy = make_eviction_policy(name, num_blocks)
-        self._cache = PolicyCache(policy, num_blocks, hears_finishes=hears_finishes)
+        self._cache = PolicyCache(policy, num_blocks, uses_finishes=uses_finishes)
         self._cpu_s = 0.0
 
     def request(self, request: TraceRequest) -> None:

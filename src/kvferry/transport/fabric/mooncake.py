@@ -56,7 +56,7 @@ class MooncakeFabric(Fabric):
         self.received = ctypes.create_string_buffer(BEACON_BYTES)
         self._probing = asyncio.Lock()
         self._serving = self._engine()
-        self.reading = Reading(self._engine)
+        self.reading = EngineReader(self._engine)
 
     def _engine(self) -> MooncakeEngine:
         memory = self.context.memory
@@ -132,7 +132,7 @@ class _ReadingEngine:
         self.closed = asyncio.Event()
 
 
-class Reading:
+class EngineReader:
     """Owns the engine that reads, and the threads that call it. Used on the transfer loop."""
 
     def __init__(self, make: Callable[[], MooncakeEngine]) -> None:

@@ -131,7 +131,7 @@ class LookupBuffer(ABC):
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         """Tell the producer that nobody will fetch this key. Raises as `drop_select`."""
 
-    # Producer. What is in `table` is its owner's to look after.
+    # Producer. The entries of `table` are managed by its owner.
 
     def address(self) -> dict[str, Any]:
         """Where consumers find this producer; JSON-able."""

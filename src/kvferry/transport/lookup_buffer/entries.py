@@ -276,7 +276,7 @@ class EntryTable:
         self._remember(key, reason)
 
     def _end_or_remember(self, key: str, reason: EndReason) -> None:
-        """End a key that is there; of another one, remember that it will not come, unless it is known to be over."""
+        """End a key that is open. For any other key, remember that it will not come, unless it is known to be over."""
         if key in self._entries:
             self._end(key, reason)
         elif self._why_over(key) is None:

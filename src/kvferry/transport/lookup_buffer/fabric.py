@@ -271,7 +271,7 @@ class Session:
     def _release(self, key: str) -> None:
         """A consumer releases a key for its own instance only: as after a retry, another one may have selected it with
         the same ticket."""
-        if not any(one.selects(key) and one.engine_id != self.engine_id for one in self._sessions):
+        if not any(other.selects(key) and other.engine_id != self.engine_id for other in self._sessions):
             self._table.release(key)
 
     @property

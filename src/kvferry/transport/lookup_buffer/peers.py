@@ -38,7 +38,7 @@ CONNECT_S = 10.0
 ANSWER_S = 5.0
 """A connected producer that leaves a `Renew` unanswered for this time is lost: its process or network has stopped."""
 CONNECT_AGAIN_S = 1.0
-"""As `CONNECT_S`, for a producer that did not answer the last time."""
+"""`CONNECT_S` for a producer that did not answer the last time."""
 MAX_PEERS = 256
 MAX_OUTBOX = 16384
 MAX_WATCHED = MAX_SELECTS // 2
