@@ -20,6 +20,7 @@ from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
+from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
@@ -68,6 +69,7 @@ app.command(decode, sort_key=3)
 app.command(router, sort_key=4)
 app.command(picker, sort_key=5)
 app.command(demo, sort_key=6)
+add_render_to(fleet)
 app.command(fleet)
 app.command(cache)
 

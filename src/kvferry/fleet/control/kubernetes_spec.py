@@ -75,6 +75,8 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     the model into a volume of its own."""
     environment: dict[str, str] = {}
     """Further environment variables of all containers."""
+    routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """Routers, each with all instances; in replica mode, of each unit."""
     disaggregated_set: bool = False
     """One DisaggregatedSet for all roles, which are then rolled together, in place of an object for each role."""
     gang: Literal["none", "kubernetes", "volcano"] = "none"

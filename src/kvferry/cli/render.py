@@ -1,0 +1,66 @@
+"""`kvferry fleet render`: a fleet's spec as manifests of Kubernetes, or as a Helm chart."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.fleet.control.spec import WantedFleet, read_fleet
+
+
+def add_to(fleet: App) -> None:
+    """Give `kvferry fleet` this command."""
+    fleet.command(render)
+
+
+def render(
+    spec: Annotated[Path, Parameter(help="The fleet's file (TOML), with a table [backend.kubernetes].")],
+    *,
+    chart: Annotated[
+        Path | None, Parameter(help="Write a Helm chart into this folder instead of manifests to standard output.")
+    ] = None,
+) -> int:
+    """Write a fleet as manifests of Kubernetes.
+
+    The Secret with the deployment's token is among them if KVFERRY_AUTH_TOKEN is set:
+
+        kvferry fleet render chat.toml | kubectl apply -f -
+    """
+    from kvferry.fleet.kubernetes.chart import write_chart
+    from kvferry.fleet.kubernetes.render import render as objects_of
+    from kvferry.fleet.kubernetes.values import Values
+
+    fleet = read_fleet(spec)
+    if chart is not None:
+        try:
+            files = write_chart(fleet, chart)
+        except OSError as error:
+            raise ConfigError(f"--chart {chart}: {error.strerror or error}") from error
+        sys.stdout.write("".join(f"{one}\n" for one in files))
+        return 0
+    token = shared_token("the Secret") if os.environ.get(AUTH_TOKEN) else ""
+    values = Values()
+    sys.stdout.write(values.write(objects_of(fleet, values, token)))
+    if not token and _needs_token(fleet):
+        sys.stderr.write(f"kvferry: there is no Secret among these, as {AUTH_TOKEN} is not set; {_how(fleet)}\n")
+    return 0
+
+
+def _needs_token(fleet: WantedFleet) -> bool:
+    kubernetes = fleet.backend.kubernetes
+    return kubernetes is not None and kubernetes.token_secret is None
+
+
+def _how(fleet: WantedFleet) -> str:
+    assert fleet.backend.kubernetes is not None
+    return (
+        f"make it: kubectl -n {fleet.backend.kubernetes.namespace} create secret generic {fleet.name}-token"
+        " --from-literal=token=$(openssl rand -hex 32)"
+    )

@@ -1,0 +1,255 @@
+"""The pods of a fleet: what runs in them, when they are ready, how they leave, and what they may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.fleet.arguments import variable_name
+from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
+from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.kubernetes.values import Values
+
+Object = dict[str, Any]
+
+HTTP_PORT, KV_PORT = 8000, 8101
+_MARGIN_S = 30
+"""How much longer than its drain a pod may take to end before it is killed."""
+_GRACE_S = 15
+"""For what a drain has left over, or what comes after it."""
+_USER = 1000
+_NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
+    "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
+)  # fmt: skip
+
+
+def labels_of(fleet: WantedFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
+    """What selects the pods of a fleet, of a role or the routers in it, and of a unit."""
+    found = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
+    if part:
+        found[PART_LABEL] = part
+    if unit is not None:
+        found[UNIT_LABEL] = str(unit)
+    return found
+
+
+def kubernetes_of(fleet: WantedFleet) -> KubernetesSpec:
+    """The table of a fleet that has one, as `spec` has checked."""
+    assert fleet.backend.kubernetes is not None
+    return fleet.backend.kubernetes
+
+
+def pod_of(fleet: WantedFleet, role: PodRole) -> PodSpec:
+    """What a spec says about the pods of a role."""
+    return kubernetes_of(fleet).pod.get(role, PodSpec())
+
+
+class Pods:
+    """Writes the pods of one fleet."""
+
+    def __init__(self, fleet: WantedFleet, values: Values) -> None:
+        self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
+        self._drain_s = int(seconds(fleet.failure.drain))
+
+    def instance(self, role: Role, routers: Sequence[str], *, unit: int | None, group: str, rank: int = 0) -> Object:
+        """The template of an instance's pods, which register at `routers`. `rank` above 0: those of the other ranks of
+        an instance on several pods. `group`: of the pods that are scheduled together."""
+        container = self._container(role)
+        if rank:
+            container["command"] = _vllm_worker(self._fleet, role)
+        else:
+            container["command"] = ["kvferry", "prefill" if role == "prefill" else "decode", self._fleet.model]
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role))
+            container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
+            container |= self._instance_probes(routers)
+            container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
+        template = self._template(role, container, unit)
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        return self._in_group(self._placed(template, unit), group)
+
+    def router(self, *, unit: int | None) -> Object:
+        """The template of a router's pods."""
+        container = self._container("router")
+        container["command"] = ["kvferry", "router"]
+        arguments = ["--host=0.0.0.0", f"--port={HTTP_PORT}", "--registration", f"--grace-s={self._drain_s}"]
+        container["args"] = self._values.value("arguments.router", arguments)
+        container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
+        container |= {
+            # It listens; it has an instance that answers; its process still answers for itself.
+            "startupProbe": {"tcpSocket": {"port": "http"}, "periodSeconds": 1, "failureThreshold": 60},
+            "readinessProbe": _http("/health", period_s=2, failures=2),
+            "livenessProbe": _http("/kvferry/challenge?nonce=alive", period_s=10, failures=6),
+            # Until its address has gone from the Service's endpoints, clients still come.
+            "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+        }
+        template = self._template("router", container, unit)
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        return template
+
+    def _arguments(self, role: Role) -> list[str]:
+        engine, one = self._fleet.engine, self._fleet.role.get(role)
+        arguments = [
+            "--host=$(POD_IP)",
+            f"--port={HTTP_PORT}",
+            f"--grace-s={_GRACE_S}",
+            f"--kv-transfer-config={transfer_config(engine.connector, role)}",
+        ]
+        ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
+        if engine.kind == "kvferry":
+            return [*arguments, *([f"--tensor-parallel-size={ranks}"] if ranks > 1 else []), *engine.args, *more]
+        python = [f"--engine-python={engine.python}"] if engine.python else []
+        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, "0")]
+
+    def _instance_probes(self, routers: Sequence[str]) -> Object:
+        """It has loaded its model; it serves now; its process still answers. And before it is told to end, its routers
+        send it no more requests, and wait until no ticket of it is outstanding."""
+        start_s = int(seconds(self._fleet.failure.start))
+        drains = " ".join(
+            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
+            for one in routers
+        )
+        return {
+            "startupProbe": _http("/health", period_s=5, failures=max(1, start_s // 5)),
+            "readinessProbe": _http("/health", period_s=2, failures=3),
+            "livenessProbe": _http("/version", period_s=10, failures=6),
+            "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}},
+        }
+
+    def _container(self, role: PodRole) -> Object:
+        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        capabilities: Object = {"drop": ["ALL"]}
+        if any("rdma" in name for name in one.limits):
+            capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory that must stay where it is
+        resources = {"requests": dict(one.requests), "limits": dict(one.limits)}
+        token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
+        more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
+        return {
+            "name": "kvferry",
+            "image": values.value("image", kubernetes.image),
+            "env": [
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {"name": AUTH_TOKEN, "valueFrom": token},
+                *({"name": name, "value": value} for name, value in more.items()),
+            ],
+            "resources": values.value(f"pod.{role}.resources", {key: one for key, one in resources.items() if one}),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": capabilities,
+            },
+            "volumeMounts": [
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                {"name": "tmp", "mountPath": "/tmp"},
+                {"name": "cache", "mountPath": "/cache"},
+                {"name": "models", "mountPath": "/models"},
+            ],
+        }
+
+    def _template(self, role: PodRole, container: Object, unit: int | None) -> Object:
+        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        claim = kubernetes.model_claim
+        size = values.value(f"pod.{role}.sharedMemory", one.shared_memory)
+        spec: Object = {
+            "automountServiceAccountToken": False,
+            # Kubernetes would set KVFERRY_PORT and the like beside a Service named kvferry, which are flags here.
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "nodeSelector": values.value(f"pod.{role}.nodeSelector", dict(one.node_selector)),
+            "tolerations": values.value(
+                f"pod.{role}.tolerations", [msgspec.to_builtins(each) for each in one.tolerations]
+            ),
+            "containers": [container],
+            "volumes": [
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "cache", "emptyDir": {}},
+                {"name": "models", "persistentVolumeClaim": {"claimName": claim}} if claim else
+                {"name": "models", "emptyDir": {}},
+            ],
+        }  # fmt: skip
+        if kubernetes.service_account is not None:
+            spec["serviceAccountName"] = kubernetes.service_account
+        if kubernetes.image_pull_secrets:
+            spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+        return {"metadata": {"labels": labels_of(self._fleet, role, unit)}, "spec": spec}
+
+    def _placed(self, template: Object, unit: int | None) -> Object:
+        """The members of one unit together, or apart, as it says."""
+        if unit is None or self._fleet.unit is None:
+            return template
+        term: Object = {"labelSelector": {"matchLabels": labels_of(self._fleet, unit=unit)}}
+        host, zone = {**term, "topologyKey": "kubernetes.io/hostname"}, {
+            **term, "topologyKey": "topology.kubernetes.io/zone",
+        }  # fmt: skip
+        preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+        template["spec"]["affinity"] = {
+            "same-host": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [host]}},
+            "pack": {"podAffinity": {preferred: [{"weight": 100, "podAffinityTerm": zone}]}},
+            "spread": {"podAntiAffinity": {preferred: [{"weight": 100, "podAffinityTerm": host}]}},
+        }[self._fleet.unit.place]
+        return template
+
+    def _in_group(self, template: Object, group: str) -> Object:
+        gang = self._kubernetes.gang
+        if gang == "kubernetes":
+            template["spec"]["schedulingGroup"] = {"podGroupName": group}
+        elif gang == "volcano":
+            template["spec"]["schedulerName"] = "volcano"
+            template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": group}
+        return template
+
+
+def token_secret(fleet: WantedFleet) -> str:
+    """The name of the Secret with the deployment's token."""
+    return kubernetes_of(fleet).token_secret or f"{fleet.name}-token"
+
+
+def transfer_config(connectors: Sequence[str], role: Role) -> str:
+    """`--kv-transfer-config` of an instance in a pod, which is reached at the pod's address."""
+    reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
+    own = {"kv_role": "kv_both"} if role == "both" else {}
+    if len(connectors) == 1:
+        told = {"kv_connector": connectors[0], **own, **reached}
+    else:
+        children = [{"kv_connector": name} for name in connectors]
+        extra = {"kv_connector_extra_config": {"connectors": children}}
+        told = {"kv_connector": "MultiConnector", **own, **reached, **extra}
+    return msgspec.json.encode(told).decode()
+
+
+def _vllm_arguments(fleet: WantedFleet, role: Role, rank: str) -> list[str]:
+    one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
+    arguments = list(fleet.engine.args)
+    if one is not None:
+        arguments += [f"--tensor-parallel-size={one.tensor_parallel_size}", *one.args]
+    if hosts > 1:
+        arguments += [f"--nnodes={hosts}", f"--node-rank={rank}", "--master-addr=$(LWS_LEADER_ADDRESS)"]
+    return arguments
+
+
+def _vllm_worker(fleet: WantedFleet, role: Role) -> list[str]:
+    """vLLM's own command for further ranks of an instance, which answer nobody."""
+    role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
+    transfer = msgspec.json.decode(transfer_config(fleet.engine.connector, role)) | {"kv_role": role_of_kv}
+    python = fleet.engine.python or "python3"
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
+    command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")
+    return [*command, *_vllm_arguments(fleet, role, "$(LWS_WORKER_INDEX)")]
+
+
+def _http(path: str, *, period_s: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,224 @@
+"""A fleet as objects of Kubernetes: `kvferry fleet render`. Pure: the spec in, objects out.
+
+    pooling   each role is a Deployment, or a LeaderWorkerSet where an instance has several pods; or all roles are one
+              DisaggregatedSet
+    replica   each unit has objects of its own, and routers of its own, so that hand-offs stay within it
+
+Routers have names of their own (a StatefulSet), because every instance registers at each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.kubernetes.pods import (
+    HTTP_PORT,
+    Object,
+    Pods,
+    kubernetes_of,
+    labels_of,
+    pod_of,
+    token_secret,
+)
+from kvferry.fleet.kubernetes.values import Values
+
+_LWS, _SET, _MONITOR = "leaderworkerset.x-k8s.io/v1", "disaggregatedset.x-k8s.io/v1", "monitoring.coreos.com/v1"
+_VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
+
+
+def render(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
+    """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. Raises
+    `ConfigError` for what pods cannot do."""
+    check(fleet)
+    return [*_Rendering(fleet, values).objects(token)]
+
+
+def check(fleet: WantedFleet) -> None:
+    """Raise `ConfigError` for a fleet that cannot be rendered."""
+    if fleet.backend.kubernetes is None:
+        raise ConfigError('there is no table [backend.kubernetes] (with kind = "kubernetes" in [backend])')
+    kubernetes = fleet.backend.kubernetes
+    for role, one in kubernetes.pod.items():
+        where = f"backend.kubernetes.pod.{role}.hosts = {one.hosts}"
+        if one.hosts == 1:
+            continue
+        if role == "router" or fleet.engine.kind != "vllm":
+            raise ConfigError(f"{where}: only vLLM's instances can be on several pods")
+        wanted = fleet.role.get(role)
+        if wanted is None or wanted.tensor_parallel_size % one.hosts:
+            raise ConfigError(f"{where}: role.{role}.tensor_parallel_size must be a multiple of it")
+    if kubernetes.disaggregated_set and (fleet.unit is not None or len(fleet.role) < 2):
+        raise ConfigError('backend.kubernetes.disaggregated_set is for mode = "pooling" with two roles or more')
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A fleet in pooling mode, or one unit. `counts`: the instances of each role."""
+
+    name: str
+    unit: int | None
+    counts: dict[Role, int]
+
+
+class _Rendering:
+    def __init__(self, fleet: WantedFleet, values: Values) -> None:
+        self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
+        self._pods = Pods(fleet, values)
+
+    def objects(self, token: str) -> Iterator[Object]:
+        fleet = self._fleet
+        if self._kubernetes.token_secret is None and (token or self._values.chart):
+            secret = {"type": "Opaque", "stringData": {"token": self._values.secret("token", token)}}
+            yield self._object("v1", "Secret", token_secret(fleet), more=secret)
+        for part in self._parts():
+            yield from self._routers(part)
+            yield from self._instances(part)
+            if self._kubernetes.gang != "none":
+                yield self._pod_group(part)
+        yield self._service(fleet.name, labels_of(fleet, "router"), headless=False)
+        yield from self._disruption_budgets()
+        yield from self._network_policies()
+        if self._kubernetes.pod_monitor:
+            yield self._pod_monitor()
+
+    def _parts(self) -> list[_Part]:
+        fleet = self._fleet
+        if fleet.unit is None:
+            return [_Part(fleet.name, None, {role: one.count for role, one in fleet.role.items()})]
+        members = dict(fleet.unit.members)
+        return [_Part(f"{fleet.name}-{number}", number, members) for number in range(fleet.unit.count)]
+
+    def _routers(self, part: _Part) -> Iterator[Object]:
+        labels = labels_of(self._fleet, "router", part.unit)
+        yield self._service(f"{part.name}-routers", labels, headless=True)
+        spec = {
+            "serviceName": f"{part.name}-routers",
+            "replicas": self._kubernetes.routers,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": self._pods.router(unit=part.unit),
+        }
+        yield self._object("apps/v1", "StatefulSet", f"{part.name}-router", spec)
+
+    def _router_urls(self, part: _Part) -> list[str]:
+        numbers = range(self._kubernetes.routers)
+        return [f"http://{part.name}-router-{number}.{part.name}-routers:{HTTP_PORT}" for number in numbers]
+
+    def _instances(self, part: _Part) -> Iterator[Object]:
+        if self._kubernetes.disaggregated_set:
+            roles = [{"name": role, "spec": self._leader_worker_set(part, role)} for role in part.counts]
+            yield self._object(_SET, "DisaggregatedSet", part.name, {"roles": roles})
+            return
+        for role in part.counts:
+            name = f"{part.name}-{role}"
+            if pod_of(self._fleet, role).hosts > 1:
+                yield self._object(_LWS, "LeaderWorkerSet", name, self._leader_worker_set(part, role))
+            else:
+                yield self._object("apps/v1", "Deployment", name, self._deployment(part, role))
+
+    def _deployment(self, part: _Part, role: Role) -> Object:
+        roll = self._fleet.roll
+        return {
+            "replicas": self._replicas(part, role),
+            "paused": roll.pause,
+            "revisionHistoryLimit": roll.history,
+            "progressDeadlineSeconds": int(seconds(self._fleet.failure.start)) + 60,
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": roll.surge, "maxUnavailable": roll.unavailable},
+            },
+            "selector": {"matchLabels": labels_of(self._fleet, role, part.unit)},
+            "template": self._template(part, role),
+        }
+
+    def _leader_worker_set(self, part: _Part, role: Role) -> Object:
+        hosts, roll = pod_of(self._fleet, role).hosts, self._fleet.roll
+        pods: Object = {"size": hosts, "restartPolicy": "RecreateGroupOnPodRestart"}
+        if hosts > 1:
+            pods["leaderTemplate"] = self._template(part, role)
+        pods["workerTemplate"] = self._template(part, role, rank=int(hosts > 1))
+        return {
+            "replicas": self._replicas(part, role),
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxSurge": roll.surge, "maxUnavailable": roll.unavailable},
+            },
+            "leaderWorkerTemplate": pods,
+        }
+
+    def _template(self, part: _Part, role: Role, rank: int = 0) -> Object:
+        return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, rank=rank)
+
+    def _replicas(self, part: _Part, role: Role) -> Any:
+        return self._values.value(f"replicas.{role}", part.counts[role])
+
+    def _pod_group(self, part: _Part) -> Object:
+        """All instances of a part start together or not at all; those that a roll starts later join them."""
+        least = sum(count * pod_of(self._fleet, role).hosts for role, count in part.counts.items())
+        if self._kubernetes.gang == "volcano":
+            return self._object(_VOLCANO, "PodGroup", part.name, {"minMember": least})
+        policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
+        return self._object(_SCHEDULING, "PodGroup", part.name, policy)
+
+    def _service(self, name: str, selector: dict[str, str], *, headless: bool) -> Object:
+        """For clients: the routers that are ready. Headless, for instances: each router by name, ready or not, since
+        one is ready only when instances have registered."""
+        spec: Object = {
+            "selector": selector,
+            "ports": [{"name": "http", "port": HTTP_PORT, "targetPort": "http"}],
+        }
+        if headless:
+            spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+        return self._object("v1", "Service", name, spec)
+
+    def _disruption_budgets(self) -> Iterator[Object]:
+        """Of each role, one pod at a time is moved off its node."""
+        fleet = self._fleet
+        for role in (*(fleet.role if fleet.unit is None else fleet.unit.members), "router"):
+            spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(fleet, role)}}
+            yield self._object("policy/v1", "PodDisruptionBudget", f"{fleet.name}-{role}", spec)
+
+    def _network_policies(self) -> Iterator[Object]:
+        """Instances are reached by routers and by each other, routers by clients and instances; nothing else is."""
+        fleet, http = self._fleet, [{"port": "http"}]
+        router = {"podSelector": {"matchLabels": labels_of(fleet, "router")}}
+        roles = sorted(fleet.role if fleet.unit is None else fleet.unit.members)
+        instances = {
+            "matchLabels": labels_of(fleet),
+            "matchExpressions": [{"key": "app.kubernetes.io/component", "operator": "In", "values": roles}],
+        }
+        spec = {
+            "podSelector": instances,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [router], "ports": http}, {"from": [{"podSelector": instances}]}],
+        }
+        yield self._object("networking.k8s.io/v1", "NetworkPolicy", f"{fleet.name}-instances", spec)
+        clients = self._kubernetes.clients_from
+        rules: list[Object] = [{"from": [{"podSelector": instances}], "ports": http}]
+        if clients:
+            rules.append({"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": clients}}], "ports": http})
+        else:
+            rules = [{"ports": http}]
+        spec = {"podSelector": router["podSelector"], "policyTypes": ["Ingress"], "ingress": rules}
+        yield self._object("networking.k8s.io/v1", "NetworkPolicy", f"{fleet.name}-router", spec)
+
+    def _pod_monitor(self) -> Object:
+        """The routers' metrics, and through them those of all instances, which Prometheus need not reach."""
+        endpoint = {"port": "http", "path": "/metrics", "params": {"instances": ["all"]}}
+        spec = {
+            "selector": {"matchLabels": labels_of(self._fleet, "router")},
+            "podMetricsEndpoints": [endpoint],
+        }
+        return self._object(_MONITOR, "PodMonitor", self._fleet.name, spec)
+
+    def _object(
+        self, version: str, kind: str, name: str, spec: Object | None = None, more: Object | None = None
+    ) -> Object:
+        namespace = self._values.namespace(self._kubernetes.namespace)
+        metadata = {"name": name, "namespace": namespace, "labels": labels_of(self._fleet)}
+        found: Object = {"apiVersion": version, "kind": kind, "metadata": metadata, **(more or {})}
+        return found if spec is None else {**found, "spec": spec}

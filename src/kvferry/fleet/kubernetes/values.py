@@ -1,0 +1,65 @@
+"""What differs between two deployments of one fleet. It is written into manifests as it is, or into a chart's
+`values.yaml`, with an expression of Helm's where it is used."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_MARK = "helm-expression-{}-"
+_MARKED = re.compile(r"helm-expression-(\d+)-")
+
+
+class _Whole(yaml.SafeDumper):
+    """Writes what is there twice twice, instead of a reference to the first."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+class Values:
+    """`chart`: whether expressions are written. `tree` then has the values of `values.yaml`."""
+
+    def __init__(self, *, chart: bool = False) -> None:
+        self.chart = chart
+        self.tree: dict[str, Any] = {}
+        self._expressions: list[str] = []
+
+    def value(self, path: str, value: Any) -> Any:
+        """A value that users may change; `path` names it in `values.yaml`, with a dot between levels."""
+        if not self.chart:
+            return value
+        *tables, name = path.split(".")
+        table = self.tree
+        for one in tables:
+            table = table.setdefault(one, {})
+        table[name] = value
+        return self._expression(f"toJson .Values.{path}")
+
+    def secret(self, path: str, value: str) -> str:
+        """One that a chart does not contain, and refuses to do without."""
+        if not self.chart:
+            return value
+        self.tree[path] = ""
+        return self._expression(f'required "set {path}" .Values.{path} | toJson')
+
+    def namespace(self, name: str) -> str:
+        """The namespace of all objects: for a chart, where it is installed."""
+        return self._expression("toJson .Release.Namespace") if self.chart else name
+
+    def _expression(self, text: str) -> str:
+        self._expressions.append(text)
+        return _MARK.format(len(self._expressions) - 1)
+
+    def write(self, objects: list[dict[str, Any]]) -> str:
+        """The objects as YAML."""
+        text = yaml.dump_all(objects, Dumper=_Whole, sort_keys=False, width=120, explicit_start=True)
+        return _MARKED.sub(lambda found: "{{ " + self._expressions[int(found[1])] + " }}", text)
+
+
+def write_values(tree: dict[str, Any]) -> str:
+    """`values.yaml`."""
+    text: str = yaml.dump(tree, Dumper=_Whole, sort_keys=False, width=120)
+    return text
