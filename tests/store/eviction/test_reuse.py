@@ -36,10 +36,14 @@ def release_order_hit_ratio(requests: list[TraceRequest], capacity: int) -> floa
     return hits / sum(len(request.hash_ids) for request in requests)
 
 
+LONG = [pytest.param(seed, 40_000, marks=pytest.mark.full) for seed in (101, 102)]
+"""Nothing of the policy was chosen by these."""
+
+
 @pytest.mark.parametrize("drift", DRIFTS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_however_popularity_drifts_little_is_lost_against_lru(drift: str, seed: int) -> None:
-    requests = drifting(drift, 10_000, seed)
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 10_000), (1, 10_000), *LONG])
+def test_however_popularity_drifts_little_is_lost_against_lru(drift: str, seed: int, num_blocks: int) -> None:
+    requests = drifting(drift, num_blocks, seed)
     capacity = len({key for request in requests for key in request.hash_ids}) // 20
     lru = max(hit_ratio(LeafLru(capacity), requests), release_order_hit_ratio(requests, capacity))
     assert hit_ratio(Reuse(capacity), requests) >= lru - MOST_LOST
