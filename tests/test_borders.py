@@ -32,6 +32,7 @@ TORCH_FREE = [
     "kvferry.models.catalog",
     "kvferry.router.app",
     "kvferry.fleet.local",
+    "kvferry.sim.scenario",
     "kvferry.cli.main",
 ]
 

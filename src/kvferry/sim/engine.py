@@ -1,0 +1,360 @@
+"""A simulated instance: the real HTTP server, scheduler, block pool and connector, whose forward pass is only a time.
+
+Owns the executor, which replaces the model by `sim.kv`, and the task that makes the engine's steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from kvferry.connectors.api import ConnectorContext, StepPlan
+from kvferry.connectors.p2p.plan import P2pPlan
+from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.core.errors import ConnectorLost
+from kvferry.core.layout import KVLayout, LayerLayout
+from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.core import EngineCore
+from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
+from kvferry.engine.server.app import build_app
+from kvferry.engine.server.config import ServerConfig
+from kvferry.engine.step import Chunk, Sampled
+from kvferry.engine.stepped import SteppedEngine
+from kvferry.http.server import HttpServer
+from kvferry.sim.kv import KVContents, sample
+from kvferry.sim.loop import Process, SimLoop
+from kvferry.sim.transfers import SimMemory, SimTransferLoop
+from kvferry.transport.memory import BlockGeometry, Region
+
+MODEL = "simulated"
+Role = Literal["prefill", "decode", "both"]
+KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
+    "prefill": "kv_producer",
+    "decode": "kv_consumer",
+    "both": "kv_both",
+}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long a step takes: `base_s`, and for each token that is prefilled, each sequence that decodes, and each token
+    that attention reads."""
+
+    base_s: float = 0.004
+    prefill_token_s: float = 40e-6
+    decode_sequence_s: float = 100e-6
+    context_token_s: float = 20e-9
+
+    def seconds(self, chunks: Sequence[Chunk]) -> float:
+        """Of a step of these chunks."""
+        seconds = self.base_s
+        for chunk in chunks:
+            each_s = self.decode_sequence_s if chunk.num_tokens == 1 else self.prefill_token_s * chunk.num_tokens
+            seconds += each_s + self.context_token_s * (chunk.start + chunk.num_tokens)
+        return seconds
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
+    until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector."""
+
+    num_blocks: int = 2048
+    block_size: int = 32
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 16384
+    max_waiting: int = 1024
+    num_layers: int = 2
+    layer_bytes: int = 65536
+    vocab_size: int = 4096
+    times: StepTimes = field(default_factory=StepTimes)
+    start_s: float = 5.0
+    empty_step_s: float = 50e-6
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def layout(self) -> KVLayout:
+        """Of the only rank."""
+        half = self.layer_bytes // 4  # key and value, two bytes each
+        layers = (LayerLayout(1, half, half),) * self.num_layers
+        return KVLayout(model_fingerprint=MODEL, dtype="bfloat16", block_size=self.block_size, layers=layers)
+
+
+class _Tokenizer:
+    """Words `t0`, `t1`, …, and no chat template."""
+
+    chat_template = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.backend_tokenizer = Tokenizer(WordLevel({f"t{token}": token for token in range(vocab_size)}, "t0"))
+
+
+@cache
+def _tokenizer(vocab_size: int) -> _Tokenizer:
+    return _Tokenizer(vocab_size)
+
+
+class _Model:
+    """What the engine asks of a model besides its logits."""
+
+    fingerprint = MODEL
+    trained_context = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.tokenizer = _tokenizer(vocab_size)
+        self.default_sampling: dict[str, Any] = {}
+
+
+class SimExecutor(Executor):
+    """Computes at once what a model would, or in the time that it takes (`run`). One rank, the real worker side."""
+
+    model: Any
+
+    def __init__(self, spec: InstanceSpec, process: Process, transfer: KVTransferConfig, auth_token: str) -> None:
+        self.spec, self.layout = spec, spec.layout()
+        self.model = _Model(spec.vocab_size)
+        self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
+        self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size)
+        context = ConnectorContext(transfer, self.layout, auth_token, process.simulation, saves_are_complete=True)
+        self.side = P2pWorkerSide(context, SimTransferLoop(process.thread("transfer")))
+        geometry = BlockGeometry.dense(self.layout, spec.num_blocks)
+        regions = (Region(0, spec.num_blocks * self.layout.block_bytes),)
+        self.side.register(SimMemory(geometry, regions, contents=self.contents, process=process))
+        self.addresses = [self.side.address()]
+        self._num_begun = 0
+
+    def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
+        """A step that takes no time."""
+        self._begin(chunks, plans)
+        for layer in range(self.spec.num_layers):
+            self.side.save_layer(layer)
+        return self._end(chunks)
+
+    async def run(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
+        """A step in its time: what it writes is there at its beginning, what it announces when its layer is done, and
+        what it reads is read at its end."""
+        saves = self._begin(chunks, plans)
+        seconds = self.spec.times.seconds(chunks) if chunks else self.spec.empty_step_s
+        num_parts = self.spec.num_layers if saves else 1
+        for part in range(num_parts):
+            await asyncio.sleep(seconds / num_parts)
+            if saves:
+                self.side.save_layer(part)
+        return self._end(chunks)
+
+    def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
+        """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
+        side, saves = self.side, False
+        try:
+            for number, plan in enumerate(tuple(plans.waiting), plans.first):
+                if number >= self._num_begun:
+                    self._begin_one(plan)
+                    self._num_begun = number + 1
+                    saves = saves or (isinstance(plan, P2pPlan) and bool(plan.saves))
+                if number < plans.first + plans.num_late:
+                    side.discard()
+        finally:
+            plans.begun(self._num_begun)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+            self.contents.compute(sequence.block_ids, chunk.start, tokens)
+        return saves and bool(chunks)
+
+    def _begin_one(self, plan: StepPlan) -> None:
+        assert isinstance(plan, P2pPlan)
+        try:
+            self.side.withdraw(plan)
+            self.side.start(plan)
+        except Exception as error:
+            raise ConnectorLost(f"the connector could not begin a step's transfers: {error!r}") from error
+
+    def _end(self, chunks: Sequence[Chunk]) -> StepResult:
+        self.side.flush()
+        sampled: dict[str, Sampled] = {}
+        for chunk in chunks:
+            if chunk.samples:
+                sequence, length = chunk.sequence, chunk.start + chunk.num_tokens
+                attended = self.contents.attended(sequence.block_ids, length)
+                sampled[sequence.request_id] = Sampled(sample(attended, sequence.seed, length, self.spec.vocab_size))
+        return StepResult(sampled, self.side.poll())
+
+    def on_report(self, wake: Callable[[], None]) -> None:
+        self.side.on_report(wake)
+
+    def statistics(self) -> dict[str, float]:
+        return self.side.statistics()
+
+    def check(self) -> None:
+        self.side.check()
+
+    def close(self) -> None:
+        self.side.close()
+
+
+class SimEngine(SteppedEngine):
+    """An engine whose steps are made by a task on a loop of its own."""
+
+    def __init__(self, engine: EngineCore, executor: SimExecutor, process: Process) -> None:
+        super().__init__(engine, [MODEL])
+        self._executor, self._process = executor, process
+        self._thread = process.thread("engine")
+        self._news = asyncio.Event()
+        self._ended: asyncio.Future[None]
+        self._is_stepping = False
+        self.is_between_steps = True
+
+    def start(self) -> None:
+        """Begin stepping."""
+        super().start()
+        self._ended = asyncio.get_running_loop().create_future()
+        self._is_stepping = True
+        self.engine.on_transfer(self.wake)
+        self._thread.call_soon_threadsafe(lambda: self._thread.create_task(self._run()))
+
+    async def close(self) -> None:
+        """End the steps and the engine."""
+        self._closing = True
+        self.wake()
+        await self._ended
+        self.engine.close()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the task runs."""
+        return self._is_stepping
+
+    def wake(self) -> None:
+        """End the rest between two steps."""
+        self._thread.call_soon_threadsafe(self._news.set)
+
+    async def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._news.clear()
+                self._serve_calls()
+                self.is_between_steps = False
+                outputs = await self._step()
+                self.is_between_steps = True
+                self._hand_over(outputs)
+                await self._rest()
+        except Exception as failure:  # noqa: BLE001 - as in `AsyncEngine`
+            self._process.simulation.errors.append(
+                {"message": f"an engine failed: {failure!r}", "exception": failure, "loop": self._thread.name}
+            )
+            self._has_failed(failure)
+        finally:
+            self._is_stepping = False
+            self._has_ended()
+            self._ended.get_loop().call_soon_threadsafe(self._ended.set_result, None)
+
+    async def _step(self) -> list[Any]:
+        stepping = self.engine.stepping()
+        try:
+            chunks = next(stepping)
+            while True:
+                if chunks:
+                    about = " ".join(f"{one.sequence.order}:{one.start}+{one.num_tokens}" for one in chunks)
+                    self._process.simulation.note(f"{self._process.name} computes {about}")
+                try:
+                    result = await self._executor.run(chunks, self.engine.plans)
+                except Exception as error:  # noqa: BLE001 - the edge between scheduling and the ranks
+                    chunks = stepping.throw(error)
+                else:
+                    chunks = stepping.send(result)
+        except StopIteration as end:
+            outputs: list[Any] = end.value
+            return outputs
+
+    async def _rest(self) -> None:
+        rest_s = self._rest_s()
+        if rest_s == 0.0:
+            return
+        try:
+            async with asyncio.timeout(rest_s):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+
+class SimInstance:
+    """One instance of a deployment, over all its processes: when one has crashed, the next may begin at the same
+    address."""
+
+    def __init__(self, name: str, role: Role, spec: InstanceSpec, process: Process, port: int, token: str) -> None:
+        self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
+        self.host = process.host
+        self.process = process
+        self.engine: EngineCore | None = None
+        self.front: SimEngine | None = None
+        self.server: HttpServer | None = None
+        self._number = 0
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the engine may be looked at."""
+        return self.front is not None and self.front.is_between_steps
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://{self.host.address}:{self.port}"
+
+    def start(self) -> None:
+        """Begin serving, after the time that a start takes."""
+        loop = self.process.thread("server")
+        loop.call_soon(lambda: loop.create_task(self._serve(loop)))
+
+    def start_again(self) -> None:
+        """A new process, after the last one has ended."""
+        self._number += 1
+        self.engine = self.front = self.server = None
+        self.host.is_up = True
+        self.process = self.host.process(f"{self.name}.{self._number}")
+        self.start()
+
+    async def _serve(self, loop: SimLoop) -> None:
+        await asyncio.sleep(self.spec.start_s if self._number else 0.0)
+        process, spec = self.process, self.spec
+        transfer = KVTransferConfig(
+            kv_connector="P2pConnector",
+            kv_role=KV_ROLES[self.role],
+            kv_ip=self.host.address,
+            kv_load_failure_policy=spec.kv_load_failure_policy,
+            kv_connector_extra_config={"lookup_buffer": "kvferry.sim.transfers:SimLookupBuffer", **spec.options},
+        )
+        config = EngineConfig(
+            model=MODEL,
+            block_size=spec.block_size,
+            max_num_seqs=spec.max_num_seqs,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            max_waiting=spec.max_waiting,
+        )
+        executor = SimExecutor(spec, process, transfer, self._token)
+        engine = EngineCore(config, executor, transfer, self._token, process.simulation)
+        front = SimEngine(engine, executor, process)
+        front.start()
+        settings = ServerConfig(host=self.host.address, port=self.port, secret=self._token, shutdown_grace_s=30.0)
+        self.server = server = build_app(front, settings, clock=process.simulation).server()
+        server.listen(lambda host, port: self.host.listen(process, port))  # type: ignore[arg-type,return-value]
+        self.engine, self.front = engine, front
+        try:
+            await server.run()
+        finally:
+            await front.close()
+            process.simulation.note(f"{process.name} has stopped")
+
+    def stop(self) -> None:
+        """Shut down as at SIGTERM."""
+        if self.server is not None:
+            self.server.stop()

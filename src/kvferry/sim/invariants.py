@@ -1,0 +1,81 @@
+"""What must hold in every simulation, whatever has gone wrong in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.core.errors import LeakError
+from kvferry.sim.world import RequestResult, World
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that must not happen. `name` is the invariant's."""
+
+    name: str
+    what: str
+
+
+def of_requests(results: list[RequestResult], *, has_faults: bool) -> list[Violation]:
+    """Each request ends once, with the right tokens, all of them or a reason; without faults, with all of them."""
+    found = []
+    for one in results:
+        about = f"request {one.number} ({one.outcome or 'waits'}, {one.status}, {one.num_tokens} tokens): {one.why}"
+        if one.ends != 1:
+            found.append(Violation("ends once", f"{about} ended {one.ends} times"))
+        if not one.is_right:
+            found.append(Violation("tokens are right", about))
+        if one.outcome == "broken" and '"error"' not in one.why:
+            found.append(Violation("an answer ends with all its tokens or a reason", about))
+        if one.status == 500:
+            found.append(Violation("no internal error", about))
+        if not has_faults and one.outcome not in ("complete", "left"):
+            found.append(Violation("without a fault all is answered", about))
+    return found
+
+
+def of_code(world: World) -> list[Violation]:
+    """No error that is a mistake of the code: none is logged, and none reaches an event loop."""
+    logged = [Violation("no error is logged", text) for text in world.logged]
+    return logged + [
+        Violation("no error is lost", f"{one['loop']}: {one['message']}") for one in world.simulation.errors
+    ]
+
+
+def of_rest(world: World) -> list[Violation]:
+    """When no request is left and all leases are over: every block is free, and nothing is kept."""
+    found = []
+    for instance in world.instances:
+        engine = instance.engine
+        if engine is None or not instance.process.is_alive:
+            found.append(Violation("instances come back", f"{instance.name} does not serve"))
+            continue
+        try:
+            engine.check()
+        except LeakError as error:
+            found.append(Violation("nothing leaks", f"{instance.name}: {error}"))
+        pool = engine.pool.statistics()
+        if pool.num_free != pool.num_blocks:
+            found.append(
+                Violation("all blocks are free", f"{instance.name}: {pool.num_blocks - pool.num_free} are not")
+            )
+        if not engine.scheduler.is_empty:
+            found.append(Violation("no request is left", f"{instance.name}: {engine.scheduler.statistics()}"))
+    router = world.router
+    if router is not None:
+        for one in router.services.pools:
+            if one.in_flight:
+                found.append(Violation("no leg is left", f"the router counts {one.in_flight} at {one.name}"))
+    return found
+
+
+def of_blocks(world: World) -> list[Violation]:
+    """At any time: which blocks are in use, and by whom, agrees."""
+    found = []
+    for instance in world.instances:
+        if instance.engine is not None and instance.process.is_alive and instance.is_between_steps:
+            try:
+                instance.engine.scheduler.audit()
+            except LeakError as error:
+                found.append(Violation("blocks are accounted for", f"{instance.name}: {error}"))
+    return found

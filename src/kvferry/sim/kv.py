@@ -1,0 +1,114 @@
+"""KV that shows where it came from: each token's KV is a number that depends on all tokens before it, and the token
+that is sampled depends on all of the KV that attention would read. So a block that is wrong, in any layer, gives a
+wrong token, and what the right ones are can be computed from the prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.uint64]
+_MASK = 2**64 - 1
+_FACTOR = 0x9E3779B97F4A7C15
+_INVERSE = pow(_FACTOR, -1, 2**64)
+_ROOT = 0x243F6A8885A308D3
+_AT_ONCE = 4096
+
+
+def _mixed(number: int) -> int:
+    """SplitMix64's last step."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+def _mixed_tokens(tokens: Sequence[int]) -> Numbers:
+    found = np.asarray(tokens, dtype=np.uint64) + np.uint64(_FACTOR)
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Numbers = found ^ (found >> np.uint64(31))
+    return mixed
+
+
+@cache
+def _powers(base: int) -> Numbers:
+    """`base` to the powers 1, 2, … modulo 2^64."""
+    found, power = np.empty(_AT_ONCE, dtype=np.uint64), 1
+    for place in range(_AT_ONCE):
+        power = power * base & _MASK
+        found[place] = power
+    return found
+
+
+def chain(before: int, tokens: Sequence[int]) -> Numbers:
+    """The KV of tokens that follow a token with the KV `before`: h = (h of the token before + its own) * factor."""
+    pieces = []
+    for start in range(0, len(tokens), _AT_ONCE):
+        part = _mixed_tokens(tokens[start : start + _AT_ONCE])
+        number = len(part)
+        # h_n = f^n h_0 + Σ f^(n-j+1) c_j, so h_n / f^n is a running sum.
+        sums = np.cumsum(part * _powers(_INVERSE)[:number] * np.uint64(_FACTOR), dtype=np.uint64)
+        values = (sums + np.uint64(before)) * _powers(_FACTOR)[:number]
+        before = int(values[-1])
+        pieces.append(values)
+    return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
+
+
+@cache
+def _layer_factors(num_layers: int) -> Numbers:
+    """The first is 1, so that layer 0 has the chain itself."""
+    return np.array([1] + [_mixed(layer) | 1 for layer in range(1, num_layers)], dtype=np.uint64)
+
+
+def sample(attended: int, seed: int, position: int, vocab_size: int) -> int:
+    """The token at this position, where attention has read KV with this sum."""
+    return _mixed(attended ^ _mixed(seed ^ _mixed(position))) % vocab_size
+
+
+def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int, num_layers: int) -> list[int]:
+    """The answer to a prompt."""
+    values = chain(_ROOT, prompt)
+    before, total = int(values[-1]), int(values.sum(dtype=np.uint64))
+    factor = int(_layer_factors(num_layers).sum(dtype=np.uint64))
+    answer: list[int] = []
+    for position in range(len(prompt), len(prompt) + number):
+        token = sample(total * factor & _MASK, seed, position, vocab_size)
+        answer.append(token)
+        before = int(chain(before, [token])[-1])
+        total = (total + before) & _MASK
+    return answer
+
+
+class KVContents:
+    """What is in the KV blocks of one instance: `[layers, blocks, block_size]`."""
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.values: Numbers = np.zeros((num_layers, num_blocks, block_size), dtype=np.uint64)
+        self._factors = _layer_factors(num_layers)
+
+    def compute(self, block_ids: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        """Write the KV of tokens `start`, `start + 1`, … of a sequence with these blocks."""
+        size = self.block_size
+        before = _ROOT
+        if start:
+            before = int(self.values[0, block_ids[(start - 1) // size], (start - 1) % size])
+        places = np.arange(start, start + len(tokens))
+        blocks = np.asarray(block_ids, dtype=np.int64)[places // size]
+        self.values[:, blocks, places % size] = chain(before, tokens)[None, :] * self._factors[:, None]
+
+    def attended(self, block_ids: Sequence[int], num_tokens: int) -> int:
+        """The sum of the KV of the first `num_tokens` tokens, in all layers."""
+        full, rest = divmod(num_tokens, self.block_size)
+        total = int(self.values[:, np.asarray(block_ids[:full], dtype=np.int64)].sum(dtype=np.uint64)) if full else 0
+        if rest:
+            total += int(self.values[:, block_ids[full], :rest].sum(dtype=np.uint64))
+        return total & _MASK
+
+    def copy(self, layer: int, source: KVContents, theirs: Sequence[int], ours: Sequence[int]) -> None:
+        """Copy blocks of one layer from another instance."""
+        self.values[layer, ours] = source.values[layer, theirs]

@@ -1,0 +1,412 @@
+"""A virtual clock, and event loops of asyncio that run on it: one for each simulated thread.
+
+`Simulation` owns the time, everything that waits for it, and the one generator of random numbers from which every
+choice comes. Time stands still while callbacks run, and jumps to the next timer when none is ready. The callbacks of
+one loop run in the order that asyncio promises. Which of several loops goes on is drawn, and so is the order of timers
+that are due at the same time. So the same seed gives the same events, bit for bit, which `EventLog` shows.
+
+A `Process` has one loop for each of its threads. When it crashes, nothing of it runs any more, and its connections
+break (`sim.network`). There are no real sockets, no files and no threads: what code gives to an executor runs at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context
+from heapq import heappop, heappush
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvferry.core.clock import simulated_time
+from kvferry.core.entropy import simulated_entropy
+
+if TYPE_CHECKING:
+    from kvferry.sim.network import Host
+
+Result = TypeVar("Result")
+EPOCH_S = 1_700_000_000.0
+"""The wall clock's time at the beginning of a simulation."""
+_LAST_EVENTS = 256
+_LAST_WORDS = 8
+"""How often a coroutine is closed that waits for something when it is to end."""
+
+
+class Stuck(Exception):
+    """Something waits, and nothing will ever happen."""
+
+
+class EventLog:
+    """What happens, in order. Owns a digest of all of it, the last events as text, and the whole text if it is kept."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.num_events = 0
+        self.last: deque[str] = deque(maxlen=None if keep else _LAST_EVENTS)
+
+    def note(self, now: float, what: str) -> None:
+        """Something has happened."""
+        line = f"{now!r} {what}"
+        self._digest.update(line.encode())
+        self.num_events += 1
+        self.last.append(line)
+
+    def digest(self) -> str:
+        """Equal for two runs exactly if all events were the same, at the same times, in the same order."""
+        return self._digest.hexdigest()
+
+
+class Process:
+    """A simulated process on a host: its loops live and die together. `name` is for the log."""
+
+    def __init__(self, simulation: Simulation, host: Host, name: str) -> None:
+        self.simulation, self.host, self.name = simulation, host, name
+        self.is_alive = True
+        self.stalled_until = 0.0
+        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.on_end: dict[object, Callable[[], None]] = {}
+        """What ends with it, its connections and listeners, and how."""
+
+    def thread(self, name: str) -> SimLoop:
+        """A new thread, with a loop that runs from now on."""
+        return SimLoop(self.simulation, self, f"{self.name}/{name}")  # type: ignore[abstract]
+
+    def crash(self) -> None:
+        """End at once. Nothing of it runs any more, not even what was to be done last."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.simulation.note(f"{self.name} ends")
+        self.simulation.keep_ended(list(self.tasks))
+        for end in tuple(self.on_end.values()):
+            end()
+        self.on_end.clear()
+
+    def stall(self, seconds: float) -> None:
+        """Run nothing for this long, as a process that is stopped, or whose machine is busy."""
+        self.stalled_until = max(self.stalled_until, self.simulation.now + seconds)
+        self.simulation.note(f"{self.name} stands still for {seconds:.6f} s")
+
+
+class Simulation:
+    """Owns the virtual time, the timers, the ready callbacks of all loops, and the random numbers."""
+
+    def __init__(self, seed: int, *, keep_log: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(f"kvferry {seed}")
+        self.log = EventLog(keep=keep_log)
+        self.now = 0.0
+        self.num_callbacks = 0
+        self.errors: list[dict[str, Any]] = []
+        """What loops were told by `call_exception_handler`: errors that nobody waits for."""
+        self._timers: list[tuple[float, int, int, asyncio.TimerHandle, SimLoop]] = []
+        self._num_timers = 0
+        self._ready: list[SimLoop] = []
+        self._ended: list[asyncio.Task[Any]] = []
+        self.after_callbacks: Callable[[], None] | None = None
+        """Called each time that the time is about to move: for checks that are cheap."""
+
+    # Time, as `core.clock.Clock`.
+
+    def monotonic(self) -> float:
+        """Virtual seconds."""
+        return self.now
+
+    def wall(self) -> float:
+        """Virtual seconds since the epoch."""
+        return EPOCH_S + self.now
+
+    def note(self, what: str) -> None:
+        """Something has happened: see `EventLog`."""
+        self.log.note(self.now, what)
+
+    # What is to run.
+
+    def at(self, when: float, loop: SimLoop, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        """Call something on a loop at a time."""
+        return loop.call_at(when, callback, *args)
+
+    def add_timer(self, when: float, handle: asyncio.TimerHandle, loop: SimLoop) -> None:
+        """For `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
+        self._num_timers += 1
+        heappush(self._timers, (when, self.random.getrandbits(24), self._num_timers, handle, loop))
+
+    def is_ready(self, loop: SimLoop) -> None:
+        """This loop has something to run, and had nothing before."""
+        self._ready.append(loop)
+
+    def keep_ended(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Tasks of a process that has ended: they are kept, or the collector would run their last words."""
+        self._ended += tasks
+
+    def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), most_callbacks: int = 2**62) -> bool:
+        """Let everything happen until `done`, or the time `until`, or so many callbacks have run, which is when it
+        returns True. Raises `Stuck` if nothing more happens, and there is no `until`."""
+        last = self.num_callbacks + most_callbacks
+        while not done() and self.now < until:
+            if self._ready:
+                self._run_one()
+            elif not self._advance(until):
+                raise Stuck("nothing more happens, and something is still waited for")
+            if self.num_callbacks >= last:
+                return True
+        return False
+
+    def _run_one(self) -> None:
+        """Run the next callback of a loop that has one."""
+        ready = self._ready
+        place = self.random.randrange(len(ready)) if len(ready) > 1 else 0
+        loop = ready[place]
+        if loop.process.stalled_until > self.now or not loop.process.is_alive:
+            ready[place] = ready[-1]
+            ready.pop()
+            loop.park()
+            return
+        self.num_callbacks += 1
+        if not loop.run_one():
+            ready[place] = ready[-1]
+            ready.pop()
+
+    def _advance(self, until: float) -> bool:
+        """Move the time to the next timer; what is due then becomes ready. False: there is none."""
+        if self.after_callbacks is not None:
+            self.after_callbacks()
+        timers = self._timers
+        while timers and timers[0][3].cancelled():
+            heappop(timers)
+        if not timers and until == float("inf"):
+            return False
+        if not timers or (when := timers[0][0]) > until:
+            self.now = until
+            return True
+        self.now = max(self.now, when)
+        while timers and timers[0][0] <= self.now:
+            _, _, _, handle, loop = heappop(timers)
+            if not handle.cancelled():
+                loop.add_ready(handle)
+        return True
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While the body runs, all time and all randomness of kvferry are this simulation's. At the end, nothing is
+        left of its loops."""
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=None, finalizer=_finalize)
+        try:
+            with simulated_time(self), simulated_entropy(Random(f"kvferry entropy {self.seed}")):
+                try:
+                    yield
+                finally:
+                    self._forget()
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _forget(self) -> None:
+        """Drop all timers and callbacks, and close the coroutines of processes that have crashed."""
+        self._timers.clear()
+        self._ready.clear()
+        for task in self._ended:
+            _close(task)
+        self._ended.clear()
+
+
+def _finalize(generator: AsyncGenerator[Any, Any]) -> None:
+    """An asynchronous generator was dropped: close it, as asyncio does."""
+    loop = asyncio._get_running_loop()
+    if loop is not None:
+        loop.call_soon(loop.create_task, generator.aclose())
+
+
+def _close(task: asyncio.Task[Any]) -> None:
+    """End the coroutine of a task that never runs again. Its last words are heard by nobody: its process is dead."""
+    asyncio._set_running_loop(task.get_loop())
+    try:
+        for _ in range(_LAST_WORDS):
+            with suppress(BaseException):
+                task.get_coro().close()
+                return
+    finally:
+        asyncio._set_running_loop(None)
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The event loop of one simulated thread. Runs what asyncio and kvferry need of a loop; anything else is an
+    `AttributeError` or `NotImplementedError`, which then is to be written here."""
+
+    def __init__(self, simulation: Simulation, process: Process, name: str) -> None:
+        self.simulation, self.process, self.name = simulation, process, name
+        self._ready: deque[asyncio.Handle] = deque()
+        self._is_listed = self._is_parked = False
+        self._closed = False
+        self._readers: dict[Any, asyncio.Handle] = {}
+        self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+
+    # Running.
+
+    def add_ready(self, handle: asyncio.Handle) -> None:
+        """Run this behind what is ready already."""
+        if not self.process.is_alive:
+            return
+        self._ready.append(handle)
+        if not (self._is_listed or self._is_parked):
+            self._is_listed = True
+            self.simulation.is_ready(self)
+
+    def run_one(self) -> bool:
+        """Run one callback, as this loop's thread would. False: none is left."""
+        handle = self._ready.popleft()
+        if not handle.cancelled():
+            asyncio._set_running_loop(self)
+            try:
+                handle._run()
+            finally:
+                asyncio._set_running_loop(None)
+        if self._ready and self.process.is_alive:
+            return True
+        self._is_listed = False
+        return False
+
+    def park(self) -> None:
+        """The process stands still, or has ended."""
+        self._is_listed = False
+        if not self.process.is_alive:
+            self._ready.clear()
+            return
+        self._is_parked = True
+        wake = asyncio.TimerHandle(self.process.stalled_until, self._unpark, (), self, Context())
+        self.simulation.add_timer(self.process.stalled_until, wake, self.simulation_loop)
+
+    @property
+    def simulation_loop(self) -> SimLoop:
+        """The loop on which things happen to this one's process from outside."""
+        return self.process.host.network.loop
+
+    def _unpark(self) -> None:
+        self._is_parked = False
+        if self._ready and self.process.is_alive:
+            self._is_listed = True
+            self.simulation.is_ready(self)
+
+    # What asyncio calls.
+
+    def time(self) -> float:
+        return self.simulation.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return not self._closed
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.add_ready(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.simulation.now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        if self.process.is_alive:
+            self.simulation.add_timer(when, handle, self)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        pass  # it is passed over when its time comes
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, Result] | Coroutine[Any, Any, Result],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[Result]:
+        if not self.process.is_alive:
+            coro.close()  # it never runs
+        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # of processes that crash, all are
+        self.process.tasks.add(task)
+        return task
+
+    def get_task_factory(self) -> None:
+        return None
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Result], *args: Any
+    ) -> asyncio.Future[Result]:
+        """Run it now: an executor's threads would take no virtual time."""
+        done: asyncio.Future[Result] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - the waiter's
+            done.set_exception(error)
+        return done
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error that nobody waits for: it is noted, and told to the handler if there is one."""
+        self.simulation.errors.append({**context, "loop": self.name})
+        self.simulation.note(f"{self.name} has an error that nobody waits for: {context.get('message')}")
+        if self._on_exception is not None:
+            self._on_exception(self, context)
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        pass  # `call_exception_handler` has noted it
+
+    def set_exception_handler(
+        self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
+    ) -> None:
+        self._on_exception = handler
+
+    async def shutdown_asyncgens(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._closed = True
+
+    # The network: see `sim.network`.
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """Of listening sockets of the simulated network."""
+        fd.watched_by(self, callback, args)
+
+    def remove_reader(self, fd: Any) -> bool:
+        """Watch it no more."""
+        return bool(fd.unwatch())
+
+    async def create_connection(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.Protocol], host: str, port: int, *, ssl: Any = None
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        if ssl is not None:
+            raise NotImplementedError("TLS is not simulated")
+        return await self.process.host.network.connect(self, protocol_factory, host, port)
+
+    async def connect_accepted_socket(  # type: ignore[override]
+        self, protocol_factory: Callable[[], asyncio.Protocol], sock: Any, *, ssl: Any = None, **_: Any
+    ) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        protocol = protocol_factory()
+        return sock.adopted_by(self, protocol), protocol

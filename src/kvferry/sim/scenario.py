@@ -1,0 +1,144 @@
+"""Scenarios that a seed decides, and what comes of them. `python -m kvferry.sim SEED …` runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from kvferry.sim.engine import InstanceSpec, StepTimes
+from kvferry.sim.faults import Breaker, Fault, draw_faults
+from kvferry.sim.invariants import Violation, of_blocks, of_code, of_requests, of_rest
+from kvferry.sim.network import NetworkSpec
+from kvferry.sim.world import RequestSpec, World, WorldSpec
+
+LEASE_S = 5.0
+SETTLES_S = 25.0
+"""After the last request and fault: leases, loads and timeouts of the connectors are over by then."""
+_AUDITED_EVERY = 64
+"""Movements of the time between two audits of all blocks."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A deployment, what it is asked, and what goes wrong."""
+
+    seed: int
+    world: WorldSpec
+    requests: list[RequestSpec]
+    faults: list[Fault]
+
+
+@dataclass
+class Report:
+    """What came of a scenario. `digest` is equal for two runs exactly if all events were."""
+
+    seed: int
+    digest: str = ""
+    num_events: int = 0
+    num_callbacks: int = 0
+    virtual_s: float = 0.0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    last_events: list[str] = field(default_factory=list)
+
+
+def draw(seed: int, *, with_faults: bool = True) -> Scenario:
+    """The scenario of a seed: a small deployment with little memory, so that what is rare elsewhere is common."""
+    random = Random(f"kvferry scenario {seed}")
+    instance = InstanceSpec(
+        num_blocks=random.choice((48, 96, 256, 1024)),
+        block_size=random.choice((8, 16)),
+        max_num_seqs=random.choice((2, 8, 32)),
+        max_num_batched_tokens=random.choice((64, 256, 1024)),
+        max_model_len=512,
+        max_waiting=random.choice((8, 256)),
+        times=StepTimes(base_s=random.choice((0.001, 0.01))),
+        start_s=1.0,
+        kv_load_failure_policy=random.choice(("recompute", "recompute", "fail")),
+        options={
+            "lease_s": LEASE_S,
+            "timeout_s": LEASE_S,
+            "unsealed_s": 4 * LEASE_S,
+            **({"bidirectional_kv_xfer": False}),
+        },
+    )
+    late = random.choice((0.0, 0.001, 0.02))
+    world = WorldSpec(
+        num_prefill=random.randint(1, 3),
+        num_decode=random.randint(1, 3),
+        instance=instance,
+        network=NetworkSpec(late_share=late, late_s=random.choice((0.01, 0.5)), bandwidth=random.choice((1e8, 1e10))),
+        router={
+            "policy": random.choice(("cost", "round_robin", "random", "least_loaded", "prefix", "power_of_two")),
+            "hand_off": random.choice(("auto", "auto", "sequential", "concurrent")),
+            "disaggregate_from": random.choice(("0", "0", "auto", "100")),
+            "retries": random.choice((0, 1, 2)),
+        },
+        patience_s=400.0,
+    )
+    requests = _draw_requests(random, instance)
+    within_s = max(one.at_s for one in requests) + 2.0
+    faults = draw_faults(random, random.choice((1, 2, 4, 8)), within_s) if with_faults else []
+    return Scenario(seed, world, requests, faults)
+
+
+def _draw_requests(random: Random, instance: InstanceSpec) -> list[RequestSpec]:
+    found, now = [], 0.0
+    rate = random.choice((5.0, 20.0, 100.0))
+    prefixes = [[random.randrange(instance.vocab_size) for _ in range(96)] for _ in range(3)]
+    longest = min(instance.max_model_len, instance.num_blocks * instance.block_size) - 1
+    leaving = random.choice((0.0, 0.1, 0.4))
+    for _ in range(random.choice((10, 25, 50))):
+        now += random.expovariate(rate)
+        prompt = [random.randrange(instance.vocab_size) for _ in range(random.choice((5, 40, 200)))]
+        if random.random() < 0.5:
+            prompt = random.choice(prefixes)[: random.randrange(97)] + prompt
+        max_tokens = random.choice((1, 2, 10, 60))
+        prompt = prompt[: longest - max_tokens]
+        leaves = random.expovariate(2.0) if random.random() < leaving else None
+        found.append(RequestSpec(now, prompt, max_tokens, random.getrandbits(32), leaves))
+    return found
+
+
+def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
+    """Let it happen, and look whether everything held that must."""
+    world = World(scenario.world, scenario.seed, keep_log=keep_log)
+    report = Report(scenario.seed)
+    violations = report.violations
+    with world.running():
+        simulation, breaker = world.simulation, Breaker(world)
+        moves = 0
+
+        def audit() -> None:
+            nonlocal moves
+            moves += 1
+            if moves % _AUDITED_EVERY == 0 and not violations:
+                violations.extend(of_blocks(world))
+
+        simulation.after_callbacks = audit
+        begins = simulation.now
+        world.submit([_moved(one, begins) for one in scenario.requests])
+        breaker.schedule(scenario.faults)
+        if not world.finish():
+            waiting = [one.number for one in world.results if not one.ends]
+            violations.append(Violation("nothing waits without an end", f"requests {waiting}"))
+        world.run_until(lambda: not breaker.lasting, 100.0)
+        world.run_for(SETTLES_S)
+        violations += of_requests(world.results, has_faults=bool(scenario.faults))
+        violations += of_rest(world)
+        if not world.end():
+            violations.append(Violation("everything can be shut down", "tasks are left"))
+        if world.network.num_open:
+            violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
+        violations += of_code(world)
+        report.virtual_s = simulation.now
+    for one in world.results:
+        report.outcomes[one.outcome] = report.outcomes.get(one.outcome, 0) + 1
+    report.digest, report.num_events = simulation.log.digest(), simulation.log.num_events
+    report.num_callbacks = simulation.num_callbacks
+    report.last_events = list(simulation.log.last)
+    return report
+
+
+def _moved(request: RequestSpec, by_s: float) -> RequestSpec:
+    return RequestSpec(request.at_s + by_s, request.prompt, request.max_tokens, request.seed, request.leaves_after_s)

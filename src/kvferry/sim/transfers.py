@@ -1,0 +1,357 @@
+"""How KV moves between simulated instances. The lookup buffer is the real one, with its table, sessions, leases and
+fence; so are the messages and the handshake. Replaced are sockets, by those of `sim.network`, and the copy of bytes,
+which takes the time that they take on the network, and moves what `sim.kv` has for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from kvferry.core.errors import KvferryError, PeerLost
+from kvferry.core.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
+from kvferry.sim.kv import KVContents
+from kvferry.sim.loop import Process, SimLoop
+from kvferry.sim.network import AcceptedSocket, Network, SimTransport
+from kvferry.transport.connection import Connection, Identity, limited_to
+from kvferry.transport.control import HANDSHAKE_S, Handler, Listener
+from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
+from kvferry.transport.handshake import answer, greet
+from kvferry.transport.lookup_buffer.base import LookupBufferContext
+from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
+from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
+from kvferry.transport.transfer_loop import TransferLoop
+
+Result = TypeVar("Result")
+_MOST_UNREAD_BYTES = 256 * 1024
+_LOOK_AGAIN_S = 0.05
+"""How often a read looks whether hosts that are cut off from each other see each other again."""
+
+
+@dataclass(frozen=True)
+class SimMemory(BlockMemory):
+    """The blocks of a simulated instance. `process`: whose memory it is."""
+
+    contents: KVContents | None = None
+    process: Process | None = None
+
+
+def current_process() -> Process:
+    """The process whose code runs now."""
+    return cast(SimLoop, asyncio.get_running_loop()).process
+
+
+class SimTransferLoop(TransferLoop):
+    """A `TransferLoop` whose thread is a loop of the simulation."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._sim_loop = loop
+        self._sim_tasks: list[asyncio.Task[Any]] = []
+        self.num_errors = 0
+
+    def start(self) -> None:
+        """The loop runs already."""
+
+    def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """As of the real one."""
+        future: Future[Result] = Future()
+
+        def ended(task: asyncio.Task[Result]) -> None:
+            self._sim_tasks.remove(task)
+            if task.cancelled():
+                future.cancel()
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        def begin() -> None:
+            task = self._sim_loop.create_task(job)
+            self._sim_tasks.append(task)
+            task.add_done_callback(ended)
+
+        self._sim_loop.call_soon_threadsafe(begin)
+        return future
+
+    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
+        """It ends before anything that is called later begins: nothing can wait for it here."""
+        self.submit(job)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """As of the real one."""
+        self._sim_loop.call_soon_threadsafe(function)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Cancel all tasks; they end a moment later."""
+        self._sim_loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._sim_tasks])
+
+
+class _Frames(asyncio.Protocol):
+    """Frames as they arrive."""
+
+    def __init__(self) -> None:
+        self.transport: SimTransport
+        self.frames: deque[bytes] = deque()
+        self.is_over = False
+        self._buffer, self._num_unread = bytearray(), 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(SimTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= HEADER_BYTES:
+            length = frame_length(self._buffer[:HEADER_BYTES], MAX_FRAME_BYTES)
+            if len(self._buffer) < HEADER_BYTES + length:
+                break
+            self.frames.append(bytes(self._buffer[HEADER_BYTES : HEADER_BYTES + length]))
+            self._num_unread += length
+            del self._buffer[: HEADER_BYTES + length]
+        if self._num_unread > _MOST_UNREAD_BYTES:
+            self.transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_over = True
+        self._may_write.set()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> bytes:
+        """The next frame. Raises `PeerLost` if there will be none."""
+        while not self.frames:
+            if self.is_over:
+                raise PeerLost("the peer closed the connection")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        frame = self.frames.popleft()
+        self._num_unread -= len(frame)
+        if self._num_unread <= _MOST_UNREAD_BYTES:
+            self.transport.resume_reading()
+        return frame
+
+    async def write(self, frame: bytes | bytearray) -> None:
+        """Send it, and wait while the other end does not read. Raises `PeerLost`."""
+        if self.is_over or self.transport.is_closing():
+            raise PeerLost("the connection broke")
+        self.transport.write(frame)
+        await self._may_write.wait()
+
+
+class SimConnection(Connection):
+    """A connection between two instances, over the simulated network. Frames carry no keyed digests: nobody in between
+    could change them."""
+
+    def __init__(self, frames: _Frames) -> None:
+        self._frames = frames
+
+    def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+        """The other end has proved who it is."""
+        self.peer = peer
+
+    async def send(self, message: Message, payload: object = None) -> None:
+        """As of the real one."""
+        await self._frames.write(encode_frame(message))
+
+    async def receive(self, kinds: Any) -> Any:
+        """As of the real one."""
+        return decode_frame(await self._frames.next(), kinds)
+
+    def abort(self) -> None:
+        """As of the real one."""
+        self._frames.transport.abort()
+
+    async def close(self) -> None:
+        """As of the real one."""
+        self._frames.transport.close()
+
+
+class SimListener(Listener):
+    """Where a simulated instance listens for others. As with the real one, an error ends one connection only."""
+
+    def __init__(self, identity: Identity, token: str) -> None:
+        process = current_process()
+        self.identity, self.tls, self._sim_token, self._process = identity, None, token, process
+        self._sim_handlers: dict[str, Handler] = {}
+        self._listening = process.host.listen(process, 0)
+        self.host, self.port = self._listening.getsockname()
+        self._num_open_connections = self._num_failed = 0
+
+    def handle(self, purpose: str, handler: Handler) -> None:
+        """As of the real one."""
+        self._sim_handlers[purpose] = handler
+
+    async def dial(self, host: str, port: int, purpose: str, deadline: float) -> Connection:
+        """As of the real one."""
+        loop = cast(SimLoop, asyncio.get_running_loop())
+        async with limited_to(deadline, f"connecting to {host}:{port}"):
+            try:
+                _, frames = await loop.create_connection(_Frames, host, port)
+            except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+                    raise
+                raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
+            connection = SimConnection(cast(_Frames, frames))
+            try:
+                await greet(connection, purpose, self.identity, self._sim_token)
+            except BaseException:
+                await connection.close()
+                raise
+        return connection
+
+    async def serve(self) -> None:
+        """As of the real one."""
+        loop = cast(SimLoop, asyncio.get_running_loop())
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def accept() -> None:
+                    try:
+                        accepted, _ = self._listening.accept()
+                    except BlockingIOError:
+                        return
+                    group.create_task(self._serve_accepted(loop, accepted))
+
+                self._listening.watched_by(loop, accept, ())
+                await asyncio.Event().wait()
+        finally:
+            self._listening.unwatch()
+            self.close()
+
+    async def _serve_accepted(self, loop: SimLoop, accepted: AcceptedSocket) -> None:
+        frames = _Frames()
+        accepted.adopted_by(loop, frames)
+        self._num_open_connections += 1
+        try:
+            async with SimConnection(frames) as connection:
+                async with limited_to(loop.time() + HANDSHAKE_S, "handshake"):
+                    purpose = await answer(connection, self._sim_handlers, self.identity, self._sim_token)
+                await self._sim_handlers[purpose](connection)
+        except PeerLost:
+            pass
+        except KvferryError as error:
+            self._process.simulation.note(f"{self._process.name} ends a connection: {error!r}")
+        except Exception as error:  # noqa: BLE001 - as the real one: the other connections go on
+            self._num_failed += 1
+            loop.call_exception_handler({"message": f"a connection failed: {error!r}", "exception": error})
+        finally:
+            self._num_open_connections -= 1
+
+    def statistics(self) -> dict[str, float]:
+        """As of the real one."""
+        return {"open_connections": float(self._num_open_connections), "failed_connections": float(self._num_failed)}
+
+    def close(self) -> None:
+        """Free the port."""
+        self._listening.close()
+
+
+class SimLookupBuffer(FabricLookupBuffer):
+    """The real lookup buffer over a simulated fabric; `lookup_buffer` of a configuration names it."""
+
+    @classmethod
+    def build(cls, context: LookupBufferContext) -> SimLookupBuffer:
+        """A buffer with a listener of its own."""
+        fabric_context = FabricContext(context.memory, SimListener(context.identity, context.token), context.settings)
+        return cls(fabric_context, [SimFabric(fabric_context)], context.table)
+
+
+class SimFabric(Fabric):
+    """Reads the memory of another simulated instance."""
+
+    name = "sim"
+
+    def __init__(self, context: FabricContext) -> None:
+        super().__init__(context)
+        self._memory = cast(SimMemory, context.memory)
+        listener = context.listener
+        network = current_process().host.network
+        network.memories[listener.host, listener.port] = self._memory
+
+    def describe(self) -> dict[str, Any]:
+        """The address by which the network knows the memory."""
+        return {"host": self.context.listener.host, "port": self.context.listener.port}
+
+    def reachable(self, description: dict[str, Any]) -> bool:
+        """Always."""
+        return True
+
+    async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
+        """Look the memory up."""
+        network = current_process().host.network
+        theirs = network.memories[description["host"], description["port"]]
+        return SimFabricPeer(network, cast(SimMemory, theirs), self._memory)
+
+
+class SimFabricPeer(FabricPeer):
+    """The memory of one other instance."""
+
+    def __init__(self, network: Network, theirs: SimMemory, ours: SimMemory) -> None:
+        self._network, self._theirs, self._ours = network, theirs, ours
+
+    async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
+        """Copy some of the blocks on the way, the others at the end: whatever happens to them meanwhile is read."""
+        random = self._network.simulation.random
+        pairs = list(zip(_blocks(self._theirs.geometry, remote), _blocks(self._ours.geometry, local), strict=True))
+        place = random.randrange(len(pairs) + 1)
+        assert self._theirs.process is not None
+        assert self._ours.process is not None
+        source, target = self._theirs.process.host, self._ours.process.host
+        now = asyncio.get_running_loop().time()
+        seconds = self._network.arrival(source, target, sum(length for _, length in local)) - now
+        first = random.random() * seconds
+        async with limited_to(deadline, "reading a peer's blocks"):
+            for pause_s, part in ((first, pairs[:place]), (seconds - first, pairs[place:])):
+                await asyncio.sleep(pause_s)
+                while self._network.is_cut(source, target) or not source.is_up:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+                self.require_going(deadline)
+                if not self._theirs.process.is_alive:
+                    raise PeerLost("the peer's process has ended")
+                self._copy(part)
+
+    def _copy(self, pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
+        assert self._ours.contents is not None
+        assert self._theirs.contents is not None
+        by_layer: dict[int, tuple[list[int], list[int]]] = {}
+        for (layer, theirs), (_, ours) in pairs:
+            sources, targets = by_layer.setdefault(layer, ([], []))
+            sources.append(theirs)
+            targets.append(ours)
+        for layer, (sources, targets) in by_layer.items():
+            self._ours.contents.copy(layer, self._theirs.contents, sources, targets)
+
+    async def close(self) -> None:
+        """Nothing is read any more."""
+        self.closed = True
+
+
+def _blocks(geometry: BlockGeometry, spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """(layer, block) of each block that the spans cover, which they do as a whole."""
+    found: list[tuple[int, int]] = []
+    ends = [place.offset + place.stride * geometry.num_blocks for place in geometry.places]
+    for offset, length in spans:
+        layer = next(number for number, end in enumerate(ends) if offset < end)
+        place, size = geometry.places[layer], geometry.span_sizes[layer]
+        first = (offset - place.offset) // place.stride
+        assert (offset - place.offset) % size == 0, "instances of unlike shape are not simulated"
+        assert length % size == 0, "instances of unlike shape are not simulated"
+        found += [(layer, first + number) for number in range(length // size)]
+    return found

@@ -1,0 +1,325 @@
+"""A simulated deployment: a router, instances behind it, and clients that send it requests.
+
+Owns the simulation and what becomes of each request. `sim.faults` breaks things in it, `sim.invariants` says what must
+hold whatever breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvferry.api.answers import Completion
+from kvferry.core.errors import TransferError
+from kvferry.http.client import HttpClient
+from kvferry.http.config import HttpConfig
+from kvferry.http.lifecycle import Lifecycle
+from kvferry.http.origin import Origin
+from kvferry.http.server import HttpServer
+from kvferry.router.app import Router, build_router
+from kvferry.router.config import RouterConfig
+from kvferry.sim.engine import MODEL, InstanceSpec, Role, SimInstance
+from kvferry.sim.kv import right_tokens
+from kvferry.sim.loop import Simulation
+from kvferry.sim.network import Network, NetworkSpec
+
+TOKEN = "a secret of the simulated deployment"
+_PORT = 8000
+_JSON = [(b"content-type", b"application/json")]
+_COLLECT_EVERY = 200_000
+"""Callbacks between two collections of garbage, so that these come at the same places in each run."""
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """One request of a trace. `leaves_after_s`: when the client gives it up, if it does."""
+
+    at_s: float
+    prompt: Sequence[int]
+    max_tokens: int
+    seed: int
+    leaves_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """A deployment. `patience_s`: a request that takes longer has been forgotten by somebody."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    instance: InstanceSpec = field(default_factory=InstanceSpec)
+    network: NetworkSpec = field(default_factory=NetworkSpec)
+    router: dict[str, Any] = field(default_factory=dict)
+    patience_s: float = 900.0
+
+
+@dataclass
+class RequestResult:
+    """What became of a request. `ends`: how many times it ended. Times in seconds from its arrival; `first_s` and
+    `end_s` None: it had no token, or no end."""
+
+    number: int
+    spec: RequestSpec
+    outcome: str = ""
+    """`complete`, `left` (the client did), `refused` (a status that is not 200), `broken` (an error in the stream, or a
+    connection that ended)."""
+    status: int = 0
+    why: str = ""
+    num_tokens: int = 0
+    is_right: bool = True
+    first_s: float | None = None
+    end_s: float | None = None
+    ends: int = 0
+
+
+class World:
+    """One deployment in one simulation. Use it in `running`."""
+
+    def __init__(self, spec: WorldSpec, seed: int, *, keep_log: bool = False) -> None:
+        self.spec = spec
+        self.simulation = Simulation(seed, keep_log=keep_log)
+        self.network = Network(self.simulation, spec.network)
+        self.instances: list[SimInstance] = []
+        self.router: Router | None = None
+        self.router_server: HttpServer | None = None
+        self.results: list[RequestResult] = []
+        self.gaps_s = array("f")
+        """Between two tokens of an answer."""
+        self.logged: list[str] = []
+        """Errors that kvferry's code has logged."""
+        self._num_unfinished = 0
+        self._client: HttpClient | None = None
+        self._has_client = False
+        self._stop_clients: asyncio.Event | None = None
+
+    # Life.
+
+    @contextmanager
+    def running(self) -> Iterator[World]:
+        """Start everything; at the end, whatever is left is dropped."""
+        handler = _Errors(self)
+        logger = logging.getLogger("kvferry")
+        level, logger.level = logger.level, logging.ERROR
+        logger.addHandler(handler)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with self.simulation.running():
+                self._start()
+                yield self
+        finally:
+            logger.removeHandler(handler)
+            logger.level = level
+            if was_enabled:
+                gc.enable()
+
+    def _start(self) -> None:
+        for role, number in (("prefill", self.spec.num_prefill), ("decode", self.spec.num_decode)):
+            for place in range(number):
+                self._add_instance(f"{role}{place}", "prefill" if role == "prefill" else "decode")
+        self._start_router()
+        loop = self.network.host("clients").process("clients").thread("clients")
+        loop.call_soon(lambda: loop.create_task(self._run_clients()))
+        self.clients = loop
+        self.run_until(lambda: self._has_client and self._is_ready(), 60.0)
+
+    def _add_instance(self, name: str, role: Role) -> None:
+        process = self.network.host(name).process(name)
+        instance = SimInstance(name, role, self.spec.instance, process, _PORT, TOKEN)
+        self.instances.append(instance)
+        instance.start()
+
+    def _start_router(self) -> None:
+        self.router_process = process = self.network.host("router").process("router")
+        loop = process.thread("router")
+        loop.call_soon(lambda: loop.create_task(self._route()))
+
+    async def _route(self) -> None:
+        urls = {role: tuple(one.url for one in self.instances if one.role == role) for role in ("prefill", "decode")}
+        config = RouterConfig(prefill_url=urls["prefill"], decode_url=urls["decode"], **self.spec.router)
+        http = HttpConfig(host="router", port=_PORT, secret=TOKEN)
+        router = build_router(config, http, clock=self.simulation, fast_path=False)
+        server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
+        host = self.network.host("router")
+        process = _process()
+        server.listen(lambda _, port: host.listen(process, port))  # type: ignore[arg-type,return-value]
+        await asyncio.sleep(1.0)  # instances are up
+        async with router.running():
+            await router.health.first_look()
+            self.router, self.router_server = router, server
+            await server.run()
+
+    def _is_ready(self) -> bool:
+        return self.router is not None and all(one.engine is not None for one in self.instances)
+
+    # Time.
+
+    def run_until(self, done: Any, within_s: float) -> bool:
+        """Let time pass until `done`, at most so long. Returns whether it is. Raises `Stuck`."""
+        until = self.simulation.now + within_s
+        while not done() and self.simulation.now < until:
+            if self.simulation.run_until(done, until=until, most_callbacks=_COLLECT_EVERY):
+                gc.collect()
+        return bool(done())
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass."""
+        self.run_until(lambda: False, seconds)
+
+    # Requests.
+
+    def submit(self, requests: Iterable[RequestSpec]) -> None:
+        """Have the clients send these, each at its time."""
+        for spec in requests:
+            result = RequestResult(len(self.results), spec)
+            self.results.append(result)
+            self._num_unfinished += 1
+            self.clients.call_at(spec.at_s, self._begin, result)
+
+    def _begin(self, result: RequestResult) -> None:
+        self.clients.create_task(self._request(result))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all requests have ended."""
+        return self._num_unfinished == 0
+
+    def finish(self) -> bool:
+        """Let time pass until all requests have ended; False if some have not, after all patience."""
+        last = max((one.spec.at_s for one in self.results), default=0.0)
+        left_s = max(0.0, last - self.simulation.now)
+        return self.run_until(lambda: self.is_done, left_s + self.spec.patience_s)
+
+    async def _run_clients(self) -> None:
+        self._stop_clients = asyncio.Event()
+        async with HttpClient(who="a client") as self._client:
+            self._has_client = True
+            await self._stop_clients.wait()
+
+    async def _request(self, result: RequestResult) -> None:
+        spec, begun = result.spec, self.simulation.now
+        try:
+            async with asyncio.timeout(spec.leaves_after_s):
+                await self._ask(result, begun)
+        except TimeoutError:
+            result.outcome = "left"
+        except TransferError as error:
+            result.outcome, result.why = "broken", repr(error)
+        result.end_s = self.simulation.now - begun
+        result.ends += 1
+        self._num_unfinished -= 1
+        self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
+
+    async def _ask(self, result: RequestResult, begun: float) -> None:
+        assert self._client is not None
+        spec = result.spec
+        body = {
+            "model": MODEL,
+            "prompt": list(spec.prompt),
+            "max_tokens": spec.max_tokens,
+            "seed": spec.seed,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        reader = _Reader(self, result, begun)
+        call = self._client.start(
+            Origin("router", _PORT), "POST", "/v1/completions", _JSON, msgspec.json.encode(body), connect_s=30.0
+        )
+        try:
+            await call.begun()
+            result.status = call.status
+            if call.status != 200:
+                result.outcome, result.why = "refused", (await call.read(2**20)).decode(errors="replace")
+                return
+            async for piece in call.pieces():
+                reader.feed(piece)
+            result.outcome = "complete" if reader.is_done else "broken"
+        finally:
+            call.close()
+            reader.judge()
+
+    def end(self) -> bool:
+        """Shut everything down as signals do; returns whether all of it ended."""
+        if self._stop_clients is not None:
+            self.clients.call_soon(self._stop_clients.set)
+        self.run_for(1.0)
+        server = self.router_server
+        if server is not None:
+            self.clients.call_soon(server.stop)
+        for instance in self.instances:
+            if instance.process.is_alive:
+                self.clients.call_soon(instance.stop)
+        self.run_for(90.0)
+        living = [one.process for one in self.instances if one.process.is_alive]
+        return not any(not task.done() for process in living for task in process.tasks)
+
+
+def _process() -> Any:
+    return asyncio.get_running_loop().process  # type: ignore[attr-defined]
+
+
+class _Errors(logging.Handler):
+    """Keeps the errors that are logged."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.logged.append(self.format(record))
+
+
+class _Reader:
+    """The events of one answer. The tokens are compared at the end, all at once."""
+
+    def __init__(self, world: World, result: RequestResult, begun: float) -> None:
+        self._world, self._result, self._begun = world, result, begun
+        self._rest = b""
+        self._tokens: list[int] = []
+        self._last = 0.0
+        self.is_done = False
+
+    def feed(self, piece: bytes) -> None:
+        """More of the stream."""
+        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        for event in events:
+            self._take(event.removeprefix(b"data: "))
+
+    def _take(self, event: bytes) -> None:
+        result, now = self._result, self._world.simulation.now
+        if event == b"[DONE]":
+            self.is_done = not result.why and result.num_tokens == result.spec.max_tokens
+            if not (self.is_done or result.why):
+                result.why = f"{result.num_tokens} tokens instead of {result.spec.max_tokens}"
+            return
+        if b'"error"' in event[:12]:
+            result.why = event.decode(errors="replace")
+            return
+        tokens = [token for choice in _DECODER.decode(event).choices for token in choice.token_ids or ()]
+        if not tokens:
+            return
+        if result.first_s is None:
+            result.first_s = now - self._begun
+        else:
+            self._world.gaps_s.append(now - self._last)
+        self._last = now
+        self._tokens += tokens
+        result.num_tokens += len(tokens)
+
+    def judge(self) -> None:
+        """Compare the tokens with what they should be."""
+        spec, instance = self._result.spec, self._world.spec.instance
+        number = len(self._tokens)
+        right = right_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
+        self._result.is_right = self._tokens == right and number <= spec.max_tokens
+
+
+_DECODER = msgspec.json.Decoder(Completion)
