@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
         if keep_log:
             sys.stdout.write("\n".join(report.last_events) + "\n")
         num_failed += bool(report.violations)
+        sys.stdout.flush()
         if report.violations or len(seeds) <= 8:
             sys.stdout.write(f"seed {seed}: {report.outcomes}, {report.virtual_s:.1f} s, {report.digest}\n")
         for violation in report.violations[:6]:
