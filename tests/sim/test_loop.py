@@ -82,7 +82,7 @@ def test_timers_that_are_due_together_come_in_any_order() -> None:
     assert len(seen) > 3
 
 
-def test_a_stalled_process_runs_later_and_in_order() -> None:
+def test_a_stalled_process_runs_later() -> None:
     simulation, seen = Simulation(1), list[tuple[int, float]]()
     [loop] = _threads(simulation, 1)
     with simulation.running():
@@ -90,7 +90,7 @@ def test_a_stalled_process_runs_later_and_in_order() -> None:
         for number in range(3):
             loop.call_later(number, lambda number=number: seen.append((number, loop.time())))
         simulation.run_until(lambda: len(seen) == 3)
-    assert seen == [(0, 5.0), (1, 5.0), (2, 5.0)] or sorted(seen) == [(0, 5.0), (1, 5.0), (2, 5.0)]
+    assert sorted(seen) == [(0, 5.0), (1, 5.0), (2, 5.0)]
 
 
 def test_nothing_of_a_process_runs_after_its_crash() -> None:

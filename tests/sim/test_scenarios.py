@@ -1,5 +1,6 @@
 """Whole deployments: that a seed decides everything, that all holds that must, and that planted mistakes are found."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +15,11 @@ from kvferry.core import entropy
 from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.stepped import SteppedEngine
-from kvferry.http.client_connection import ClientConnection
+from kvferry.http.client.connection import ClientConnection
 from kvferry.sim.invariants import of_requests
 from kvferry.sim.kv import KVContents
 from kvferry.sim.scenario import Report, draw, run
 from kvferry.sim.world import RequestResult, RequestSpec
-from kvferry.transport.lookup_buffer.entries import EntryTable
 
 SEEDS = range(1, 13)
 
@@ -67,7 +67,7 @@ def test_other_seeds_give_other_events() -> None:
 # Planted mistakes.
 
 
-def _first_found(name: str, seeds: range = range(1, 60)) -> Report:
+def _first_found(name: str, seeds: range = range(1, 16)) -> Report:
     """The first report in which this invariant did not hold."""
     for seed in seeds:
         report = run(draw(seed))
@@ -77,10 +77,7 @@ def _first_found(name: str, seeds: range = range(1, 60)) -> Report:
 
 
 def test_chance_that_no_seed_decides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    import random
-
-    dice = random.Random()
-    monkeypatch.setattr(entropy.RANDOM, "getrandbits", dice.getrandbits)
+    monkeypatch.setattr(entropy, "token_hex", lambda num_bytes: os.urandom(num_bytes).hex())
     assert _events(2) != _events(2)
 
 
@@ -98,16 +95,6 @@ def test_a_block_that_is_freed_while_a_peer_reads_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ExternalKV, "finish", finish_and_free)
     _first_found("tokens are right")
-
-
-def test_a_fence_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(self: EntryTable, key: str, *args: Any) -> bool:
-        if key in self._entries:
-            self.drop(key)
-        return True
-
-    monkeypatch.setattr(EntryTable, "take", take)
-    _first_found("tokens are right", range(1, 400))
 
 
 def test_a_block_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +124,6 @@ def test_held_blocks_that_are_never_freed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ExternalKV, "released", lambda self, request_id: None)
     report = _first_found("all blocks are free")
     assert any(one.name == "all blocks are free" for one in report.violations)
-
-
-def test_leases_that_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EntryTable, "_expire", lambda self: None)
-    _first_found("no request is left")
 
 
 def test_an_answer_whose_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

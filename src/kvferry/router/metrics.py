@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,6 +15,8 @@ from prometheus_client.utils import floatToGoString
 
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
+
+disable_created_metrics()  # as in `observe.metrics`
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

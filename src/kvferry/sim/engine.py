@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 from kvferry.connectors.api import ConnectorContext, StepPlan
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConnectorLost
-from kvferry.core.layout import KVLayout, LayerLayout
-from kvferry.core.transfer_config import KVTransferConfig
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
@@ -27,7 +27,7 @@ from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.step import Chunk, Sampled
 from kvferry.engine.stepped import SteppedEngine
-from kvferry.http.server import HttpServer
+from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import KVContents, sample
 from kvferry.sim.loop import Process, SimLoop
 from kvferry.sim.transfers import SimMemory, SimTransferLoop

@@ -101,7 +101,7 @@ class Simulation:
         self.random = Random(f"kvferry {seed}")
         self.log = EventLog(keep=keep_log)
         self.now = 0.0
-        self.num_callbacks = 0
+        self.num_callbacks = self.num_tasks = 0
         self.errors: list[dict[str, Any]] = []
         """What loops were told by `call_exception_handler`: errors that nobody waits for."""
         self._timers: list[tuple[float, int, int, asyncio.TimerHandle, SimLoop]] = []
@@ -234,6 +234,15 @@ def _close(task: asyncio.Task[Any]) -> None:
         asyncio._set_running_loop(None)
 
 
+class SimTask(asyncio.Task[Any]):
+    """asyncio keeps tasks in sets, and iterates over them: their order must not follow from addresses."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     """The event loop of one simulated thread. Runs what asyncio and kvferry need of a loop; anything else is an
     `AttributeError` or `NotImplementedError`, which then is to be written here."""
@@ -348,7 +357,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[Result]:
         if not self.process.is_alive:
             coro.close()  # it never runs
-        task = asyncio.Task(coro, loop=self, name=name, context=context)
+        task = SimTask(coro, loop=self, name=name, context=context)
+        self.simulation.num_tasks += 1
+        task.number = self.simulation.num_tasks
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # of processes that crash, all are
         self.process.tasks.add(task)
         return task

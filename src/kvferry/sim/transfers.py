@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from kvferry.core.errors import KvferryError, PeerLost
-from kvferry.core.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
+from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import Process, SimLoop
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport

@@ -19,11 +19,11 @@ import msgspec
 
 from kvferry.api.answers import Completion
 from kvferry.core.errors import TransferError
-from kvferry.http.client import HttpClient
-from kvferry.http.config import HttpConfig
-from kvferry.http.lifecycle import Lifecycle
-from kvferry.http.origin import Origin
-from kvferry.http.server import HttpServer
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import MODEL, InstanceSpec, Role, SimInstance

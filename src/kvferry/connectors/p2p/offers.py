@@ -34,6 +34,7 @@ from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, ProtocolError
 from kvferry.core.messages.hand_off import Produce, Ticket, prefix_digests
 from kvferry.core.messages.ticket_seal import TicketSealer
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.transport.options import TransportOptions
 
 QUEUED_S = 600.0
@@ -69,7 +70,7 @@ class Offers:
         self._addresses: list[tuple[str, int]] = []
         self._offers: dict[str, _Offer] = {}
         self._by_transfer: dict[str, _Offer] = {}
-        self._announced_by: defaultdict[int, set[_Offer]] = defaultdict(set)
+        self._announced_by: defaultdict[int, OrderedSet[_Offer]] = defaultdict(OrderedSet)
         self._admitted: dict[str, int] = {}
         """Number of blocks, by request id, of prefills that `match` has let in and that have had no chunk yet: they may
         wait for blocks, or for another connector's load."""

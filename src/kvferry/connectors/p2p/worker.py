@@ -196,8 +196,8 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
         self._over.update(transfer_id for transfer_id, _ in self.table.ended())
-        released = self._over & self._held.keys()
-        self._over -= released
+        released = [transfer_id for transfer_id in self._held if transfer_id in self._over]
+        self._over.difference_update(released)
         arrived = self._overdue.checked(self.reports.take())
         return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *arrived]
 

@@ -11,6 +11,7 @@ import ssl
 from collections import deque
 
 from kvferry.core.errors import LeakError
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.client.origin import Origin
 from kvferry.http.errors import AnswerTimeout, Unreachable
@@ -34,7 +35,7 @@ class Pool:
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: deque[ClientConnection] = deque()  # the freshest last
-        self._open: set[ClientConnection] = set()
+        self._open: OrderedSet[ClientConnection] = OrderedSet()
         self._num_connecting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False

@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.server.connection import ServerConnection
 from kvferry.http.server.keys import Side
 from kvferry.http.server.service import Service
@@ -29,7 +30,7 @@ class Door:
         self._service, self._side, self._listener, self._context = service, side, listener, context
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._handshakes: OrderedSet[asyncio.Task[None]] = OrderedSet()
 
     @property
     def port(self) -> int:

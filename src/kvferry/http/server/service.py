@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import CHALLENGE_PATH
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.errors import Unauthorized
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Access, Guard, Side
@@ -48,8 +49,8 @@ class Service:
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle = config, lifecycle
         self._routes, self.guard = routes, guard
-        self.connections: set[ConnectedClient] = set()
-        self.running: set[ConnectedClient] = set()
+        self.connections: OrderedSet[ConnectedClient] = OrderedSet()
+        self.running: OrderedSet[ConnectedClient] = OrderedSet()
         self.quiet = asyncio.Event()
         self._per_client: Counter[str] = Counter()
         self._most, self._spare = config.limits.http_connections, _SPARE_FILES

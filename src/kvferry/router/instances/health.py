@@ -14,6 +14,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ProtocolError, TransferError, TransferTimeout
 from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import ask_about
@@ -61,10 +62,10 @@ class Health:
         watching: dict[Instance, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                here, at_once = set(self._pools), bool(watching)
+                here, at_once = OrderedSet(self._pools), bool(watching)
                 for instance in here - watching.keys():
                     watching[instance] = group.create_task(self._watch_one(instance, at_once=at_once))
-                for instance in watching.keys() - here:
+                for instance in [one for one in watching if one not in here]:
                     watching.pop(instance).cancel()
                 await asyncio.sleep(min(_NEW_ONES_S, self._config.health_interval_s))
 

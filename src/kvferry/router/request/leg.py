@@ -22,6 +22,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost, TransferError
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.call import Call, CallState
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
@@ -86,7 +87,7 @@ class OpenLegs:
 
     def __init__(self, clock: Clock, between_bytes: Patience) -> None:
         self.now, self.between_bytes = clock.monotonic, between_bytes
-        self.legs: set[Leg] = set()
+        self.legs: OrderedSet[Leg] = OrderedSet()
 
 
 class LegChanges:

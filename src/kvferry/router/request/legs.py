@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterable
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, TransferError
+from kvferry.core.ordered_set import OrderedSet
 from kvferry.router.choice.work import Work
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
@@ -101,15 +103,15 @@ class Legs:
         for leg in tuple(self._open.legs):
             leg.look(now)
 
-    def _waited_for(self) -> set[Instance]:
-        return {one for leg in self._open.legs for one in (leg.instance, leg.patience.beside) if one is not None}
+    def _waited_for(self) -> OrderedSet[Instance]:
+        return _instances_of(self._open.legs)
 
-    def _quiet(self) -> set[Instance]:
+    def _quiet(self) -> OrderedSet[Instance]:
         """The instances whose step counter to read: those that have shown no progress for a while."""
         now, waited_for = self._open.now(), self._waited_for()
         quiet = [leg for leg in self._open.legs if leg.silent_for(now) > self._silence_s / 4]
         self._steps = {one: steps for one, steps in self._steps.items() if one in waited_for}
-        return {one for leg in quiet for one in (leg.instance, leg.patience.beside) if one is not None}
+        return _instances_of(quiet)
 
     async def _look_for_steps(self, instance: Instance) -> None:
         try:
@@ -126,3 +128,8 @@ class Legs:
         if self._steps.get(instance, steps) != steps:
             instance.last_sign = self._open.now()
         self._steps[instance] = steps
+
+
+def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
+    """Those that the legs wait for."""
+    return OrderedSet(one for leg in legs for one in (leg.instance, leg.patience.beside) if one is not None)

@@ -85,15 +85,15 @@ class EntryTable:
         self._generations = itertools.count()
         self._num_bytes = 0
         self._counts: Counter[str] = Counter()
-        self._listeners: frozenset[Callable[[], None]] = frozenset()
+        self._listeners: tuple[Callable[[], None], ...] = ()
 
     def listen(self, on_change: Callable[[], None]) -> None:
         """Have `on_change` called after every change but parts that are gathered (`EntryBounds.gather_bytes`)."""
-        self._listeners |= {on_change}  # a new set: `_notify` may be iterating the old one
+        self._listeners = (*self._listeners, on_change)  # a new tuple: `_notify` may be iterating the old one
 
     def unlisten(self, on_change: Callable[[], None]) -> None:
         """Stop calling `on_change`."""
-        self._listeners -= {on_change}
+        self._listeners = tuple(one for one in self._listeners if one != on_change)
 
     # The producer.
 
