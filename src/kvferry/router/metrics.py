@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
 
-disable_created_metrics()  # as in `observe.metrics`
+disable_created_metrics()  # type: ignore[no-untyped-call]  # as in `observe.metrics`
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
