@@ -29,7 +29,7 @@ from kvferry.engine.step import Chunk, Sampled
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import KVContents, sample
-from kvferry.sim.loop import Process, SimLoop
+from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.transfers import SimMemory, SimTransferLoop
 from kvferry.transport.memory import BlockGeometry, Region
 
@@ -62,7 +62,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class InstanceSpec:
+class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
     until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector."""
 
@@ -120,7 +120,7 @@ class SimExecutor(Executor):
 
     model: Any
 
-    def __init__(self, spec: InstanceSpec, process: Process, transfer: KVTransferConfig, auth_token: str) -> None:
+    def __init__(self, spec: SimInstanceSpec, process: SimProcess, transfer: KVTransferConfig, auth_token: str) -> None:
         self.spec, self.layout = spec, spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
@@ -205,7 +205,7 @@ class SimExecutor(Executor):
 class SimEngine(SteppedEngine):
     """An engine whose steps are made by a task on a loop of its own."""
 
-    def __init__(self, engine: EngineCore, executor: SimExecutor, process: Process) -> None:
+    def __init__(self, engine: EngineCore, executor: SimExecutor, process: SimProcess) -> None:
         super().__init__(engine, [MODEL])
         self._executor, self._process = executor, process
         self._thread = process.thread("engine")
@@ -291,7 +291,9 @@ class SimInstance:
     """One instance of a deployment, over all its processes: when one has crashed, the next may begin at the same
     address."""
 
-    def __init__(self, name: str, role: Role, spec: InstanceSpec, process: Process, port: int, token: str) -> None:
+    def __init__(
+        self, name: str, role: Role, spec: SimInstanceSpec, process: SimProcess, port: int, token: str
+    ) -> None:
         self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
         self.host = process.host
         self.process = process

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from kvferry.sim.loop import Process
-from kvferry.sim.network import Host
+from kvferry.sim.loop import SimProcess
+from kvferry.sim.network import SimHost
 from kvferry.sim.world import World
 
 Kind = Literal["crash", "power", "stall", "stall router", "cut", "reset"]
@@ -39,7 +39,7 @@ def draw_faults(random: Random, number: int, within_s: float, kinds: tuple[Kind,
     return sorted(found, key=lambda one: one.at_s)
 
 
-class Breaker:
+class FaultInjector:
     """Lets faults happen in a world. `lasting`: how many last at the moment."""
 
     def __init__(self, world: World) -> None:
@@ -81,11 +81,11 @@ class Breaker:
                     connection.reset()
                 self._over()
 
-    def _stall(self, process: Process, fault: Fault) -> None:
+    def _stall(self, process: SimProcess, fault: Fault) -> None:
         process.stall(fault.seconds)
         self._later(fault, lambda: None)
 
-    def _pair(self, fault: Fault) -> tuple[Host, Host]:
+    def _pair(self, fault: Fault) -> tuple[SimHost, SimHost]:
         """Two hosts, but not the clients': they would only wait."""
         world = self._world
         hosts = [world.network.host("router"), *(one.host for one in world.instances)]

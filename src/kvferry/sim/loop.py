@@ -5,7 +5,7 @@ choice comes. Time stands still while callbacks run, and jumps to the next timer
 one loop run in the order that asyncio promises. Which of several loops goes on is drawn, and so is the order of timers
 that are due at the same time. So the same seed gives the same events, bit for bit, which `EventLog` shows.
 
-A `Process` has one loop for each of its threads. When it crashes, nothing of it runs any more, and its connections
+A `SimProcess` has one loop for each of its threads. When it crashes, nothing of it runs any more, and its connections
 break (`sim.network`). There are no real sockets, no files and no threads: what code gives to an executor runs at once.
 """
 
@@ -27,7 +27,7 @@ from kvferry.core.clock import simulated_time
 from kvferry.core.entropy import simulated_entropy
 
 if TYPE_CHECKING:
-    from kvferry.sim.network import Host
+    from kvferry.sim.network import SimHost
 
 Result = TypeVar("Result")
 EPOCH_S = 1_700_000_000.0
@@ -61,10 +61,10 @@ class EventLog:
         return self._digest.hexdigest()
 
 
-class Process:
+class SimProcess:
     """A simulated process on a host: its loops live and die together. `name` is for the log."""
 
-    def __init__(self, simulation: Simulation, host: Host, name: str) -> None:
+    def __init__(self, simulation: Simulation, host: SimHost, name: str) -> None:
         self.simulation, self.host, self.name = simulation, host, name
         self.is_alive = True
         self.stalled_until = 0.0
@@ -247,7 +247,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     """The event loop of one simulated thread. Runs what asyncio and kvferry need of a loop; anything else is an
     `AttributeError` or `NotImplementedError`, which then is to be written here."""
 
-    def __init__(self, simulation: Simulation, process: Process, name: str) -> None:
+    def __init__(self, simulation: Simulation, process: SimProcess, name: str) -> None:
         self.simulation, self.process, self.name = simulation, process, name
         self._ready: deque[asyncio.Handle] = deque()
         self._is_listed = self._is_parked = False

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final, Literal, cast
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.loop import Process, SimLoop, Simulation
+from kvferry.sim.loop import SimLoop, SimProcess, Simulation
 
 WINDOW_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
@@ -49,38 +49,38 @@ class NetworkSpec:
     cut_share: float = 0.02
 
 
-class Host:
+class SimHost:
     """A machine with one address."""
 
     def __init__(self, network: Network, address: str) -> None:
         self.network, self.address = network, address
-        self.listeners: dict[int, Listener] = {}
+        self.listeners: dict[int, ListeningSocket] = {}
         self.is_up = True
         self.sends_free_at = self.receives_free_at = 0.0
         self._port = _FIRST_PORT
 
-    def process(self, name: str) -> Process:
+    def process(self, name: str) -> SimProcess:
         """A new process on this host."""
-        return Process(self.network.simulation, self, name)
+        return SimProcess(self.network.simulation, self, name)
 
     def free_port(self) -> int:
         """A port that nobody has had."""
         self._port += 1
         return self._port
 
-    def listen(self, process: Process, port: int) -> Listener:
+    def listen(self, process: SimProcess, port: int) -> ListeningSocket:
         """A listening socket. Raises `ConfigError` if the port is taken."""
         port = port or self.free_port()
         if port in self.listeners:
             raise ConfigError(f"cannot listen on {self.address}:{port}: Address already in use")
-        listener = self.listeners[port] = Listener(self, process, port)
+        listener = self.listeners[port] = ListeningSocket(self, process, port)
         return listener
 
 
-class Listener:
+class ListeningSocket:
     """A listening socket, as far as `http.door` uses a `socket.socket`."""
 
-    def __init__(self, host: Host, process: Process, port: int) -> None:
+    def __init__(self, host: SimHost, process: SimProcess, port: int) -> None:
         self._host, self._process, self._port = host, process, port
         self._waiting: deque[AcceptedSocket] = deque()
         self._watcher: tuple[SimLoop, Callable[..., Any], tuple[Any, ...]] | None = None
@@ -155,7 +155,7 @@ class SimTransport(asyncio.Transport):
 
     peer: SimTransport
 
-    def __init__(self, network: Network, process: Process, sockname: tuple[str, int]) -> None:
+    def __init__(self, network: Network, process: SimProcess, sockname: tuple[str, int]) -> None:
         super().__init__()
         self._network, self.process, self.sockname = network, process, sockname
         self._loop: SimLoop | None = None
@@ -397,7 +397,7 @@ class Network:
 
     def __init__(self, simulation: Simulation, spec: NetworkSpec) -> None:
         self.simulation, self.spec = simulation, spec
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, SimHost] = {}
         self.memories: dict[tuple[str, int], object] = {}
         """What can be read over the network, by the address of its owner (`sim.transfers`)."""
         self._cut: set[tuple[str, str]] = set()
@@ -408,10 +408,10 @@ class Network:
         """The dialling ends of connections, those that are over too until they are looked at."""
         self.loop = self.host("outside").process("outside").thread("loop")
 
-    def host(self, address: str) -> Host:
+    def host(self, address: str) -> SimHost:
         """The host of this address, made when it is first named."""
         if address not in self.hosts:
-            self.hosts[address] = Host(self, address)
+            self.hosts[address] = SimHost(self, address)
         return self.hosts[address]
 
     # Connections.
@@ -462,7 +462,7 @@ class Network:
 
     # Time.
 
-    def arrival(self, source: Host, target: Host, num_bytes: int) -> float:
+    def arrival(self, source: SimHost, target: SimHost, num_bytes: int) -> float:
         """When bytes that are sent now are there. Those of one host leave one after the other, and so they arrive."""
         spec, random, now = self.spec, self.simulation.random, self.simulation.now
         latency_s = spec.latency_s + random.random() * spec.jitter_s
@@ -491,16 +491,16 @@ class Network:
 
     # Partitions.
 
-    def is_cut(self, one: Host, other: Host) -> bool:
+    def is_cut(self, one: SimHost, other: SimHost) -> bool:
         """Whether nothing arrives between these two."""
         return bool(self._cut) and (one.address, other.address) in self._cut
 
-    def cut(self, one: Host, other: Host) -> None:
+    def cut(self, one: SimHost, other: SimHost) -> None:
         """Let nothing arrive between these two until `heal`."""
         self.simulation.note(f"{one.address} and {other.address} are cut off from each other")
         self._cut |= {(one.address, other.address), (other.address, one.address)}
 
-    def heal(self, one: Host, other: Host) -> None:
+    def heal(self, one: SimHost, other: SimHost) -> None:
         """What was sent meanwhile arrives now."""
         self.simulation.note(f"{one.address} and {other.address} see each other again")
         self._cut -= {(one.address, other.address), (other.address, one.address)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvferry.sim.engine import InstanceSpec, StepTimes
-from kvferry.sim.faults import Breaker, Fault, draw_faults
+from kvferry.sim.engine import SimInstanceSpec, StepTimes
+from kvferry.sim.faults import Fault, FaultInjector, draw_faults
 from kvferry.sim.invariants import Violation, of_blocks, of_code, of_requests, of_rest
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.world import RequestSpec, World, WorldSpec
@@ -45,7 +45,7 @@ class Report:
 def draw(seed: int, *, with_faults: bool = True) -> Scenario:
     """The scenario of a seed: a small deployment with little memory, so that what is rare elsewhere is common."""
     random = Random(f"kvferry scenario {seed}")
-    instance = InstanceSpec(
+    instance = SimInstanceSpec(
         num_blocks=random.choice((48, 96, 256, 1024)),
         block_size=random.choice((8, 16)),
         max_num_seqs=random.choice((2, 8, 32)),
@@ -82,7 +82,7 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
     return Scenario(seed, world, requests, faults)
 
 
-def _draw_requests(random: Random, instance: InstanceSpec) -> list[RequestSpec]:
+def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpec]:
     found, now = [], 0.0
     rate = random.choice((5.0, 20.0, 100.0))
     prefixes = [[random.randrange(instance.vocab_size) for _ in range(96)] for _ in range(3)]
@@ -106,7 +106,7 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
     report = Report(scenario.seed)
     violations = report.violations
     with world.running():
-        simulation, breaker = world.simulation, Breaker(world)
+        simulation, breaker = world.simulation, FaultInjector(world)
         moves = 0
 
         def audit() -> None:

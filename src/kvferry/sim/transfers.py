@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
 from kvferry.sim.kv import KVContents
-from kvferry.sim.loop import Process, SimLoop
+from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport
 from kvferry.transport.connection import Connection, Identity, limited_to
 from kvferry.transport.control import HANDSHAKE_S, Handler, Listener
@@ -38,10 +38,10 @@ class SimMemory(BlockMemory):
     """The blocks of a simulated instance. `process`: whose memory it is."""
 
     contents: KVContents | None = None
-    process: Process | None = None
+    process: SimProcess | None = None
 
 
-def current_process() -> Process:
+def current_process() -> SimProcess:
     """The process whose code runs now."""
     return cast(SimLoop, asyncio.get_running_loop()).process
 

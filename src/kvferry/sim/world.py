@@ -26,7 +26,7 @@ from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
-from kvferry.sim.engine import MODEL, InstanceSpec, Role, SimInstance
+from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import right_tokens
 from kvferry.sim.loop import Simulation
 from kvferry.sim.network import Network, NetworkSpec
@@ -55,7 +55,7 @@ class WorldSpec:
 
     num_prefill: int = 1
     num_decode: int = 1
-    instance: InstanceSpec = field(default_factory=InstanceSpec)
+    instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     router: dict[str, Any] = field(default_factory=dict)
     patience_s: float = 900.0
