@@ -16,10 +16,13 @@ from kvferry.engine.block_pool import BlockPool
 from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.client.connection import ClientConnection
+from kvferry.sim.faults import Fault
 from kvferry.sim.invariants import of_requests
 from kvferry.sim.kv import KVContents
-from kvferry.sim.scenario import Report, draw, run
+from kvferry.sim.network import NetworkSpec
+from kvferry.sim.scenario import Report, Scenario, draw, run
 from kvferry.sim.world import RequestResult, RequestSpec
+from kvferry.transport.lookup_buffer.entries import EntryTable
 
 SEEDS = range(1, 13)
 
@@ -95,6 +98,51 @@ def test_a_block_that_is_freed_while_a_peer_reads_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ExternalKV, "finish", finish_and_free)
     _first_found("tokens are right")
+
+
+def _of_a_cut(seed: int) -> Scenario:
+    """P and D are cut off from each other for longer than a lease, while D reads: P gives the blocks to others."""
+    scenario = draw(seed, with_faults=False)
+    instance = replace(
+        scenario.world.instance,
+        num_blocks=64,
+        block_size=8,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        layer_bytes=512,
+        kv_load_failure_policy="recompute",
+        options={"lease_s": 1.0, "timeout_s": 8.0, "unsealed_s": 20.0},
+    )
+    world = replace(
+        scenario.world,
+        num_prefill=1,
+        num_decode=1,
+        instance=instance,
+        network=NetworkSpec(bandwidth=1e6, late_share=0.0),
+        router={"disaggregate_from": "0", "hand_off": "sequential"},
+    )
+    requests = [
+        RequestSpec(number * 0.15, [(seed * 7 + number * 31 + place * 13) % 4000 for place in range(200)], 4, number)
+        for number in range(40)
+    ]
+    return replace(scenario, world=world, requests=requests, faults=[Fault(1.01, "cut", 0.4, 0.9, 3.0)])
+
+
+def test_a_fence_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not run(_of_a_cut(1)).violations
+    take, news = EntryTable.take, EntryTable.news
+
+    def take_anything(self: EntryTable, *args: Any) -> bool:
+        take(self, *args)
+        return True
+
+    def say_nothing_of_the_end(self: EntryTable, cursor: Any) -> Any:
+        found = news(self, cursor)
+        return None if found is not None and found.over else found
+
+    monkeypatch.setattr(EntryTable, "take", take_anything)
+    monkeypatch.setattr(EntryTable, "news", say_nothing_of_the_end)
+    assert "tokens are right" in {one.name for one in run(_of_a_cut(1)).violations}
 
 
 def test_a_block_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
