@@ -31,7 +31,7 @@ TORCH_FREE = [
     "kvferry.engine.server.app",
     "kvferry.models.catalog",
     "kvferry.router.app",
-    "kvferry.fleet.local",
+    "kvferry.fleet.recipe",
     "kvferry.sim.scenario",
     "kvferry.cli.main",
 ]

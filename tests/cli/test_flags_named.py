@@ -28,11 +28,14 @@ FOREIGN = {
     "--hf-overrides",
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
     "--load-format", "--mm-processor-cache-type",
+    "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
-    # of pip, docker, git, compilers and Python's own tools
+    # of pip, docker, git, kubectl, helm, compilers and Python's own tools
     "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
+    "--from-literal", "--namespace",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
+    "--log", "--no-faults",
 }  # fmt: skip
 
 

@@ -17,10 +17,10 @@ import pytest
 
 from cli.torch_blocked import TorchBlocked
 from kvferry import __version__
+from kvferry.cli.common import flag_variables
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.flags import complete, field_help
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
-from kvferry.cli.serve import flag_variables
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.restart import RestartPolicy

@@ -46,6 +46,8 @@ SIZES = {"--max-body", "--max-buffered", "--kv-cache-memory", "--capacity", "--d
 FIRST = {
     "serve": ["m"], "prefill": ["m"], "decode": ["m"], "router": ["--decode-url", "http://127.0.0.1:9"],
     "fleet add": ["decode", "http://127.0.0.1:9"], "fleet drain": ["x"],
+    "fleet apply": ["x"], "fleet scale": ["x", "prefill=1"], "fleet roll": ["x"], "fleet rollback": ["x"],
+    "fleet resume": ["x"], "fleet delete": ["x"],
     "cache warm": ["-", "--model", "m", "--store", "file:/x"], "cache simulate": ["nowhere"],
 }  # fmt: skip
 """What a command needs besides, so that the number is all that is wrong."""

@@ -70,17 +70,17 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
     """Read by the real command line up to the start of processes, which is left out."""
     started: list[Any] = []
     for module in (serve, instance):
-        monkeypatch.setattr(module, "run_fleet", lambda *what: started.append(what) or 0)
+        monkeypatch.setattr(module, "run_attended", lambda *what, **more: started.append(what) or 0)
         monkeypatch.setattr(module, "run_engine", lambda *what: started.append(what) or 0)
         monkeypatch.setattr(module, "check_before_start", lambda *what, **more: None)
     monkeypatch.setattr("kvferry.router.server.run_router", lambda *what, **more: started.append(what) or 0)
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "as the pages say")
     found = VllmEnvironment(sys.executable, "0.32.0", has_kvferry=True, on_cpu=True)
     monkeypatch.setattr(vllm_instances, "find_vllm", lambda python: found)
-    words = shlex.split(command.partition(" #")[0].replace("MODEL", "kvferry/tiny-python"))
+    words = shlex.split(command.partition(" #")[0].partition(" | ")[0].replace("MODEL", "kvferry/tiny-python"))
     words = words[words.index("kvferry") + 1 :]
     if (
-        words[0] in ("demo", "cache", "fleet") or "--tls-cert" in words
+        words[0] in ("demo", "cache", "fleet", "picker") or "--tls-cert" in words
     ):  # these do something by themselves, or need files
         assert app.parse_args(words, exit_on_error=False)
         return

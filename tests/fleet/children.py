@@ -1,4 +1,4 @@
-"""Programs for tests to run as children of a supervisor: they speak the start protocol, and do one thing each."""
+"""Programs for tests to run as members of a fleet: they speak the start protocol, and do one thing each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.fleet.process import ProcessSpec
 _BEGIN = """
 import json, os, signal, sys, threading
 
-# The tests' own arguments, then "--ready-fd N" from the supervisor.
+# The tests' own arguments, then "--ready-fd N" from the backend.
 ready_fd = int(sys.argv[-1])
 assert sys.argv[-2] == "--ready-fd"
 arguments = sys.argv[1:-2]

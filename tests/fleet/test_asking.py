@@ -1,4 +1,4 @@
-"""How the supervisor asks a process of its own whether it serves, under TLS too."""
+"""How a fleet's controller asks a process of its own whether it serves, under TLS too."""
 
 from __future__ import annotations
 

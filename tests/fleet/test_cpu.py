@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.cpu import CorePlan, available_cores, parse_cores, plan_cores, thread_variables
+from kvferry.fleet.cpu import CorePlan, available_cores, cores_of, parse_cores, plan_cores, thread_variables
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,15 @@ def test_sets_are_disjoint_and_cover_all_when_there_are_enough(num_cores: int, n
     if num_cores >= num_instances:
         assert sorted(used) == list(range(num_cores))
         assert max(map(len, plan.instances)) - min(map(len, plan.instances)) <= 1
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 5])
+@pytest.mark.parametrize("num_instances", range(1, 6))
+def test_each_number_has_its_set_and_those_beyond_share(num_cores: int, num_instances: int) -> None:
+    sets = plan_cores(range(num_cores), num_instances).instances
+    assert tuple(cores_of(number, num_instances, range(num_cores)) for number in range(num_instances)) == sets
+    assert cores_of(num_instances, num_instances, range(num_cores)) == sets[0]  # such as one that a roll adds
+    assert cores_of(0, 0, range(num_cores)) == tuple(range(num_cores))
 
 
 def test_cores_as_written() -> None:

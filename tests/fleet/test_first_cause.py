@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from fleet.fleets import run
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.process import Foreign, ProcessSpec
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 
 WORKER = "(Worker pid=22390) ERROR 11-23 23:02:08 [multiproc_executor.py:1063] "
 ENGINE = "(EngineCore pid=21563) ERROR 11-23 23:02:08 [core.py:1510] "
@@ -83,5 +83,5 @@ async def test_it_is_told_instead_of_the_last_lines() -> None:
     program = "raise SystemExit('Traceback (most recent call last):\\n  frame\\nValueError: the cause\\nmore\\n')"
     spec = ProcessSpec("engine", (sys.executable, "-c", program), foreign=Foreign("http://127.0.0.1:9"))
     display = RecordingDisplay()
-    assert await LocalSupervisor(display).run(FleetPlan((spec,))) == 1
-    assert display.of("note") == [["error: engine ended with exit code 1 while starting: ValueError: the cause"]]
+    assert await run(display, {"both": lambda name: spec}) == 1
+    assert display.of("note") == [["error: both-0 ended with exit code 1 while starting: ValueError: the cause"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -13,13 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fleet.fleets import NO_RESTARTS, run, up
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.asking import serves
-from kvferry.fleet.launcher import launching
+from kvferry.fleet.backends.local.launcher import launching
 from kvferry.fleet.process import Foreign, ProcessSpec
 from kvferry.fleet.ready import StartProgress
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.vllm.ports import free_ports
 
 PROGRAM = """
@@ -59,53 +57,60 @@ def child_of(display: RecordingDisplay) -> psutil.Process:
     return psutil.Process(pid)
 
 
-async def up(display: RecordingDisplay, spec: ProcessSpec, policy: RestartPolicy = DEFAULT_POLICY) -> asyncio.Task[int]:
-    task = asyncio.create_task(LocalSupervisor(display, policy=policy).run(FleetPlan((spec,))))
-    await display.until(lambda seen: bool(seen.of("up")))
-    return task
+def program_of(spec: ProcessSpec) -> psutil.Process:
+    """The process itself; its guard is this one's child."""
+    [found] = (
+        one
+        for guard in psutil.Process().children()
+        for one in guard.children()
+        if guard.status() != psutil.STATUS_ZOMBIE and one.cmdline() == list(spec.command)
+    )
+    return found
 
 
 async def test_it_serves_when_its_health_says_so_and_leaves_nothing() -> None:
     display, spec = RecordingDisplay(), foreign()
-    task = await up(display, spec)
+    task = await up(display, {"both": lambda name: spec})
     assert spec.foreign is not None
     assert display.of("up") == [[spec.foreign.url]]
-    assert display.of("progress") == [["engine", "loading", "0.5"]]
+    assert display.of("progress") == [["both-0", "loading", "0.5"]]
     left = child_of(display)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await task == 0
-    assert ["engine", "told to end"] in display.of("line")
+    assert ["both-0", "told to end"] in display.of("line")
     assert psutil.wait_procs([left], timeout=10)[1] == []
 
 
 async def test_a_crash_is_told_as_it_was() -> None:
     display = RecordingDisplay()
-    task = await up(display, foreign(), RestartPolicy(max_restarts=0))
+    spec = foreign()
+    task = await up(display, {"both": lambda name: spec}, NO_RESTARTS)
     left = child_of(display)
-    [program] = [one for guard in psutil.Process().children() for one in guard.children()]
-    program.send_signal(signal.SIGUSR2)
+    program_of(spec).send_signal(signal.SIGUSR2)
     assert await task == 1
-    assert display.of("note")[0] == ["error: engine was killed by SIGSEGV while running; its last lines:"]
+    told = next(text for (text,) in display.of("note") if text.startswith("error: "))
+    assert told.startswith("error: both-0 was killed by SIGSEGV while running; ")
+    assert told.endswith("; its last lines:")
     assert psutil.wait_procs([left], timeout=10)[1] == []
 
 
 async def test_one_that_ends_before_it_serves() -> None:
     spec = ProcessSpec("engine", (sys.executable, "-c", "raise SystemExit(3)"), foreign=Foreign("http://127.0.0.1:9"))
     display = RecordingDisplay()
-    assert await LocalSupervisor(display).run(FleetPlan((spec,))) == 1
-    assert display.of("note")[0] == ["error: engine ended with exit code 3 while starting; its last lines:"]
+    assert await run(display, {"both": lambda name: spec}) == 1
+    assert display.of("note")[0] == ["error: both-0 ended with exit code 3 while starting; its last lines:"]
 
 
 SUPERVISE = """
-import asyncio, sys
+import asyncio
+from fleet.fleets import run
 from fleet.test_foreign import foreign
 from kvferry.fleet.display import PlainDisplay
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-asyncio.run(LocalSupervisor(PlainDisplay()).run(FleetPlan((foreign(),))))
+asyncio.run(run(PlainDisplay(), {"both": lambda name: foreign()}))
 """
 
 
-def test_when_the_supervisor_is_killed_nothing_of_it_is_left() -> None:
+def test_when_the_controller_is_killed_nothing_of_it_is_left() -> None:
     tests = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, tests])}
     command = [sys.executable, "-c", SUPERVISE]

@@ -261,7 +261,9 @@ def test_waits_after_failures_grow_and_a_crash_loop_ends_it() -> None:
     assert waits == [3.0, 5.0, 9.0]  # and the round in which the failure is seen
     assert [one.role for one in world.members.values()] == ["prefill"]
     why = held_back(world.fleet, "decode", world.members.values(), world.failures, world.now)
-    assert why.startswith("4 failures in a row, the last: ")
+    assert why is not None
+    assert why.for_good
+    assert why.why.startswith("failed 4 times in a row, and is not started again: ")
 
 
 def test_a_new_revision_that_fails_takes_nothing_from_the_old_one() -> None:

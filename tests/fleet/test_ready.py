@@ -23,7 +23,7 @@ def test_what_is_written_is_what_is_read() -> None:
         ]
 
 
-def test_a_supervisor_that_is_gone_is_no_error() -> None:
+def test_a_controller_that_is_gone_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     ReadyWriter(write).progress("loading", 0.5)

@@ -1,4 +1,4 @@
-"""Programs of somebody else's are registered at routers by the supervisor that started them."""
+"""Programs of somebody else's are registered at routers by the backend that started them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 
+from fleet.fleets import up
 from fleet.recording import RecordingDisplay
-from fleet.test_foreign import foreign, up
+from fleet.test_foreign import foreign, program_of
+from fleet.test_recipe import recipe
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.local import TOKEN_VARIABLE, LocalFleet
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.recipe import TOKEN_VARIABLE
+from kvferry.fleet.spec import FleetSpec, InstanceSpec
 from kvferry.http.server.config import HttpConfig
-from kvferry.router.config import RouterConfig
 from router.peers import SECRET, routing
 from router.test_membership import holds
 
@@ -39,14 +38,14 @@ async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
     display, spec = RecordingDisplay(), foreign()
     async with routing([], [], HTTP, registration_lease_s=1.0, **SETTINGS) as (router, url):
         registrar = make_registrar((url,), "prefill", host="127.0.0.1", bootstrap_port=7)
-        task = await up(display, replace(spec, registrar=registrar), RestartPolicy(max_restarts=3))
+        task = await up(display, {"both": lambda name: replace(spec, registrar=registrar)})
         await holds(lambda: [one.role for one in router.services.pools] == ["prefill"])
         (instance,) = router.services.pools
         assert spec.foreign is not None
         assert (instance.url, instance.bootstrap_port) == (spec.foreign.url, 7)
 
-        [program] = [one for guard in psutil.Process().children() for one in guard.children()]
-        program.send_signal(signal.SIGSTOP)  # it stands still, though its supervisor does not
+        program = program_of(spec)
+        program.send_signal(signal.SIGSTOP)  # it stands still, though its controller does not
         await holds(lambda: not [one for one in router.services.pools if not one.draining])
         program.send_signal(signal.SIGCONT)
         await holds(lambda: bool([one for one in router.services.pools if not one.draining]))
@@ -60,7 +59,7 @@ async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
 async def test_a_router_that_is_not_there_keeps_nothing_from_ending() -> None:
     display = RecordingDisplay()
     registrar = make_registrar(("http://127.0.0.1:9",), "decode", host="127.0.0.1")
-    task = await up(display, replace(foreign(), registrar=registrar))
+    task = await up(display, {"both": lambda name: replace(foreign(), registrar=registrar)})
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(30):
         assert await task == 0
@@ -76,12 +75,9 @@ async def test_a_router_that_is_not_there_keeps_nothing_from_ending() -> None:
 )
 def test_settings_of_a_fleet(instance: dict[str, Any], token: str, complaint: str, monkeypatch: Any) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, token)
-    said = LocalFleet(
-        spec=FleetSpec(prefill=1),
-        engine=EngineConfig(model="kvferry/tiny-python"),
-        instance=InstanceSpec(**instance),
-        router=RouterConfig(),
-        listen=Listen(),
-    )
     with pytest.raises(ConfigError, match=complaint):
-        said.plan()
+        recipe(
+            spec=FleetSpec(prefill=1),
+            engine=EngineConfig(model="kvferry/tiny-python"),
+            instance=InstanceSpec(**instance),
+        )

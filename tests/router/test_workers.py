@@ -24,14 +24,16 @@ from support.certificates import Authority
 SERVE = """
 import asyncio, json, sys
 from pathlib import Path
+from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.fleet_settings import failing
 from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.control.spec import RouterSpec, WantedFleet
 from kvferry.fleet.display import ReportingDisplay
 from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.routers import RouterPlan
-from kvferry.fleet.spec import Listen
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
-from kvferry.http.client.access import InstanceAccess
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.config import RouterConfig
@@ -42,15 +44,27 @@ paths = ("_file", "_cert", "_key")
 settings = {name: Path(value) if name.endswith(paths) else value for name, value in settings.items()}
 access = {name: settings.pop(name) for name in ("api_key_file", "tls_cert", "tls_key") if name in settings}
 limits = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
-plan = RouterPlan(
-    listen=Listen(port=settings.pop("port", 0)),
+listen = Listen(port=settings.pop("port", 0))
+router = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
+fleet = WantedFleet(
+    name="routers",
+    model="",
+    mode="pooling",
+    router=RouterSpec(count=router.workers, host=listen.host, port=listen.port),
+    failure=failing(policy),
+)
+recipe = LocalRecipe(
+    fleet=fleet,
+    engine=EngineConfig(model=""),
+    spec=FleetSpec(),
+    instances=InstanceSpec(),
+    router=router,
+    listen=listen,
     access=HttpAccess(admin_key=("operator",), **access),
     limits=limits,
-    instance_access=InstanceAccess(),
-    router=RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings),
 )
-supervisor = LocalSupervisor(ReportingDisplay(ReadyWriter(1)), 30.0, policy)
-sys.exit(asyncio.run(supervisor.run(FleetPlan((), plan))))
+attended = AttendedFleet(fleet, lambda _: recipe, ReportingDisplay(ReadyWriter(1)), token="", grace_s=30.0)
+sys.exit(asyncio.run(attended.run()))
 """
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello"}
@@ -274,7 +288,7 @@ async def test_a_worker_whose_process_cannot_be_started_is_tried_again_and_harms
         parent.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))  # it gets no descriptor any more
         lost, other = router.pids
         os.kill(lost, signal.SIGKILL)
-        await until(lambda: b"cannot be started" in log.read_bytes())
+        await until(lambda: b"cannot start a process" in log.read_bytes())
         assert router.now() == [other]
         assert await complete(router) == 200
         parent.rlimit(psutil.RLIMIT_NOFILE, before)

@@ -15,7 +15,7 @@ LONG_FILES = (
     "end_to_end/test_random_faults.py",
     "end_to_end/test_media.py",
     "end_to_end/test_stopped.py",
-    "fleet/test_fork_server.py",
+    "fleet/backends/local/test_fork_server.py",
     "cli/test_serve.py",
     "engine/test_exactness.py",
     "end_to_end/test_demo.py",

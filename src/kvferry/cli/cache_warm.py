@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,26 +17,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.bars import make_bars
-from kvferry.cli.common import END_MARGIN_S, ENGINE, LOG, EngineFlags, LogFlags, flag_variables
+from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.serve import serve
 from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.display import Display, make_display
-from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
-from kvferry.router.config import RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ def warm(
             _require_alone(what)
             asyncio.run(warm_up(what.url))
         else:
-            asyncio.run(_with_engine(_fleet(what, engine, logs), warm_up))
+            asyncio.run(_with_engine(_told(what, engine, logs), warm_up))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -158,7 +159,7 @@ def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> Warm
 # An engine of its own.
 
 
-def _fleet(what: Warm, engine: Any, log: LogConfig) -> LocalFleet:
+def _told(what: Warm, engine: Any, log: LogConfig) -> Told:
     if what.model is None:
         raise ConfigError("kvferry cache warm: give the --url of a running instance or router, or --model and --store")
     if bool(what.store) == (what.kv_transfer_config is not None):
@@ -171,23 +172,28 @@ def _fleet(what: Warm, engine: Any, log: LogConfig) -> LocalFleet:
     )
     check_transfer(text)
     producer = msgspec.json.encode({**msgspec.json.decode(text), "kv_role": "kv_producer"}).decode()
-    return LocalFleet(
+    return Told(
         spec=FleetSpec(),
         engine=complete(EngineConfig, engine, model=what.model),
         instance=InstanceSpec(kv_transfer_config=producer),
-        router=RouterConfig(),
         listen=Listen(port=0),
         log=log,
-        hidden=flag_variables(),
     )
 
 
-async def _with_engine(fleet: LocalFleet, warm_up: WarmUp) -> None:
+async def _with_engine(told: Told, warm_up: WarmUp) -> None:
     """Run the engine and the requests to it side by side; whichever is done ends the other."""
     DigestCache()  # logs what is wrong with it, if anything
     up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    supervisor = LocalSupervisor(_Quiet(make_display(fleet.log), up), fleet.listen.grace_s + END_MARGIN_S)
-    serving = asyncio.create_task(supervisor.run(FleetPlan((plain_instance(fleet, "engine"),))))
+    token = fleet_token()
+    fleet = AttendedFleet(
+        fleet_of("warm", told),
+        partial(local_recipe, token=token, command=serve),
+        _Quiet(make_display(told.log), up),
+        token=token,
+        grace_s=told.listen.grace_s,
+    )
+    serving = asyncio.create_task(fleet.run())
     warming = asyncio.create_task(_warm_up_when_up(up, warm_up))
     try:
         await asyncio.wait([serving, warming], return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +204,7 @@ async def _with_engine(fleet: LocalFleet, warm_up: WarmUp) -> None:
         warming.result()
     finally:
         warming.cancel()
-        supervisor.stop()
+        fleet.stop()
         await asyncio.wait([serving, warming])
 
 

@@ -13,7 +13,7 @@ from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.listening import require_free
-from kvferry.fleet.local import LOOPBACK
+from kvferry.fleet.recipe import LOOPBACK
 from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.kv_events.sockets import zmq

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,16 +17,14 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import variable_name
-from kvferry.fleet.display import ReportingDisplay, make_display
+from kvferry.fleet.display import make_display
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.supervisor import DEFAULT_POLICY, FleetPlan, LocalSupervisor
 from kvferry.fleet.transfer import InstanceRole, require_registrable
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
-from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
@@ -79,9 +76,6 @@ FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields),
 ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)
 ENGINE, CHOICE = nothing_said(EngineFields), nothing_said(ChoiceFields)
 ReadyFd = Annotated[int | None, Parameter(show=False, help="For the supervisor: where to write start messages.")]
-
-END_MARGIN_S = 5.0
-"""How much longer than its own grace a process may take to end before it is killed."""
 
 RUN_INSTANCE = "kvferry.engine.launch:run_instance"
 """Resolved when it is called, because it imports torch, which the command line does without until a model is to run."""
@@ -137,16 +131,6 @@ def flag_variables() -> frozenset[str]:
     engine = (EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
     configs: tuple[Any, ...] = (*engine, Listen, HttpAccess, HttpLimits, InstanceAccess)
     return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
-
-
-def run_fleet(
-    plan: FleetPlan, listen: Listen, ready_fd: int | None, log: LogConfig, policy: RestartPolicy = DEFAULT_POLICY
-) -> int:
-    """Run processes until SIGINT or SIGTERM, and stop them all; returns the exit code."""
-    set_up_logging(log, "supervisor")
-    DigestCache()  # logs what is wrong with it, if anything, once for all that is started
-    display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
-    return asyncio.run(LocalSupervisor(display, listen.grace_s + END_MARGIN_S, policy).run(plan))
 
 
 def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def complete(config: type[T], flags: Any, **more: Any) -> T:
         flag = f"--{name.replace('_', '-')}"
         if value == "" or (isinstance(value, tuple | list) and "" in value):  # often a variable that was not set
             raise ConfigError(f"{flag} must not be empty; leave it out to have its default")
-    return config(**given, **more)
+    return config(**(given | more))
 
 
 def _parameter(one: Field[Any], text: str, group: Group | None) -> Parameter:

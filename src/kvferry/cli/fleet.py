@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
+from kvferry.cli.fleet_life import COMMANDS, control
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
@@ -69,7 +70,13 @@ class _NotThere(ConfigError):
     """The router knows no such instance."""
 
 
-app = App(name="fleet", help="Show and change the instances behind a running router.", sort_key=7)
+app = App(
+    name="fleet",
+    help="Make a fleet from a spec and change it while it serves; or show and change the instances behind a router.",
+    sort_key=7,
+)
+for _command in COMMANDS:
+    app.command(_command, show=_command is not control)
 
 
 @dataclass(frozen=True, kw_only=True)

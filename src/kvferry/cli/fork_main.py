@@ -25,7 +25,15 @@ from kvferry.cli.common import RUN_INSTANCE
 from kvferry.cli.main import main as command
 from kvferry.core.names import resolve, without_collections
 from kvferry.core.process_end import leave
-from kvferry.fleet.fork_messages import NUM_DESCRIPTORS, Forked, ForkRequest, Imported, Message, NotForked
+from kvferry.fleet.backends.local.fork_messages import (
+    NUM_DESCRIPTORS,
+    Forked,
+    ForkRequest,
+    Imported,
+    Message,
+    NotForked,
+)
+from kvferry.fleet.backends.local.launcher import write_process
 from kvferry.fleet.ready import READY_FLAG
 
 _PR_SET_PDEATHSIG = 1
@@ -98,7 +106,7 @@ class _Forks:
         self._supervisor.close()
         request = msgspec.json.decode(os.pread(asked, os.fstat(asked).st_size, 0), type=ForkRequest)
         os.close(asked)
-        _stand_alone(between, request.parent, log)
+        _stand_alone(between, request, log)
         return _Child(request, ready)
 
     def _say(self, message: Message) -> None:
@@ -108,14 +116,16 @@ class _Forks:
 # In a child.
 
 
-def _stand_alone(between: int, supervisor: int, log: int) -> None:
-    """Take a session and standard streams of its own; end with the supervisor."""
+def _stand_alone(between: int, request: ForkRequest, log: int) -> None:
+    """Take a session and standard streams of its own; it may end with the controller."""
     os.setsid()
+    write_process(request.process)
     while os.getppid() == between:
         time.sleep(_ADOPTED_S)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(1)
+    if request.is_tied:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != request.parent:
+            os._exit(1)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)  # standard input is the server's, which has nothing on it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
@@ -20,18 +21,23 @@ from kvferry.cli.common import (
     LogFlags,
     Model,
     ReadyFd,
+    flag_variables,
     run_engine,
-    run_fleet,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import failing
+from kvferry.core.keys import shared_token
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.local import require_defaults, vllm_instance
-from kvferry.fleet.spec import EngineChoice, InstanceSpec, Listen
+from kvferry.fleet.control.spec import RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.recipe import LocalRecipe, require_defaults
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
+from kvferry.router.config import RouterConfig
 
 
 def prefill(
@@ -101,10 +107,45 @@ def _run(
     accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
     if chosen.engine == "vllm":
         require_defaults(accesses, bounds)
-        plan = vllm_instance(role, settings, chosen, spec, where, accesses.tls_ca)
-        check_before_start(settings, chosen, where, accesses)
-        return run_fleet(plan, where, ready_fd, logs)
+        return _run_vllm(role, settings, chosen, spec, where, logs, accesses, ready_fd)
     transfer = transfer_for(spec.kv_transfer_config or DEFAULT, role)
     if ready_fd is None:
         check_before_start(settings, chosen, where, accesses, transfer=transfer)
     return run_engine(role, settings, spec, where, parse_transfer_config(transfer), logs, accesses, bounds, ready_fd)
+
+
+def _run_vllm(
+    role: InstanceRole,
+    engine: EngineConfig,
+    choice: EngineChoice,
+    instance: InstanceSpec,
+    listen: Listen,
+    log: LogConfig,
+    access: HttpAccess,
+    ready_fd: int | None,
+) -> int:
+    """One vLLM server is a fleet of one, without a router."""
+    fleet = WantedFleet(
+        name="vllm",
+        model=engine.model,
+        mode="pooling",
+        role={role: RoleSpec()},
+        router=RouterSpec(count=0),
+        failure=failing(RestartPolicy()),
+    )
+    recipe = LocalRecipe(
+        fleet=fleet,
+        engine=engine,
+        spec=FleetSpec(),
+        instances=instance,
+        router=RouterConfig(),
+        listen=listen,
+        choice=choice,
+        log=log,
+        access=access,
+        token=shared_token(),
+        hidden=flag_variables(),
+    )
+    recipe.check()
+    check_before_start(engine, choice, listen, access)
+    return run_attended(fleet, lambda _: recipe, token="", grace_s=listen.grace_s, ready_fd=ready_fd, log=log)

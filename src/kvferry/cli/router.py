@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from kvferry.cli.attended import run_attended
 from kvferry.cli.common import (
     ACCESS,
     INSTANCE_ACCESS,
@@ -24,13 +25,15 @@ from kvferry.cli.common import (
     flag_variables,
     http_settings,
     reporting,
-    run_fleet,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import failing
 from kvferry.core.keys import shared_token
-from kvferry.fleet.routers import RouterPlan
-from kvferry.fleet.spec import Listen
-from kvferry.fleet.supervisor import FleetPlan
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.control.spec import RouterSpec, WantedFleet
+from kvferry.fleet.recipe import LocalRecipe
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
@@ -62,12 +65,44 @@ def router(
     logs = complete(LogConfig, log)
     if config.registration:
         shared_token("--registration")
-    if config.workers > 1 and group is None:
+    if config.workers is not None and config.workers > 1 and group is None:
         given_instances(config)
-        plan = RouterPlan(config, where, keys, most, instances, logs, hidden=flag_variables())
-        return run_fleet(FleetPlan((), plan), where, ready_fd, logs)
+        return _run_several(config, where, keys, most, instances, logs, ready_fd)
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
 
     http = HttpConfig(**http_settings(where, keys, most), listeners=listener)
     with reporting("router", ready_fd, logs) as reporter:
         return run_router(config, http, instances, group=group, on_ready=reporter.ready)
+
+
+def _run_several(
+    config: RouterConfig,
+    listen: Listen,
+    access: HttpAccess,
+    limits: HttpLimits,
+    instances: InstanceAccess,
+    log: LogConfig,
+    ready_fd: int | None,
+) -> int:
+    """A fleet of routers alone."""
+    fleet = WantedFleet(
+        name="routers",
+        model="",
+        mode="pooling",
+        router=RouterSpec(count=config.workers, host=listen.host, port=listen.port),
+        failure=failing(RestartPolicy()),
+    )
+    recipe = LocalRecipe(
+        fleet=fleet,
+        engine=EngineConfig(model=""),
+        spec=FleetSpec(),
+        instances=InstanceSpec(),
+        router=config,
+        listen=listen,
+        access=access,
+        limits=limits,
+        instance_access=instances,
+        log=log,
+        hidden=flag_variables(),
+    )
+    return run_attended(fleet, lambda _: recipe, token="", grace_s=listen.grace_s, ready_fd=ready_fd, log=log)

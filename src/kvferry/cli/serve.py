@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
+from kvferry.cli.attended import run_attended
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import (
     ACCESS,
@@ -28,15 +30,13 @@ from kvferry.cli.common import (
     ReadyFd,
     RestartFlags,
     RouterOptionFlags,
-    flag_variables,
     run_engine,
-    run_fleet,
 )
 from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
-from kvferry.fleet.local import LocalFleet
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
@@ -85,8 +85,7 @@ def serve(
 
         kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
     """
-    policy = complete(RestartPolicy, restarts)
-    settings = LocalFleet(
+    told = Told(
         spec=complete(FleetSpec, fleet),
         engine=complete(EngineConfig, engine, model=model),
         instance=complete(InstanceSpec, instance),
@@ -96,38 +95,41 @@ def serve(
         log=complete(LogConfig, log),
         access=complete(HttpAccess, access),
         limits=complete(HttpLimits, limits),
-        hidden=flag_variables(),
+        restarts=complete(RestartPolicy, restarts),
     )
-    if settings.spec.is_split or settings.choice.engine == "vllm":
-        plan = settings.plan()
-        if ready_fd is None:
-            text = settings.instance.kv_transfer_config
-            check_before_start(
-                settings.engine, settings.choice, settings.listen, settings.access, settings.spec, settings.router, text
-            )
-        return run_fleet(plan, settings.listen, ready_fd, settings.log, policy)
-    return _serve_one(settings, ready_fd)
+    if not told.spec.is_split and told.choice.engine == "kvferry":
+        return _serve_one(told, ready_fd)
+    token = fleet_token()
+    wanted = fleet_of("kvferry", told)
+    make_recipe = partial(local_recipe, token=token, command=serve)
+    make_recipe(wanted)
+    if ready_fd is None:
+        check_before_start(
+            told.engine, told.choice, told.listen, told.access, told.spec, told.router, told.instance.kv_transfer_config
+        )
+    return run_attended(wanted, make_recipe, token=token, grace_s=told.listen.grace_s, ready_fd=ready_fd, log=told.log)
 
 
-def _serve_one(settings: LocalFleet, ready_fd: int | None) -> int:
-    if settings.spec.cores is not None:
-        cores = parse_cores(settings.spec.cores, available_cores())
+def _serve_one(told: Told, ready_fd: int | None) -> int:
+    """One instance needs no fleet: it is this process."""
+    if told.spec.cores is not None:
+        cores = parse_cores(told.spec.cores, available_cores())
         os.sched_setaffinity(0, cores)
         os.environ.update(thread_variables(cores))
-    text = settings.instance.kv_transfer_config
+    text = told.instance.kv_transfer_config
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
     if ready_fd is None:
-        check_before_start(settings.engine, settings.choice, settings.listen, settings.access, transfer=text)
+        check_before_start(told.engine, told.choice, told.listen, told.access, transfer=text)
     return run_engine(
         "both",
-        settings.engine,
-        settings.instance,
-        settings.listen,
+        told.engine,
+        told.instance,
+        told.listen,
         transfer,
-        settings.log,
-        settings.access,
-        settings.limits,
+        told.log,
+        told.access,
+        told.limits,
         ready_fd,
     )

@@ -1,4 +1,4 @@
-"""Whether a server answers GET /health."""
+"""How a server answers GET /health."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ _TIMEOUT_S = 5.0
 
 
 async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
-    """Whether GET `url`/health is answered with 200 within `timeout_s`. At an https:// URL, any certificate is
-    accepted, as no secrets are sent.
+    """Whether GET `url`/health is answered with 200 within `timeout_s`."""
+    return await ask_health(url, timeout_s) == 200
 
-    Written by hand, because a client library would be imported for one request; the supervisor starts fast and stays
-    small.
+
+async def ask_health(url: str, timeout_s: float = _TIMEOUT_S) -> int:
+    """The status with which GET `url`/health is answered within `timeout_s`; 0 if it is not. At an https:// URL, any
+    certificate is accepted, as no secrets are sent.
+
+    Written by hand, because a client library would be imported for one request.
     """
     address = urlsplit(url)
     try:
@@ -27,5 +31,5 @@ async def serves(url: str, timeout_s: float = _TIMEOUT_S) -> bool:
             finally:
                 writer.close()
     except (OSError, TimeoutError, ValueError):  # ValueError: the line is too long
-        return False
-    return status[1:2] == [b"200"]
+        return 0
+    return int(status[1]) if len(status) > 1 and status[1].isdigit() else 0

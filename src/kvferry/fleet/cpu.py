@@ -50,6 +50,13 @@ def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
     return CorePlan(tuple(sets), max(sets, key=len))
 
 
+def cores_of(number: int, num_instances: int, available: Sequence[int]) -> Cores:
+    """The cores of instance `number`, counted from 0, in a fleet that is to have `num_instances`; those beyond share
+    cores with the first ones."""
+    sets = plan_cores(available, max(1, num_instances)).instances
+    return sets[number % len(sets)]
+
+
 def parse_cores(text: str, available: Sequence[int]) -> Cores:
     """The cores in text such as `0-3,8`. Raises `ConfigError` if there are none, or one that this process may not
     use."""

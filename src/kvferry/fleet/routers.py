@@ -1,6 +1,6 @@
 """The routers of a fleet: processes that accept connections on one listening socket and share one folder.
 
-The supervisor has the socket, so a connection that comes while a router dies waits for another one, and is not refused.
+The backend has the socket, so a connection that comes while a router dies waits for another one, and is not refused.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any, TypeVar
 
 from kvferry.fleet.arguments import to_arguments, variable_name
 from kvferry.fleet.cpu import Cores, thread_variables
-from kvferry.fleet.process import PROGRAM, ProcessSpec
-from kvferry.fleet.ready import InstanceReady
+from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.spec import Listen
-from kvferry.fleet.supervisor import RouterGroup
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -34,8 +32,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """The settings of all routers of one port; `router.workers` says how many there are. The instances of the fleet are
-    theirs, if it has any."""
+    """The settings of all routers of one port; `router.workers` says how many there are."""
 
     router: RouterConfig
     listen: Listen
@@ -46,8 +43,6 @@ class RouterPlan:
     cores: Cores = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
-    bootstrap_ports: tuple[int, ...] = ()
-    """Of the fleet's prefill instances."""
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -56,15 +51,14 @@ class RouterPlan:
         access = self.access
         return [public] if access.admin_port is None else [public, (access.admin_host, access.admin_port)]
 
-    def processes(self, ready: Mapping[str, InstanceReady], group: RouterGroup) -> list[ProcessSpec]:
-        """What to run in front of the instances that are `ready`. Files are read once: after a change of one, a router
-        that is started again would know other keys than the next."""
-        router = self.router
-        if ready:
-            prefill, decode = (_urls(ready, role) for role in ("prefill", "decode"))
-            router = replace(router, prefill_url=prefill, decode_url=decode, bootstrap_port=self.bootstrap_ports)
-        keys = [_copied(one, group.folder) for one in (self.access, self.instance_access)]
-        configs = (_copied(router, group.folder), self.listen, *keys, self.limits, self.log)
+    def process(self, name: str, group: RouterGroup, revision: str) -> ProcessSpec:
+        """What to run for a router. Files are read once for each revision: after a change of one, a router that is
+        started again would know other keys than the next."""
+        copies = group.folder / f"files-{revision}"
+        copies.mkdir(mode=0o700, exist_ok=True)
+        router = _copied(self.router, copies)
+        keys = [_copied(one, copies) for one in (self.access, self.instance_access)]
+        configs = (router, self.listen, *keys, self.limits, self.log)
         command = (
             *PROGRAM,
             "router",
@@ -72,10 +66,6 @@ class RouterPlan:
             f"{GROUP_FLAG}={group.folder}",
             *(f"{LISTENER_FLAG}={one}" for one in group.listeners),
         )
-        num = self.router.workers
-        return [self._process(f"router-{index}" if num > 1 else "router", command, group) for index in range(num)]
-
-    def _process(self, name: str, command: tuple[str, ...], group: RouterGroup) -> ProcessSpec:
         return ProcessSpec(
             name=name,
             command=command,
@@ -86,7 +76,6 @@ class RouterPlan:
                 INSTANCE_VARIABLE: name,
             },
             hidden=self.hidden,
-            cores=self.cores,
             descriptors=group.listeners,
         )
 
@@ -98,10 +87,6 @@ class RouterPlan:
         }
 
 
-def _urls(ready: Mapping[str, InstanceReady], role: str) -> tuple[str, ...]:
-    return tuple(about.url for name, about in ready.items() if name.startswith(f"{role}-"))
-
-
 def _copied(config: Settings, folder: Path) -> Settings:
     """The same settings, with copies of their files; one that cannot be read is left to who reports it by its name."""
     changed = {}
@@ -110,7 +95,8 @@ def _copied(config: Settings, folder: Path) -> Settings:
         if isinstance(path, Path) and one.name != _FOLLOWED:
             copy = folder / f"{one.name}{path.suffix}"
             with suppress(OSError):
-                copy.touch(mode=0o600)
-                shutil.copyfile(path, copy)
+                if not copy.exists():
+                    copy.touch(mode=0o600)
+                    shutil.copyfile(path, copy)
                 changed[one.name] = copy
     return replace(config, **changed)  # type: ignore[type-var]

@@ -177,9 +177,12 @@ class RouterConfig:
     """Forward kv_transfer_params from clients to instances, which then fetch KV from the addresses in them. Only for a
     router whose clients are proxies of your own."""
 
-    workers: Annotated[int, Bounds(1, 256)] = field(default=1, metadata={"heading": "Router: processes and traces"})
+    workers: Annotated[int, Bounds(1, 256)] | None = field(
+        default=None, metadata={"heading": "Router: processes and traces"}
+    )
     """Number of router processes that serve the port together; each takes at most one core. The limits on running and
-    waiting requests and on memory are divided among them."""
+    waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two where there are cores
+    for them, so that a router that dies or hangs is no outage."""
 
     max_decisions: Count = 512
     """Number of requests that /kvferry/decisions shows."""

@@ -63,13 +63,18 @@ class Others:
         )
 
     def own_routes(self) -> Routes:
-        """For the other routers, and for who looks after this process: about this router alone."""
-        routes = [one for one in self._router.table() if one.method == "GET"]
-        return Routes([replace(one, handler=self._for_others(one), access=Access.OPEN) for one in routes])
+        """For the other routers, and for who looks after this process: about this router alone, and what the fleet's
+        controller declares."""
+        table = self._router.table()
+        reads = [
+            replace(one, handler=self._for_others(one), access=Access.OPEN) for one in table if one.method == "GET"
+        ]
+        return Routes([*reads, *(one for one in table if one.method == "PUT")])
 
     def _for_others(self, route: Route) -> Handler:
         async def handle(request: HttpRequest, response: Response) -> None:
-            if not hmac.compare_digest(find_header(request.headers, _SECRET) or b"", self._secret):
+            told = find_header(request.headers, _SECRET) or b""
+            if not (request.caller.is_operator or hmac.compare_digest(told, self._secret)):
                 raise UnknownRoute(f"Invalid URL ({request.method} {request.path[:200]})")
             await route.handler(request, response)
 

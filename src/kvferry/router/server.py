@@ -99,7 +99,7 @@ async def _serve(
 
 def divided(config: RouterConfig) -> RouterConfig:
     """One router's share of the limits of all `workers`."""
-    num = config.workers
+    num = config.workers or 1
     return replace(
         config,
         max_in_flight=ceil(config.max_in_flight / num),

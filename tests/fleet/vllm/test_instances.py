@@ -11,19 +11,19 @@ from typing import Any
 import psutil
 import pytest
 
+from fleet.test_recipe import recipe
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.local import LocalFleet
-from kvferry.fleet.process import Foreign, ProcessSpec
-from kvferry.fleet.ready import InstanceReady
+from kvferry.fleet.control.spec import MemberRole
+from kvferry.fleet.cpu import Cores, available_cores, cores_of
+from kvferry.fleet.process import Foreign, ProcessSpec, RouterGroup
+from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.supervisor import RouterGroup
 from kvferry.fleet.vllm import instances
 from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.vllm.ports import SPACING, free_ports
 from kvferry.fleet.vllm.resources import visible_devices
 from kvferry.fleet.vllm.start import START
-from kvferry.router.config import RouterConfig
 
 LOG = Path(__file__).with_name("vllm_start.txt")
 
@@ -37,15 +37,29 @@ def _an_environment_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tuple[str, ...] = ()) -> LocalFleet:
-    return LocalFleet(
-        spec=FleetSpec(prefill=prefill, decode=decode),
+def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tuple[str, ...] = ()) -> LocalRecipe:
+    return recipe(
+        prefill,
+        decode,
+        None,
         engine=EngineConfig(model="some/model"),
         instance=InstanceSpec(kv_transfer_config=None if transfer is None else json.dumps(transfer)),
-        router=RouterConfig(),
+        spec=FleetSpec(prefill=prefill, decode=decode),
         listen=Listen(host="127.0.0.2", port=9000),
         choice=EngineChoice(engine="vllm", engine_python="/v/bin/python", engine_argument=arguments),
     )
+
+
+def cores_at(number: int, made: LocalRecipe) -> Cores:
+    return cores_of(number, made.num_instances, available_cores())
+
+
+def servers(made: LocalRecipe) -> list[ProcessSpec]:
+    """All of them, as the backend asks for them."""
+    names: list[tuple[str, MemberRole]] = [
+        (f"{role}-{index}", role) for role, one in made.fleet.role.items() for index in range(one.count)
+    ]
+    return [made.instance(name, role, number, cores_at(number, made)) for number, (name, role) in enumerate(names)]
 
 
 def flag(spec: ProcessSpec, name: str) -> str:
@@ -58,32 +72,30 @@ def transfer_of(spec: ProcessSpec) -> dict[str, Any]:
 
 
 def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
-    plan = fleet(prefill=2, arguments=("--dtype", "float32", "-O3")).plan()
-    assert [spec.name for spec in plan.instances] == ["prefill-0", "prefill-1", "decode-0"]
-    for spec in plan.instances:
+    made = fleet(prefill=2, arguments=("--dtype", "float32", "-O3"))
+    found = servers(made)
+    assert [spec.name for spec in found] == ["prefill-0", "prefill-1", "decode-0"]
+    for number, spec in enumerate(found):
+        cores = cores_at(number, made)
         assert spec.command[:5] == ("/v/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "some/model")
         assert spec.command[-3:] == ("--dtype", "float32", "-O3")
         assert flag(spec, "--host") == "127.0.0.1"
         assert flag(spec, "--served-model-name") == "some/model"
         assert isinstance(spec.foreign, Foreign)
         assert spec.foreign.url == f"http://127.0.0.1:{flag(spec, '--port')}"
-        assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, spec.cores))
-        assert spec.environment["OMP_NUM_THREADS"] == str(len(spec.cores))
-    assert [transfer_of(spec)["kv_role"] for spec in plan.instances] == ["kv_producer", "kv_producer", "kv_consumer"]
-    ports = [flag(spec, "--port") for spec in plan.instances]
-    side_channels = [spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in plan.instances]
+        assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, cores))
+        assert spec.environment["OMP_NUM_THREADS"] == str(len(cores))
+    assert [transfer_of(spec)["kv_role"] for spec in found] == ["kv_producer", "kv_producer", "kv_consumer"]
+    ports = [flag(spec, "--port") for spec in found]
+    side_channels = [spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in found]
     assert len({*ports, *side_channels}) == 6
-    assert len({spec.environment["KVFERRY_AUTH_TOKEN"] for spec in plan.instances}) == 1
+    assert len({spec.environment["KVFERRY_AUTH_TOKEN"] for spec in found}) == 1
 
 
-def test_the_router_is_told_where_they_are(tmp_path: Path) -> None:
-    plan = fleet().plan()
-    assert plan.front is not None
-    (router,) = plan.front.processes(
-        {spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances}, RouterGroup(tmp_path, ())
-    )
+def test_the_router_finds_out_how_they_hand_over(tmp_path: Path) -> None:
+    router = fleet().router_member("router-0", RouterGroup(tmp_path, ()))
     assert {"--host=127.0.0.2", "--port=9000", "--protocol=auto"} <= set(router.command)
-    assert not any(one.startswith("--bootstrap-port") for one in router.command)
+    assert not any(one.startswith(("--bootstrap-port", "--prefill-url", "--decode-url")) for one in router.command)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def test_the_router_is_told_where_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_connectors(said: Any, found: str) -> None:
-    transfer = transfer_of(fleet(transfer=said).plan().instances[0])
+    transfer = transfer_of(servers(fleet(transfer=said))[0])
     assert transfer["kv_connector"] == found
     assert transfer["kv_load_failure_policy"] == "recompute"
 
@@ -115,7 +127,7 @@ def test_what_the_json_says_stays_but_for_what_must_differ() -> None:
         "a_key_nobody_knows": 1,
         "kv_connector_extra_config": {"connectors": [{"kv_connector": "NixlConnector"}], "other": 2},
     }
-    prefill, decode = (transfer_of(spec) for spec in fleet(transfer=said).plan().instances)
+    prefill, decode = (transfer_of(spec) for spec in servers(fleet(transfer=said)))
     assert {**prefill, "kv_connector_extra_config": None} == {
         **said,
         "engine_id": "e-prefill-0",
@@ -130,41 +142,38 @@ def test_what_the_json_says_stays_but_for_what_must_differ() -> None:
 
 def test_keys_that_vllm_has_no_place_for_reach_kvferrys_connector() -> None:
     said = {"kv_connector": "P2pConnector", "kv_ip": "10.0.0.1", "kv_connector_extra_config": {"lease_s": 3}}
-    transfer = transfer_of(fleet(transfer=said).plan().instances[0])
+    transfer = transfer_of(servers(fleet(transfer=said))[0])
     assert "kv_ip" not in transfer
     assert transfer["kv_connector_extra_config"] == {"lease_s": 3, "kv_ip": "10.0.0.1"}
 
 
-def test_mooncakes_bootstrap_servers_have_ports_that_the_router_knows(tmp_path: Path) -> None:
-    plan = fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}).plan()
-    ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in plan.instances]
-    assert ports[2] is None
-    assert plan.front is not None
-    (router,) = plan.front.processes(
-        {spec.name: InstanceReady(f"http://{spec.name}:1") for spec in plan.instances}, RouterGroup(tmp_path, ())
-    )
-    assert [one for one in router.command if one.startswith("--bootstrap-port")] == [
-        f"--bootstrap-port={port}" for port in ports[:2]
-    ]
+def test_mooncakes_bootstrap_servers_have_ports_that_the_controller_knows() -> None:
+    """It declares them to the routers."""
+    found = servers(fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}))
+    ports = [spec.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for spec in found]
+    assert ports == [str(found[0].bootstrap_port), str(found[1].bootstrap_port), None]
+    assert found[0].bootstrap_port != found[1].bootstrap_port
+    assert found[2].bootstrap_port is None
 
 
 def test_without_a_split_one_server_listens_where_it_was_said_and_moves_nothing() -> None:
-    plan = fleet(prefill=0, decode=0).plan()
-    (spec,) = plan.instances
-    assert plan.front is None
+    made = fleet(prefill=0, decode=0)
+    (spec,) = servers(made)
+    assert made.num_routers == 0
+    assert list(made.addresses) == []
     assert (flag(spec, "--host"), flag(spec, "--port")) == ("127.0.0.2", "9000")
     assert "--kv-transfer-config" not in spec.command
 
 
 @pytest.mark.parametrize("argument", ["--tensor-parallel-size=2", "-tp", "--data-parallel-size"])
 def test_several_workers_choose_their_cores_themselves(argument: str) -> None:
-    for spec in fleet(arguments=(argument, "2")).plan().instances:
+    for spec in servers(fleet(arguments=(argument, "2"))):
         assert "VLLM_CPU_OMP_THREADS_BIND" not in spec.environment
 
 
 def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    assert fleet().plan().instances[0].full_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert servers(fleet())[0].full_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ def test_what_is_said_in_the_environment_stays(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_cannot_be_is_told(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        fleet(**settings).plan()
+        servers(fleet(**settings))
 
 
 def test_flags_of_the_other_engine_are_refused() -> None:
@@ -196,26 +205,26 @@ def test_flags_of_the_other_engine_are_refused() -> None:
 def test_kvferrys_connectors_need_kvferry_in_vllms_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("/v/python", "0.32.0", False, True))
     with pytest.raises(ConfigError, match="/v/python does not know kvferry's connectors: install kvferry there"):
-        fleet().plan()
-    assert fleet(transfer={"kv_connector": "NixlConnector"}).plan().instances
+        servers(fleet())
+    assert servers(fleet(transfer={"kv_connector": "NixlConnector"}))
 
 
 def test_memory_is_shared_unless_the_user_says_how() -> None:
-    sizes = [int(flag(spec, "--kv-cache-memory-bytes")) for spec in fleet(prefill=2).plan().instances]
+    sizes = [int(flag(spec, "--kv-cache-memory-bytes")) for spec in servers(fleet(prefill=2))]
     assert 0 < sum(sizes) <= psutil.virtual_memory().total / 2
     for argument in ("--kv-cache-memory-bytes=7", "--gpu_memory_utilization=0.2"):
-        spec = fleet(arguments=(argument,)).plan().instances[0]
+        spec = servers(fleet(arguments=(argument,)))[0]
         assert "--kv-cache-memory-bytes" not in spec.command
-    assert "--kv-cache-memory-bytes" not in fleet(prefill=0, decode=0).plan().instances[0].command
+    assert "--kv-cache-memory-bytes" not in servers(fleet(prefill=0, decode=0))[0].command
 
 
 def test_devices_are_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3, 5,7")
-    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in fleet().plan().instances]
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in servers(fleet())]
     assert found == ["2,3", "5,7"]
-    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in fleet(prefill=4, decode=2).plan().instances]
+    found = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in servers(fleet(prefill=4, decode=2))]
     assert found == ["2", "3", "5", "7", "2", "3"]
-    assert "CUDA_VISIBLE_DEVICES" not in fleet(prefill=0, decode=0).plan().instances[0].environment
+    assert "CUDA_VISIBLE_DEVICES" not in servers(fleet(prefill=0, decode=0))[0].environment
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_devices({}, tmp_path) == ["2", "10"]
@@ -273,7 +282,9 @@ def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monke
         elif extra:
             transfer["kv_connector_extra_config"] = extra
         one = fleet(0, 0, transfer)
-        (found,) = replace(one, instance=replace(one.instance, register=register)).plan().instances
+        one = replace(one, instances=replace(one.instances, register=register))
+        one.check()
+        (found,) = servers(one)
         return found
 
     assert alone("kv_producer").registrar is None

@@ -9,29 +9,33 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.checks import check_before_start
-from kvferry.cli.common import END_MARGIN_S, LOG, LogFlags
+from kvferry.cli.common import LOG, LogFlags
 from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
 from kvferry.cli.demo.stalls import STREAM_TOKENS, Characters, draw_stalls, measure_stalls, verdict
 from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.serve import serve
 from kvferry.core.errors import KvferryError
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.backends.local.fork_server import ForkServer
+from kvferry.fleet.control.spec import RoleSpec, WantedFleet
 from kvferry.fleet.display import Display, make_display
-from kvferry.fleet.local import LocalFleet, plain_instance
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 from kvferry.http.client.http_client import HttpClient
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
-from kvferry.router.config import RouterConfig
 
 PIECES = (("heapq.py", 200), ("textwrap.py", 500), ("inspect.py", 900), ("argparse.py", 1500))
 """Files of the standard library, and how many of their tokens are the prompt."""
@@ -40,6 +44,7 @@ NUM_TOKENS = 48
 LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py"), 2000
 """Files whose beginnings are the long prompts, and how many of their tokens."""
 BAR_WIDTH = 13
+_ROUTER, _PLAIN = "router-0", "plain"
 _MOST_WAITING = 1000
 """Lines that wait for an answer's end; of more, the last."""
 PHASES = (
@@ -68,45 +73,56 @@ def demo(
     """
     logs = complete(LogConfig, log)
     set_up_logging(logs, "supervisor")
-    DigestCache()  # as in `run_fleet`
+    DigestCache()  # as in `run_attended`
     console = Console(highlight=False)
-    fleet = LocalFleet(
+    told = Told(
         spec=FleetSpec(prefill=1, decode=1),
         # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
         instance=InstanceSpec(served_model_name=("demo",)),
-        router=RouterConfig(),
         listen=Listen(port=port),
         log=logs,
     )
-    check_before_start(fleet.engine, fleet.choice, fleet.listen, fleet.access)
-    return asyncio.run(_run(fleet, console, keep))
+    check_before_start(told.engine, told.choice, told.listen, told.access)
+    return asyncio.run(_run(told, console, keep))
 
 
-async def _run(fleet: LocalFleet, console: Console, keep: bool) -> int:
-    """Run the fleet and the demo's requests side by side; the first to end ends the other."""
-    urls: dict[str, str] = {}
-    up = asyncio.Event()
-    display = _Watching(make_display(fleet.log), urls, up)
-    supervisor = LocalSupervisor(display, fleet.listen.grace_s + END_MARGIN_S)
-    serving = asyncio.create_task(supervisor.run(_with_plain_instance(fleet.plan(), fleet)))
-    asking = asyncio.create_task(_ask_and_show(urls, up, console, display.printing))
-    await asyncio.wait([serving, asking], return_when=asyncio.FIRST_COMPLETED)
+async def _run(told: Told, console: Console, keep: bool) -> int:
+    """Run the fleet, a plain instance and the demo's requests side by side; the first to end ends the others."""
+    token = fleet_token()
+    watching = _Watching(make_display(told.log))
+    forks = ForkServer()
+    make_recipe = partial(local_recipe, token=token, command=serve)
+    split, plain = (
+        AttendedFleet(fleet, make_recipe, display, token=token, grace_s=told.listen.grace_s, fork_server=forks)
+        for fleet, display in ((fleet_of("demo", told), watching), (_plain(told), _Beside(watching)))
+    )
+    serving = [asyncio.create_task(one.run()) for one in (split, plain)]
+    asking = asyncio.create_task(_ask_and_show(watching, console))
+    await asyncio.wait([*serving, asking], return_when=asyncio.FIRST_COMPLETED)
     try:
         code = asking.result() if asking.done() else 1
         if code == 0 and not keep:
-            console.print(_next_step(fleet.engine.model), soft_wrap=True)
-        if keep and code == 0 and not serving.done():
-            console.print(f"\nStill serving at [bold]{urls['router']}[/bold]; Ctrl-C ends everything.")
-            return await serving
+            console.print(_next_step(told.engine.model), soft_wrap=True)
+        if keep and code == 0 and not any(one.done() for one in serving):
+            console.print(f"\nStill serving at [bold]{watching.urls[_ROUTER]}[/bold]; Ctrl-C ends everything.")
+            await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
     except KvferryError as error:
         console.print(f"kvferry: error: {error}", style="red")
         code = 1
     finally:
         asking.cancel()
-        supervisor.stop()
-        ended = await serving
-    return code or ended
+        for one in (split, plain):
+            one.stop()
+        ended = await asyncio.gather(*serving)
+        await forks.close()
+    return code or max(ended)
+
+
+def _plain(told: Told) -> WantedFleet:
+    """One more instance of the model, which does both phases and moves no KV, on the cores of the others."""
+    alone = replace(told, spec=FleetSpec(), listen=replace(told.listen, port=0))
+    return msgspec.structs.replace(fleet_of("plain", alone), role={"both": RoleSpec()})
 
 
 def _next_step(model: str) -> Text:
@@ -115,16 +131,15 @@ def _next_step(model: str) -> Text:
     return Text(f"\nTo serve it yourself:  {program} serve {model} --prefill 1 --decode 1")
 
 
-def _with_plain_instance(plan: FleetPlan, fleet: LocalFleet) -> FleetPlan:
-    return replace(plan, instances=(*plan.instances, plain_instance(fleet, "plain")))
-
-
 class _Watching:
     """A display that also notes who is up, and keeps log lines out of the middle of what the demo prints: while
     `printing`, they wait."""
 
-    def __init__(self, inner: Display, urls: dict[str, str], up: asyncio.Event) -> None:
-        self._inner, self._urls, self._up = inner, urls, up
+    def __init__(self, inner: Display) -> None:
+        self._inner = inner
+        self.urls: dict[str, str] = {}
+        self.up_beside, self.is_up = asyncio.Event(), asyncio.Event()
+        """Whether the plain instance serves, and the fleet."""
         self._printing = False
         self._waiting: deque[tuple[str, str]] = deque(maxlen=_MOST_WAITING)
 
@@ -149,12 +164,32 @@ class _Watching:
         return getattr(self._inner, name)
 
     def ready(self, name: str, url: str) -> None:
-        self._urls[name] = url
+        self.urls[name] = url
         self._inner.ready(name, url)
 
     def up(self, url: str) -> None:
         self._inner.up(url)
-        self._up.set()
+        self.is_up.set()
+
+
+class _Beside:
+    """The display of the plain instance, which is not what the user has asked for."""
+
+    def __init__(self, watching: _Watching) -> None:
+        self._watching = watching
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watching, name)
+
+    def up(self, url: str) -> None:
+        self._watching.urls[_PLAIN] = url
+        self._watching.up_beside.set()
+
+    def note(self, text: str) -> None:
+        """The other display says the same."""
+
+    def close(self) -> None:
+        """The other display gives the terminal back."""
 
 
 # What it asks.
@@ -162,10 +197,12 @@ class _Watching:
 Printing = Callable[[], AbstractContextManager[None]]
 
 
-async def _ask_and_show(urls: Mapping[str, str], up: asyncio.Event, console: Console, printing: Printing) -> int:
-    await up.wait()
+async def _ask_and_show(watching: _Watching, console: Console) -> int:
+    await watching.up_beside.wait()
+    await watching.is_up.wait()
+    urls, printing = watching.urls, watching.printing
     async with HttpClient() as client:
-        router, plain = Endpoint(client, urls["router"]), Endpoint(client, urls["plain"])
+        router, plain = Endpoint(client, urls[_ROUTER]), Endpoint(client, urls[_PLAIN])
         pieces = [await router.cut(name, length) for name, length in PIECES]
         console.print(
             "\nPrefill and decode run on two instances; the KV cache goes from one to the other."

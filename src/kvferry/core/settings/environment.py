@@ -11,6 +11,7 @@ NATIVE = "KVFERRY_NATIVE"
 ISA = "KVFERRY_ISA"
 ALLOW_UNTESTED_VLLM = "KVFERRY_ALLOW_UNTESTED_VLLM"
 INSTANCE_NAME = "KVFERRY_INSTANCE_NAME"
+STATE_DIR = "KVFERRY_STATE_DIR"
 
 VARIABLES = {
     AUTH_TOKEN: "Secret of at least 16 characters that all instances and routers of a deployment share, and that is"
@@ -23,6 +24,8 @@ VARIABLES = {
     ISA: "Compile the CPU kernels for this instruction set (`avx2`, `avx512`, `sse`, `amx-emulated`) instead of the one"
     " of the processor: for tests and comparisons.",
     ALLOW_UNTESTED_VLLM: "`1`: run kvferry's connectors inside a release of vLLM that they were not tested with.",
+    STATE_DIR: "Folder in which fleets of this user are kept (`kvferry fleet apply`). Default:"
+    " `$XDG_STATE_HOME/kvferry`, else `~/.local/state/kvferry`.",
     INSTANCE_NAME: "Name of the instance in its log lines. `kvferry serve` sets it for each process that it starts.",
 }
 """Name → meaning, in Markdown."""

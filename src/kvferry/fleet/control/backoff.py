@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from kvferry.fleet.control.facts import Failure, Observed, Phase
-from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 
 SETTLED_S = 60.0
 """Who has served for so long has recovered: failures before that count no longer."""
 
 
+@dataclass(frozen=True)
+class HeldBack:
+    """Why no member of a role is started now. `for_good`: nor later, unless something changes."""
+
+    why: str
+    for_good: bool = False
+
+
 def held_back(
-    fleet: WantedFleet, role: Role, members: Iterable[Observed], failures: Iterable[Failure], now: float
-) -> str:
-    """Why no instance of this role is started now, after failures in a row; empty if one may be."""
+    fleet: WantedFleet, role: MemberRole, members: Iterable[Observed], failures: Iterable[Failure], now: float
+) -> HeldBack | None:
+    """Whether a member of this role may be started now, after failures in a row; None if it may."""
     revision, failing = fleet.revision, fleet.failure
     settled = [
         one.since
@@ -25,9 +34,15 @@ def held_back(
         one for one in failures if (one.role, one.revision) == (role, revision) and one.at > max(settled, default=-1e18)
     ]
     if not row:
-        return ""
+        return None
     if len(row) >= failing.crash_loop:
-        return f"{len(row)} failures in a row, the last: {row[-1].reason}"
+        return HeldBack(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", for_good=True)
     first, longest = map(seconds, failing.backoff)
     wait_s = row[-1].at + min(first * 2.0 ** (len(row) - 1), longest) - now
-    return f"failed {len(row)} times in a row, next start in {wait_s:.1f} s: {row[-1].reason}" if wait_s > 0 else ""
+    if wait_s <= 0:
+        return None
+    return HeldBack(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times in a row"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.fleet.control.spec import Role
+from kvferry.fleet.control.spec import MemberRole
 
 
 class Phase(Enum):
@@ -27,7 +27,7 @@ class Observed:
     unit it belongs to, in replica mode."""
 
     name: str
-    role: Role
+    role: MemberRole
     revision: str
     phase: Phase
     since: float
@@ -40,7 +40,7 @@ class Observed:
 class Failure:
     """A member of this role and revision failed, or did not serve in time."""
 
-    role: Role
+    role: MemberRole
     revision: str
     at: float
     reason: str
@@ -51,7 +51,7 @@ class Start:
     """Start an instance."""
 
     name: str
-    role: Role
+    role: MemberRole
     revision: str
     why: str
     unit: str = ""
@@ -79,8 +79,37 @@ class SwitchRole:
     """Let an instance that runs do the other phase."""
 
     name: str
-    role: Role
+    role: MemberRole
     why: str
 
 
 Step = Start | Drain | StopMember | SwitchRole
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """A member, for people. `detail`: why it failed, or what it waits for."""
+
+    name: str
+    role: MemberRole
+    revision: str
+    phase: str
+    for_s: float
+    url: str = ""
+    unit: str = ""
+    outstanding: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RoleStatus:
+    """How many members of a role there are. `updated`: ready in the revision that is wanted. `failed`: why none is
+    started at the moment, or empty; `given_up`: nor will be, unless something changes."""
+
+    desired: int
+    ready: int
+    updated: int
+    starting: int
+    draining: int
+    failed: str = ""
+    given_up: bool = False

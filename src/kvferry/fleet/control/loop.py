@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.fleet.control.backoff import held_back
 from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
-from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 
 UNIT = "unit"
 _LEAVING = (Phase.DRAINING, Phase.DRAINED, Phase.FAILED)
@@ -70,7 +70,7 @@ class _Tick:
         self._revision = fleet.revision
         self._names = {one.name for one in members} | {one.unit for one in members}
         self._next_number = Counter[str]()
-        self._held = dict[Role, bool]()
+        self._held = dict[MemberRole, bool]()
         self.steps: list[Step] = []
         self._items: dict[int, Item] = {}
         """By identity."""
@@ -234,7 +234,7 @@ class _Tick:
             if lacking > 0 and not self._held_back(role):
                 self._start_members(f"{unit}-{role}", role, lacking, f"{unit} lacks {lacking}", unit)
 
-    def _start_members(self, prefix: str, role: Role, number: int, why: str, unit: str = "") -> None:
+    def _start_members(self, prefix: str, role: MemberRole, number: int, why: str, unit: str = "") -> None:
         for _ in range(number):
             self.steps.append(Start(self._free(prefix), role, self._revision, why, unit))
 
@@ -252,7 +252,7 @@ class _Tick:
         self.steps.append(StopMember(member.name, why, failed=True))
         self._failures.append(Failure(member.role, member.revision, self._now, why))
 
-    def _roles(self, kind: str) -> tuple[Role, ...]:
+    def _roles(self, kind: str) -> tuple[MemberRole, ...]:
         return tuple(self._fleet.unit.members) if self._fleet.unit is not None else (kind,)  # type: ignore[return-value]
 
     def _free(self, prefix: str) -> str:
@@ -261,9 +261,9 @@ class _Tick:
         self._names.add(name)
         return name
 
-    def _held_back(self, role: Role) -> bool:
+    def _held_back(self, role: MemberRole) -> bool:
         if role not in self._held:
-            self._held[role] = bool(held_back(self._fleet, role, self._members, self._failures, self._now))
+            self._held[role] = held_back(self._fleet, role, self._members, self._failures, self._now) is not None
         return self._held[role]
 
 

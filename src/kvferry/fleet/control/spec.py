@@ -24,6 +24,9 @@ from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernete
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+MemberRole = Literal["prefill", "decode", "both", "router"]
+"""What a process of the fleet is for."""
+
 MOST = 4096
 """Instances of one role, or units."""
 
@@ -57,10 +60,13 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: Literal["kvferry", "vllm"] = "kvferry"
     """kvferry's own engine, or vLLM's servers."""
-    connector: tuple[str, ...] = ("P2pConnector",)
-    """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector."""
+    connector: tuple[str, ...] = ()
+    """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector, asked in this order.
+    Default: P2pConnector."""
+    kv_transfer_config: str = ""
+    """The whole JSON of --kv-transfer-config, instead of `connector`; each instance gets the kv_role of its role."""
     args: tuple[str, ...] = ()
-    """Further flags of every instance, as on the command line."""
+    """Further flags of every instance: those of `kvferry decode`, or of `vllm serve`."""
     python: str = ""
     """Python of an environment with vLLM; default: the Python that runs kvferry."""
 
@@ -80,6 +86,19 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Roles that an instance of this one may change to without a restart."""
     args: tuple[str, ...] = ()
     """Further flags of instances of this role."""
+
+
+class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[router]`: the fleet's one endpoint."""
+
+    count: Number | None = None
+    """Router processes that share the address. Default: two where there are cores for them, otherwise one; 0: none."""
+    host: str = "127.0.0.1"
+    """Address to listen on; only this machine can reach the default."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes any free one."""
+    args: tuple[str, ...] = ()
+    """Further flags of `kvferry router`."""
 
 
 class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +138,8 @@ class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Waits before a further start after failures in a row: the first, which doubles each time, and the longest."""
     crash_loop: Positive = 5
     """After so many failures in a row nothing of that revision and role is started any more, and `status` says why."""
+    hang: Duration = "60s"
+    """How long an instance or a router may leave GET /health unanswered before it is replaced; "0s" waits for ever."""
     start: Duration = "10m"
     """How long an instance may take until it serves; in replica mode, all of a unit together."""
     drain: Duration = "120s"
@@ -144,19 +165,49 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["pooling", "replica"]
     """`pooling`: each role is scaled for itself, and any P hands over to any D. `replica`: units of fixed members."""
     engine: EngineSpec = EngineSpec()
-    role: dict[Role, RoleSpec] = {}
+    args: tuple[str, ...] = ()
+    """Flags of `kvferry serve` for all processes of the fleet, such as --log-format=json."""
+    role: dict[MemberRole, RoleSpec] = {}
+    router: RouterSpec = RouterSpec()
     unit: Unit | None = None
     roll: Roll = Roll()
     failure: Failing = Failing()
     backend: Backend = Backend()
+    stamp: str = ""
+    """Another text makes another revision: `kvferry fleet roll` sets it, to replace everything by the same again."""
 
     @property
     def revision(self) -> str:
         """Names the settings of the instances: eight hexadecimal digits, the same for the same settings."""
-        fixed = {name: (one.tensor_parallel_size, one.args) for name, one in sorted(self.role.items())}
+        fixed = {
+            name: (one.tensor_parallel_size, one.args, bool(one.can_be)) for name, one in sorted(self.role.items())
+        }
         members = None if self.unit is None else dict(sorted(self.unit.members.items()))
-        settings = msgspec.json.encode([self.model, self.mode, self.engine, fixed, members], order="deterministic")
-        return hashlib.sha256(settings).hexdigest()[:8]
+        told = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
+        return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
+
+    @property
+    def num_instances(self) -> int:
+        """Instances wanted, of all roles."""
+        if self.unit is not None:
+            return self.unit.count * sum(self.unit.members.values())
+        return sum(one.count for one in self.role.values())
+
+    def front(self, num_routers: int) -> WantedFleet:
+        """The routers as a fleet of their own, which the same loop looks after: a change of the instances rolls no
+        router, and the other way round. `num_routers`: where `[router]` does not say how many."""
+        router = self.router
+        number = num_routers if router.count is None else router.count
+        told = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
+        return WantedFleet(
+            name=self.name,
+            model=self.name,
+            mode="pooling",
+            role={"router": RoleSpec(count=number, args=told)},
+            roll=self.roll,
+            failure=self.failure,
+            stamp=self.stamp,
+        )
 
 
 def read_fleet(path: Path) -> WantedFleet:
@@ -175,6 +226,7 @@ def read_fleet(path: Path) -> WantedFleet:
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSpec,
+    "router": RouterSpec,
     "unit": Unit,
     "roll": Roll,
     "failure": Failing,
@@ -202,9 +254,7 @@ def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
     for key in ("name", "model", "mode"):
         if key not in values:
             raise ConfigError(f"{key} is required")
-    fleet = WantedFleet(**values)
-    _check(fleet)
-    return fleet
+    return check_fleet(WantedFleet(**values))
 
 
 def _table(where: str, value: object) -> Mapping[str, Any]:
@@ -231,8 +281,8 @@ def _role(name: str) -> Role:
     return name
 
 
-def _check(fleet: WantedFleet) -> None:
-    """Raise `ConfigError` for tables that contradict each other."""
+def check_fleet(fleet: WantedFleet) -> WantedFleet:
+    """The fleet. Raises `ConfigError` for tables that contradict each other."""
     if fleet.mode == "replica":
         if fleet.unit is None:
             raise ConfigError('mode = "replica" needs a table [unit] with its members')
@@ -255,8 +305,11 @@ def _check(fleet: WantedFleet) -> None:
             raise ConfigError(f"role.{name}.can_be names the role itself")
     if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
         raise ConfigError(f"unit: count = {fleet.unit.count} is more than max = {fleet.unit.max}")
+    if fleet.engine.connector and fleet.engine.kv_transfer_config:
+        raise ConfigError("engine: connector and kv_transfer_config say the same; leave one of them out")
     if not fleet.roll.surge and not fleet.roll.unavailable:
         raise ConfigError("roll: with surge = 0 and unavailable = 0 nothing could ever be replaced")
     first, longest = map(seconds, fleet.failure.backoff)
     if first > longest:
         raise ConfigError("failure.backoff: the first wait is longer than the longest")
+    return fleet

@@ -88,7 +88,7 @@ class _Rendering:
     def _parts(self) -> list[_Part]:
         fleet = self._fleet
         if fleet.unit is None:
-            return [_Part(fleet.name, None, {role: one.count for role, one in fleet.role.items()})]
+            return [_Part(fleet.name, None, {role: one.count for role, one in fleet.role.items() if role != "router"})]
         members = dict(fleet.unit.members)
         return [_Part(f"{fleet.name}-{number}", number, members) for number in range(fleet.unit.count)]
 

@@ -52,6 +52,8 @@ class InstancePlace:
     cores: Cores
     environment: dict[str, str]
     hidden: frozenset[str] = frozenset()
+    arguments: tuple[str, ...] = ()
+    """Further ones of this instance's role."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,6 @@ class VllmInstances:
             command=tuple(self._command(replace(place, port=port))),
             environment={**self._environment(place, bootstrap_port), **place.environment},
             hidden=place.hidden,
-            cores=place.cores,
             foreign=Foreign(f"http://{_reachable(host)}:{port}", START),
         )
 
@@ -123,7 +124,7 @@ class VllmInstances:
             command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
         if self.found.on_cpu:
             command += cpu_memory_arguments(self.arguments, self.number)
-        return command + list(self.arguments)
+        return [*command, *self.arguments, *place.arguments]
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.cores) | device_variables(place.index, self.number)

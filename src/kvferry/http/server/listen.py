@@ -9,13 +9,14 @@ from kvferry.core.errors import ConfigError
 BACKLOG = 2048
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, *, beside: bool = False) -> socket.socket:
     """A socket that has a port for itself and does not listen yet; port 0 takes any free one. Raises `ConfigError` if
-    another process uses the port."""
-    if port:
+    another process uses the port. `beside`: another process of this user has reserved it, and goes on with it."""
+    if port and not beside:
         listen(host, port).close()  # two sockets that do not listen may have one port
-    reserved = _bound(host, port)
+    reserved = _bound(host, port, beside=beside)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # so that the line above fails for others
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # and succeeds for who comes `beside`
     return reserved
 
 
@@ -30,12 +31,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, *, beside: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio sets TCP_NODELAY only on connections whose socket says that it is TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, beside)
         # Accepted connections inherit it: a token must not wait for the one before to be acknowledged.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:

@@ -152,8 +152,8 @@ class Tenants:
             max_in_flight=config.tenant_max_in_flight,
         )
         named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
-        shares = {key: _share(one, config.workers) for key, one in named.items()}
-        return cls(clock, _share(limits, config.workers), shares, config.tenant_by)
+        shares = {key: _share(one, config.workers or 1) for key, one in named.items()}
+        return cls(clock, _share(limits, config.workers or 1), shares, config.tenant_by)
 
     def api_keys(self) -> set[str]:
         """All that belong to a tenant."""

@@ -31,7 +31,7 @@ from kvferry.router.instances.pools import NO_TICKETS_S, Pools
 
 logger = logging.getLogger(__name__)
 
-_NEW_ONES_S = 0.25
+_NEW_ONES_S = 0.05
 """How soon an instance that was added is looked at."""
 
 _CONNECTOR_ASKED = re.compile(rb"^vllm:external_prefix_cache_queries_total(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
@@ -60,13 +60,15 @@ class Health:
     async def watch(self) -> None:
         """Check every instance periodically; runs until it is cancelled. A slow one does not delay the others."""
         watching: dict[Instance, asyncio.Task[None]] = {}
+        at_once = False  # `first_look` has looked at the first ones
         async with asyncio.TaskGroup() as group:
             while True:
-                here, at_once = OrderedSet(self._pools), bool(watching)
+                here = OrderedSet(self._pools)
                 for instance in here - watching.keys():
                     watching[instance] = group.create_task(self._watch_one(instance, at_once=at_once))
                 for instance in [one for one in watching if one not in here]:
                     watching.pop(instance).cancel()
+                at_once = True
                 await asyncio.sleep(min(_NEW_ONES_S, self._config.health_interval_s))
 
     async def look(self, instances: Iterable[Instance]) -> None:

@@ -44,7 +44,7 @@ def run_picker(
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. `on_ready` is called with {"url": …, "grpc": "host:port"}
     once gateways are answered. Raises `ConfigError`."""
-    if config.workers > 1:
+    if (config.workers or 1) > 1:
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in given_instances(config):
         _require_address(url)

@@ -1,14 +1,14 @@
-"""Becomes a child process of the fleet: ties its life to the supervisor's, takes its cores, and then executes the
-child's program.
+"""Becomes a member of a fleet: writes down which process it is, may tie its life to the controller's, takes its cores,
+and then executes the member's program.
 
-Run as a script in the new process, before anything else: what it sets survives `exec`. So the supervisor runs no Python
+Run as a script in the new process, before anything else: what it sets survives `exec`. So the controller runs no Python
 between `fork` and `exec`, which may deadlock in a process with threads. It imports nothing of kvferry, so that it costs
 a few milliseconds.
 
-    python launcher.py SUPERVISOR_PID CORES LEASH -- COMMAND…      CORES: 0,1,2 or "-" for all
+    python launcher.py CONTROLLER_PID CORES LEASH FILE -- COMMAND…      CORES: 0,1,2 or "-" for all
 
 LEASH `self`: the command's own children end with it. `group`: they may not, so this process stays as its parent, and
-ends the whole group when the supervisor ends, in whatever way.
+ends the whole group when the controller ends, in whatever way. `none`: the controller may come and go.
 """
 
 from __future__ import annotations
@@ -25,35 +25,49 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 
 
-def launching(command: Sequence[str], cores: Sequence[int], leash: str) -> tuple[str, ...]:
-    """The command line that runs this script."""
+def launching(command: Sequence[str], cores: Sequence[int], leash: str, process: str = "-") -> tuple[str, ...]:
+    """The command line that runs this script. `process`: the file in which it says which process it is."""
     named = ",".join(map(str, cores)) or "-"
     # Isolated and without site: this script needs the standard library only, and must start fast.
-    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), named, leash, "--", *command)
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), named, leash, process, "--", *command)
 
 
 def main(arguments: list[str]) -> None:
     """Does not return: the process becomes another program, or ends."""
-    supervisor, cores, leash, separator, *command = arguments
+    controller, cores, leash, process, separator, *command = arguments
     if separator != "--" or not command:
-        sys.exit("launcher: expected SUPERVISOR_PID CORES LEASH -- COMMAND…")
+        sys.exit("launcher: expected CONTROLLER_PID CORES LEASH FILE -- COMMAND…")
+    if process != "-":
+        write_process(process)
     if cores != "-":
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     if leash == "group":
         signal.signal(signal.SIGUSR1, _end_group)
-        _signal_when_gone(int(supervisor), signal.SIGUSR1)
+        _signal_when_gone(int(controller), signal.SIGUSR1)
         _guard(command)
-    _signal_when_gone(int(supervisor), signal.SIGKILL)  # SIGKILL, because a child that hangs ignores SIGTERM.
+    if leash == "self":
+        _signal_when_gone(int(controller), signal.SIGKILL)  # SIGKILL, because a child that hangs ignores SIGTERM.
     _become(command)
 
 
-def _signal_when_gone(supervisor: int, number: int) -> None:
-    """Receive a signal when the supervisor ends, in whatever way."""
+def write_process(path: str) -> None:
+    """Write the number and the start time of this process, which together name it."""
+    stat = os.open("/proc/self/stat", os.O_RDONLY)
+    started = os.read(stat, 4096).rpartition(b")")[2].split()[19].decode()
+    os.close(stat)
+    file = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.write(file, f"{os.getpid()} {started}\n".encode())
+    os.close(file)
+    os.rename(f"{path}.new", path)  # noqa: PTH104 - pathlib is not to be imported here
+
+
+def _signal_when_gone(controller: int, number: int) -> None:
+    """Receive a signal when the controller ends, in whatever way."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
-        sys.exit(f"kvferry: error: cannot tie a process to its supervisor: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != supervisor:
-        sys.exit("kvferry: error: the supervisor ended before its child began")
+        sys.exit(f"kvferry: error: cannot tie a process to its controller: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != controller:
+        sys.exit("kvferry: error: the controller ended before its child began")
 
 
 def _become(command: list[str]) -> None:
@@ -64,7 +78,7 @@ def _become(command: list[str]) -> None:
 
 
 def _guard(command: list[str]) -> None:
-    """Run the command as a child, forward SIGTERM to it, and end as it ends. The supervisor then ends the group."""
+    """Run the command as a child, forward SIGTERM to it, and end as it ends. The controller then ends the group."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a child to forward it to
     child = os.fork()
     if child == 0:

@@ -2,7 +2,7 @@
 
 These imports are most of the CPU time that an instance takes to start, and the same in each. A fleet pays for them
 once, and an instance that died is restarted in a moment. `cli.fork_main` is the process; it is started with the first
-instance, and ends with the supervisor. Each instance becomes a child of the supervisor, which is their subreaper, so
+instance, and ends with the controller. Each instance becomes a child of the controller, which is their subreaper, so
 none of them minds when the forking process dies; the next fork starts another one. If forking would not be sound (with
 CUDA, whose state a child cannot inherit, or when a library starts threads on import), each instance is started as a new
 process.
@@ -25,9 +25,17 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.fleet.backends.local.child import ChildProcess, spawn
+from kvferry.fleet.backends.local.fork_messages import (
+    MOST_BYTES,
+    Forked,
+    ForkRequest,
+    Imported,
+    Message,
+    NotForked,
+)
+from kvferry.fleet.backends.local.launcher import launching
 from kvferry.fleet.cpu import Cores, thread_variables
-from kvferry.fleet.fork_messages import MOST_BYTES, Forked, ForkRequest, Imported, Message, NotForked
-from kvferry.fleet.launcher import launching
 
 logger = logging.getLogger(__name__)
 
@@ -35,59 +43,17 @@ _IMPORT_S = 120.0
 """Most seconds for the imports, before instances are started without them."""
 _FORK_S = 10.0
 _END_S = 5.0
-_AGAIN_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA = Path("/dev/nvidiactl")
-
-
-class ForkedChild:
-    """A forked process, with the part of `asyncio.subprocess.Process` that `Process` uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._ended = asyncio.Event()
-        self._descriptor = os.pidfd_open(pid)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
-
-    async def wait(self) -> int:
-        """Its exit code; minus the number of the signal that ended it."""
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def terminate(self) -> None:
-        """Send SIGTERM, unless it is known to have ended."""
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL to it alone, unless it is known to have ended: right after the fork it does not lead a group
-        yet."""
-        self._signal(signal.SIGKILL)
-
-    def _reap(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._descriptor)
-        try:
-            _, status = os.waitpid(self.pid, 0)
-        except ChildProcessError:  # it ended so early that it is not this process's child yet
-            loop.call_later(_AGAIN_S, loop.add_reader, self._descriptor, self._reap)
-            return
-        os.close(self._descriptor)
-        self.returncode = os.waitstatus_to_exitcode(status)
-        self._ended.set()
-
-    def _signal(self, number: int) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, number)
 
 
 class ForkServer:
     """Owns the forking process and the socket to it. One event loop. Makes this process the subreaper of its
     descendants: who is forked becomes its child."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_tied: bool = True) -> None:
+        """`is_tied`: who is forked ends with this process."""
+        self._is_tied = is_tied
         self._is_wanted = not _CUDA.exists()
         self._is_closed = False
         self._server: _Server | None = None
@@ -95,9 +61,17 @@ class ForkServer:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     async def fork(
-        self, arguments: tuple[str, ...], environment: Mapping[str, str], cores: Cores, log: int, ready: int
-    ) -> ForkedChild | None:
-        """A child that runs `kvferry ARGUMENTS`; None if it has to be started as a new process.
+        self,
+        arguments: tuple[str, ...],
+        environment: Mapping[str, str],
+        cores: Cores,
+        *,
+        log: int,
+        ready: int,
+        process: Path,
+    ) -> ChildProcess | None:
+        """A child that runs `kvferry ARGUMENTS`, and says in `process` which one it is; None if it has to be started as
+        a new process.
 
         Raises `OSError` if the system has no room for another process, and after `close`.
         """
@@ -108,7 +82,8 @@ class ForkServer:
         if server is None:
             return None
         try:
-            return await server.fork(ForkRequest(arguments, dict(environment), cores, os.getpid()), log, ready)
+            request = ForkRequest(arguments, dict(environment), cores, os.getpid(), self._is_tied, str(process))
+            return await server.fork(request, log, ready)
         except (TimeoutError, BlockingIOError):
             logger.warning("the process that forks instances has hung; starting an instance without it")
             return None
@@ -119,7 +94,7 @@ class ForkServer:
             await self._server.close()
             self._server = None
         if self._server is None and self._is_wanted:
-            self._server = await _Server.start(environment)
+            self._server = _Server.start(environment)
             if self._is_closed:  # closed meanwhile, when there was nothing to close yet
                 await self._server.close()
         if self._server is not None and not await self._server.has_imported():
@@ -138,29 +113,25 @@ class ForkServer:
 class _Server:
     """One forking process, from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+    def __init__(self, process: ChildProcess, ours: socket.socket) -> None:
         self._process, self._socket = process, ours
-        self._answers: deque[asyncio.Future[ForkedChild]] = deque()
+        self._answers: deque[asyncio.Future[ChildProcess]] = deque()
         self._ready = asyncio.Event()
         self._listener = asyncio.create_task(self._listen())
         self.is_gone = False
 
     @classmethod
-    async def start(cls, environment: Mapping[str, str]) -> _Server:
+    def start(cls, environment: Mapping[str, str]) -> _Server:
         """Start it; it can be used once `has_imported` returns True."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         command = (sys.executable, "-m", "kvferry.cli.fork_main", str(theirs.fileno()))
         try:
             with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *launching(command, (), "self"),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,  # an import that fails here fails in an instance too
-                    stderr=asyncio.subprocess.DEVNULL,
-                    env={**environment, **thread_variables(()), "OPENBLAS_NUM_THREADS": "1"},
-                    start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
+                process = spawn(  # without output: an import that fails here fails in an instance too
+                    launching(command, (), "self"),
+                    {**environment, **thread_variables(()), "OPENBLAS_NUM_THREADS": "1"},
+                    inherits=(theirs.fileno(),),
                 )
         except BaseException:
             ours.close()
@@ -175,9 +146,9 @@ class _Server:
                 await self._ready.wait()
         return self._ready.is_set() and not self.is_gone
 
-    async def fork(self, request: ForkRequest, log: int, ready: int) -> ForkedChild:
+    async def fork(self, request: ForkRequest, log: int, ready: int) -> ChildProcess:
         """A child. Raises `OSError`; `TimeoutError` or `BlockingIOError` if the process has hung."""
-        answer: asyncio.Future[ForkedChild] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         asked = os.memfd_create("kvferry-fork")
         try:
             os.write(asked, msgspec.json.encode(request))
@@ -201,19 +172,12 @@ class _Server:
             with suppress(OSError):  # it has ended
                 self._socket.shutdown(socket.SHUT_WR)
         else:  # it receives nothing while it imports
-            self._kill()
-        try:
-            async with asyncio.timeout(_END_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._kill()
+            self._process.kill()
+        if not await self._process.wait(_END_S):
+            self._process.kill()
             await self._process.wait()
         await asyncio.wait([self._listener])
         self._socket.close()
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -235,9 +199,9 @@ class _Server:
             case NotForked(number):
                 _fail(self._answers.popleft(), OSError(number, os.strerror(number)))
 
-    def _hand_over(self, pid: int, answer: asyncio.Future[ForkedChild]) -> None:
+    def _hand_over(self, pid: int, answer: asyncio.Future[ChildProcess]) -> None:
         try:
-            child = ForkedChild(pid)
+            child = ChildProcess(pid)
         except OSError as error:  # no descriptor is left
             os.kill(pid, signal.SIGKILL)
             _fail(answer, error)
@@ -255,6 +219,6 @@ class _Server:
             _fail(self._answers.popleft(), OSError(errno.ECHILD, "the process that forks instances has ended"))
 
 
-def _fail(answer: asyncio.Future[ForkedChild], error: OSError) -> None:
+def _fail(answer: asyncio.Future[ChildProcess], error: OSError) -> None:
     if not answer.done():
         answer.set_exception(error)

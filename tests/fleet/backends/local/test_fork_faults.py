@@ -9,17 +9,22 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 
+from fleet.fleets import attended
 from fleet.recording import RecordingDisplay
-from kvferry.fleet import fork_server, supervisor
-from kvferry.fleet.fork_server import ForkedChild, ForkServer
-from kvferry.fleet.launcher import launching
+from kvferry.cli import attended as foreground
+from kvferry.cli.attended import AttendedFleet
+from kvferry.fleet.backends.local import fork_server, member
+from kvferry.fleet.backends.local.child import ChildProcess
+from kvferry.fleet.backends.local.fork_server import ForkServer
+from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.control.spec import Failing
 from kvferry.fleet.process import PROGRAM, ProcessSpec
-from kvferry.fleet.supervisor import FleetPlan, LocalSupervisor
 
 pytestmark = pytest.mark.processes
 
@@ -78,10 +83,14 @@ async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
         await until(lambda: children() <= others)
 
 
-async def fork(server: ForkServer) -> ForkedChild | None:
+async def fork(server: ForkServer) -> ChildProcess | None:
     nothing = os.memfd_create("nothing")
     try:
-        return await server.fork(("decode",), {**os.environ, **THREADS}, (), nothing, nothing)
+        with TemporaryDirectory() as folder:
+            process, environment = Path(folder) / "process", {**os.environ, **THREADS}
+            child = await server.fork(("decode",), environment, (), log=nothing, ready=nothing, process=process)
+            await until(lambda: child is None or child.has_ended or process.exists())  # it is about to write there
+            return child
     finally:
         os.close(nothing)
 
@@ -112,12 +121,45 @@ async def until(there: Callable[[], bool], every_s: float = 0.02) -> None:
         await asyncio.sleep(every_s)
 
 
-def fleet(grace_s: float = 0.2) -> tuple[LocalSupervisor, RecordingDisplay, asyncio.Task[int]]:
-    """Two instances, which are forked."""
-    display = RecordingDisplay()
-    one = LocalSupervisor(display, grace_s=grace_s)
-    specs = tuple(ProcessSpec(f"decode-{number}", (*PROGRAM, "decode"), THREADS, forks=True) for number in range(2))
-    return one, display, asyncio.create_task(one.run(FleetPlan(specs)))
+class Fleet:
+    """Two instances, which are forked by `server`."""
+
+    def __init__(self, grace_s: float = 0.2) -> None:
+        self.display, self.server = RecordingDisplay(), ForkServer()
+        self.attended: AttendedFleet = attended(
+            self.display,
+            {"decode": lambda name: ProcessSpec(name, (*PROGRAM, "decode"), THREADS, forks=True)},
+            Failing(hang="0s", backoff=("10ms", "50ms")),
+            grace_s=grace_s,
+            fork_server=self.server,
+            decode=2,
+        )
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self) -> int:
+        try:
+            return await self.attended.run()
+        finally:
+            await self.server.close()
+
+    @property
+    def forking(self) -> int:
+        """The forking process."""
+        assert self.server._server is not None
+        return self.server._server._process.pid
+
+    def instances(self) -> set[int]:
+        """The processes that are the fleet's and fork nothing."""
+        return {one.pid for one in psutil.Process().children() if is_there(one) and one.pid != self.forking}
+
+    async def up(self) -> None:
+        await self.display.until(lambda seen: bool(seen.of("up")))
+
+
+@pytest.fixture
+def no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grace periods are exactly as they are told."""
+    monkeypatch.setattr(foreground, "END_MARGIN_S", 0.0)
 
 
 async def test_a_child_that_nobody_wants_any_more_is_ended_and_the_next_is_forked(runs: Runs) -> None:
@@ -149,61 +191,55 @@ async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
         await until(lambda: len(forked()) == 1)
 
 
-async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_while_the_second_is_forked(runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None) -> None:
     others, num_forks = children(), 0
-    one, _, running = fleet()
+    one = Fleet()
     asked = fork_server._Server.fork
 
-    async def stopping(*arguments: Any) -> ForkedChild:
+    async def stopping(*arguments: Any) -> ChildProcess:
         nonlocal num_forks
         num_forks += 1
         if num_forks == 2:
-            asyncio.get_running_loop().call_soon(one.stop)
+            asyncio.get_running_loop().call_soon(one.attended.stop)
         return await asked(*arguments)
 
     monkeypatch.setattr(fork_server._Server, "fork", stopping)
     async with asyncio.timeout(HANGS_S):
-        assert await running == 0
+        assert await one.running == 0
         await until(lambda: children() <= others)
 
 
 @pytest.mark.parametrize("program", [FORKS, IMPORTS_FOR_EVER])
 async def test_the_end_while_the_forking_process_is_started_anew(
-    program: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+    program: str, runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
 ) -> None:
     monkeypatch.setattr(fork_server, "_END_S", HANGS_S)
-    others = children()
-    one, display, running = fleet()
+    others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
-        await display.until(lambda seen: bool(seen.of("up")))
+        await one.up()
         runs(program)
-        first = one._fork_server and one._fork_server._server
+        first, instances = one.server._server, one.instances() - others
         assert first
         first._process.kill()
-        instance = one._instances[0].process
-        assert instance
-        instance.kill()
-        await until(lambda: one._fork_server is not None and one._fork_server._server not in (first, None))
-        one.stop()
-        assert await running == 0
+        os.kill(min(instances), signal.SIGKILL)
+        await until(lambda: one.server._server not in (first, None))
+        one.attended.stop()
+        assert await one.running == 0
         await until(lambda: children() <= others)
 
 
 async def test_one_that_stands_still_is_waited_for_no_longer_than_told(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
 ) -> None:
-    others = children()
-    one, display, running = fleet()
+    others, one = children(), Fleet()
     async with asyncio.timeout(HANGS_S):
-        await display.until(lambda seen: bool(seen.of("up")))
-        for name, module in (("_FORK_S", fork_server), ("_END_S", fork_server), ("_KILLED_S", supervisor)):
+        await one.up()
+        for name, module in (("_FORK_S", fork_server), ("_END_S", fork_server), ("_KILLED_S", member)):
             monkeypatch.setattr(module, name, 0.2)
-        assert one._fork_server is not None
-        assert one._fork_server._server is not None
-        os.kill(one._fork_server._server._process.pid, signal.SIGSTOP)
-        assert await fork(one._fork_server) is None
-        one.stop()
-        assert await running == 0
+        os.kill(one.forking, signal.SIGSTOP)
+        assert await fork(one.server) is None
+        one.attended.stop()
+        assert await one.running == 0
         await until(lambda: children() <= others)
 
 
@@ -216,30 +252,27 @@ async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
         assert server._server is not None
         os.kill(server._server._process.pid, signal.SIGSTOP)
         child.terminate()
-        assert await child.wait() == -signal.SIGTERM
+        assert await child.wait()
+        assert child.returncode == -signal.SIGTERM
         os.kill(server._server._process.pid, signal.SIGCONT)
         assert await fork(server) is not None  # of the same process
 
 
 async def test_ctrl_c_ends_everything_within_the_grace_while_the_forking_process_hangs(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, no_margin: None
 ) -> None:
     """And an instance that ends meanwhile is started without it."""
-    others = children()
-    one, display, running = fleet(grace_s=HANGS_S)
+    others, one = children(), Fleet(grace_s=HANGS_S)
     async with asyncio.timeout(HANGS_S):
-        await display.until(lambda seen: bool(seen.of("up")))
+        await one.up()
         monkeypatch.setattr(fork_server, "_FORK_S", 0.2)
         monkeypatch.setattr(fork_server, "_END_S", 0.2)
-        assert one._fork_server is not None
-        assert one._fork_server._server is not None
-        first = one._instances[0].process
-        assert first
-        os.kill(one._fork_server._server._process.pid, signal.SIGSTOP)
-        os.kill(first.pid, signal.SIGTERM)
-        await until(lambda: one._instances[0].process not in (first, None))
+        instances = one.instances() - others
+        os.kill(one.forking, signal.SIGSTOP)
+        os.kill(min(instances), signal.SIGTERM)
+        await until(lambda: len(one.instances() - others - instances) > 0)
         os.kill(os.getpid(), signal.SIGINT)
-        assert await running == 0
+        assert await one.running == 0
         await until(lambda: children() <= others)
 
 
@@ -265,7 +298,8 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
         assert server._server is not first
         await until(lambda: forked() == {child.pid, second.pid})
         child.terminate()
-        assert await child.wait() == -signal.SIGTERM
+        assert await child.wait()
+        assert child.returncode == -signal.SIGTERM
 
 
 async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The messages between the supervisor and the process that forks instances, over a SOCK_SEQPACKET socket.
+"""The messages between the controller and the process that forks instances, over a SOCK_SEQPACKET socket.
 
-The supervisor sends one byte with three descriptors: a file with a `ForkRequest`, the log, and the pipe for start
+The controller sends one byte with three descriptors: a file with a `ForkRequest`, the log, and the pipe for start
 messages. It receives one `Message` in each packet: `Imported` first, then `Forked` or `NotForked` for each request in
 turn.
 """
@@ -16,12 +16,14 @@ MOST_BYTES = 1024
 
 class ForkRequest(msgspec.Struct, frozen=True):
     """Run `kvferry ARGUMENTS` with exactly this environment, on these cores (empty: on all), as a child of process
-    `parent`."""
+    `parent`, with which it ends if it `is_tied`. `process`: the file in which it says which process it is."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
     cores: tuple[int, ...]
     parent: int
+    is_tied: bool
+    process: str
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):

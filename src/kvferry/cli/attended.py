@@ -1,0 +1,166 @@
+"""A fleet in the foreground: somebody waits for it to be up, and Ctrl-C ends everything that was started."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.backends.local.backend import LocalBackend, Recipe, memory_folder
+from kvferry.fleet.backends.local.fork_server import ForkServer
+from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
+from kvferry.fleet.control.backend import Member
+from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
+from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.display import Display, ReportingDisplay, make_display
+from kvferry.fleet.ready import ReadyWriter
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import LogConfig, set_up_logging
+
+EXIT_FAILED = 1
+EXIT_KILLED = 130
+
+END_MARGIN_S = 5.0
+"""How much longer than its own grace a process may take to end before it is killed."""
+
+MakeRecipe = Callable[[WantedFleet], Recipe]
+
+
+class AttendedFleet:
+    """Runs one fleet, once, in a folder of its own, which nobody finds later. `grace_s`: between SIGTERM and SIGKILL,
+    for the routers and again for the instances."""
+
+    def __init__(
+        self,
+        fleet: WantedFleet,
+        make_recipe: MakeRecipe,
+        display: Display,
+        *,
+        token: str,
+        grace_s: float,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        self._fleet, self._make_recipe, self._display = fleet, make_recipe, display
+        self._token, self._grace_s, self._fork_server = token, grace_s + END_MARGIN_S, fork_server
+        self._controller: Controller | None = None
+        self._backend: LocalBackend | None = None
+        self._was_asked: EndAsked | None = None
+        self._hurried = False
+
+    async def run(self) -> int:
+        """Serve until the end; returns the exit code. Call it in the main thread. Raises `ConfigError` if the fleet
+        cannot be run here."""
+        try:
+            with TemporaryDirectory(prefix="kvferry-", dir=memory_folder()) as folder:
+                return await self._run(Path(folder))
+        finally:
+            self._display.close()
+
+    def stop(self) -> None:
+        """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
+        self._was_asked = EndAsked()
+        if self._controller is not None:
+            self._controller.end(self._was_asked)
+
+    async def _run(self, folder: Path) -> int:
+        ledger = Ledger(folder / "ledger")
+        ledger.want(self._fleet)
+        backend = self._backend = LocalBackend(folder, self._make_recipe, self._display, fork_server=self._fork_server)
+        async with Front(self._token) as front:
+            controller = self._controller = Controller(
+                ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s
+            )
+            if self._was_asked is not None:
+                controller.end(self._was_asked)
+            with self._signals():
+                try:
+                    end = await controller.run()
+                    code = self._report(end, is_up=controller.is_up)
+                    await self._bring_down(backend)
+                finally:
+                    await backend.close()
+                    controller.close()
+        return EXIT_KILLED if self._hurried else code
+
+    async def _bring_down(self, backend: LocalBackend) -> None:
+        backend.close_address()
+        assert self._controller is not None
+        await self._controller.bring_down()
+
+    def _report(self, end: End, *, is_up: bool) -> int:
+        match end:
+            case EndAsked(number):
+                by = f"{signal.Signals(number).name}: " if number is not None else ""
+                how = " once running answers have ended; Ctrl-C again ends everything now" if is_up else ""
+                self._display.note(f"{by}stopping everything{how}")
+                return 0
+            case LetGo():
+                return 0
+            case FleetFailed(member, reason):
+                return self._report_failure(member, reason, is_up=is_up)
+
+    def _report_failure(self, member: Member | None, reason: str, *, is_up: bool) -> int:
+        if member is None:
+            self._display.error(reason)
+            return EXIT_FAILED
+        if member.is_misconfigured:
+            self._display.error(f"{member.name}: {reason}")
+            return EXIT_USER_ERROR
+        if is_up:
+            reason = f"{member.reason} while running; {reason}"
+        has_cause = not is_up and ": " in reason
+        self._display.error(f"{member.name} {reason}" + ("" if has_cause else "; its last lines:"))
+        if not has_cause:
+            for line in member.last_lines:
+                self._display.note(f"  {line}")
+        return EXIT_FAILED
+
+    # Signals.
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup makes a process ignore it.
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        assert self._controller is not None
+        assert self._backend is not None
+        if self._was_asked is None and not self._controller.has_ended:
+            self._was_asked = EndAsked(number)
+            self._controller.end(self._was_asked)
+        elif number == signal.SIGINT and not self._hurried:
+            self._hurried = True
+            self._display.note("killing everything")
+            self._backend.kill_all()
+
+
+def run_attended(
+    fleet: WantedFleet,
+    make_recipe: MakeRecipe,
+    *,
+    token: str,
+    grace_s: float,
+    ready_fd: int | None,
+    log: LogConfig,
+) -> int:
+    """Run a fleet until SIGINT or SIGTERM, and end all of it; returns the exit code. Raises `ConfigError`."""
+    set_up_logging(log, "supervisor")
+    DigestCache()  # logs what is wrong with it, if anything, once for all that is started
+    display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
+    attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
+    return asyncio.run(attended.run())

@@ -1,0 +1,394 @@
+"""`kvferry fleet apply` and what follows it: a fleet from a spec, changed while it serves.
+
+A controller in the background looks after it. These commands write down what is wanted, and show what has become of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from kvferry.cli.fleet_settings import local_recipe
+from kvferry.cli.serve import serve
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token, users_token
+from kvferry.core.settings.bounds import SECONDS_OR_ZERO
+from kvferry.core.settings.options import unknown_key
+from kvferry.fleet.backends.local.backend import LocalBackend
+from kvferry.fleet.control.controller import Controller, EndAsked, LetGo
+from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.ledger import Event, Ledger
+from kvferry.fleet.control.rehearsal import rehearse
+from kvferry.fleet.control.spec import Role, RoleSpec, WantedFleet, check_fleet, read_fleet
+from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.places import fleet_names, ledger_of, running_folder
+from kvferry.fleet.process import PROGRAM
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import TEXT, set_up_logging
+
+_LOOK_S = 0.2
+_BEGIN_S = 20.0
+"""How long a controller may take to begin."""
+_OLD_S = 10.0
+"""A status that is older, of a fleet without a controller, is said to be old."""
+_LOG = "controller.log"
+_MOST_LOG_BYTES = 16 * 2**20
+
+Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.")]
+Wait = Annotated[
+    float, Parameter(help="Seconds to wait until the fleet is as it is to be; 0: only write down what is wanted.")
+]
+
+
+def apply(
+    spec: Annotated[Path, Parameter(help="TOML file that says what the fleet is to be.")],
+    *,
+    dry_run: Annotated[
+        bool, Parameter(help="Show the steps that this would take, and change nothing.", negative=())
+    ] = False,
+    wait_s: Wait = 600.0,
+) -> int:
+    """Make a fleet, or make it what its spec now says, while it serves.
+
+        kvferry fleet apply chat.toml
+
+    Members go on when this command ends. A controller in the background replaces those that die; `kvferry fleet status`
+    shows them.
+    """
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    fleet = read_fleet(spec)
+    _require_possible(fleet)
+    ledger = ledger_of(fleet.name)
+    if dry_run:
+        return _rehearse(ledger, fleet)
+    return _want(ledger, fleet, wait_s)
+
+
+def status(
+    name: Annotated[str | None, Parameter(help="Name of the fleet. Default: all.")] = None,
+    *,
+    history: Annotated[bool, Parameter(help="Show each step that was taken, and why.", negative=())] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.", negative=())] = False,
+) -> int:
+    """Show a fleet: per role how many are wanted, ready, of the current revision and draining, and what failed."""
+    names = fleet_names() if name is None else [name]
+    if not names:
+        sys.stderr.write("kvferry: there are no fleets; `kvferry fleet apply SPEC` makes one\n")
+    for one in names:
+        ledger = _existing(one)
+        if json:
+            shown = {"wanted": ledger.wanted(), "status": ledger.status(), "has_controller": ledger.has_controller}
+            events = {"history": list(ledger.history())} if history else {}
+            sys.stdout.buffer.write(msgspec.json.encode({**shown, **events}) + b"\n")
+            continue
+        for line in _history(ledger) if history else _overview(one, ledger):
+            sys.stdout.write(line + "\n")
+    return 0
+
+
+def scale(
+    name: Fleet,
+    counts: Annotated[tuple[str, ...], Parameter(help="How many of what: prefill=3 decode=2; unit=2 in replica mode.")],
+    /,
+    *,
+    wait_s: Wait = 600.0,
+) -> int:
+    """Change how many instances of a role, or units, there are: `kvferry fleet scale chat prefill=3 decode=2`."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    ledger = _existing(name)
+    fleet = ledger.wanted().fleet
+    for one in counts:
+        what, _, number = one.partition("=")
+        if not number.isdecimal():
+            raise ConfigError(f"{one!r} is not a role and a number; write it as prefill=3")
+        fleet = _scaled(fleet, what, int(number))
+    return _want(ledger, check_fleet(fleet), wait_s)
+
+
+def roll(name: Fleet, *, wait_s: Wait = 600.0) -> int:
+    """Replace every instance and router by a new one of the same settings, a few at a time."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    ledger = _existing(name)
+    fleet = msgspec.structs.replace(ledger.wanted().fleet, stamp=f"{SYSTEM_CLOCK.wall():.3f}")
+    return _want(ledger, fleet, wait_s)
+
+
+def rollback(
+    name: Fleet,
+    *,
+    to: Annotated[str | None, Parameter(help="Revision, as `status` shows it. Default: the one before.")] = None,
+    wait_s: Wait = 600.0,
+) -> int:
+    """Make a fleet what it was to be before its last change of revision, or what it was at --to."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    ledger = _existing(name)
+    earlier = {one.revision: one for one in ledger.wanted().earlier}
+    if not earlier:
+        raise ConfigError(f"{name} has had no other revision that could be gone back to")
+    revision = to or next(iter(earlier))
+    if revision not in earlier:
+        raise ConfigError(unknown_key(f"revision {revision}", revision, earlier))
+    return _want(ledger, earlier[revision], wait_s)
+
+
+def pause(name: Fleet) -> int:
+    """Start and replace nothing any more, not even what dies, until `kvferry fleet resume`."""
+    return _set_pause(name, pause=True)
+
+
+def resume(name: Fleet, *, wait_s: Wait = 600.0) -> int:
+    """Go on after `kvferry fleet pause`."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    return _set_pause(name, pause=False, wait_s=wait_s)
+
+
+def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
+    """End a fleet: its routers first, then its instances, each once its running requests have ended."""
+    SECONDS_OR_ZERO.require("--wait-s", wait_s)
+    ledger = _existing(name)
+    ledger.delete()
+    _require_controller(ledger, name)
+    deadline = SYSTEM_CLOCK.monotonic() + wait_s
+    while ledger.has_controller and SYSTEM_CLOCK.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    if ledger.has_controller:
+        sys.stderr.write(f"kvferry: {name} is ending; `kvferry fleet status {name}` shows what is left\n")
+        return 1 if wait_s else 0
+    shutil.rmtree(ledger.folder, ignore_errors=True)
+    sys.stdout.write(f"{name}: ended\n")
+    return 0
+
+
+def control(name: Fleet) -> int:
+    """Look after a fleet, in the foreground. `apply` runs this in the background; SIGTERM ends it, and the fleet goes
+    on. A second one waits until the first has ended."""
+    set_up_logging(TEXT, "controller")
+    DigestCache()
+    return asyncio.run(_control(name, _existing(name)))
+
+
+async def _control(name: str, ledger: Ledger) -> int:
+    token, display = _token(), PlainDisplay()
+    make_recipe = partial(local_recipe, token=token, command=serve)
+    backend = LocalBackend(running_folder(ledger), make_recipe, display, outlives=True)
+    grace_s = make_recipe(ledger.wanted().fleet).listen.grace_s
+    async with Front(token) as front:
+        controller = Controller(ledger, backend, front, display, SYSTEM_CLOCK, grace_s=grace_s)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, controller.end, LetGo())
+        try:
+            if isinstance(await controller.run(), EndAsked):
+                await controller.bring_down()
+        finally:
+            await backend.close()
+            controller.close()
+    return 0
+
+
+# What is wanted.
+
+
+def _existing(name: str) -> Ledger:
+    ledger = ledger_of(name)
+    if not ledger.exists:
+        raise ConfigError(unknown_key(f"fleet {name}", name, fleet_names()))
+    return ledger
+
+
+def _token() -> str:
+    """What all controllers of a fleet have: a token that is drawn anew would lock the next one out."""
+    token = shared_token() or users_token()
+    if not token:
+        raise ConfigError("no token can be kept for this user; set KVFERRY_AUTH_TOKEN")
+    return token
+
+
+def _require_possible(fleet: WantedFleet) -> None:
+    if fleet.backend.kind != "local":
+        raise ConfigError(f"backend.kind: {fleet.backend.kind} fleets are made by `kvferry fleet render`, not here")
+    local_recipe(fleet, _token(), serve)
+
+
+def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
+    if fleet.unit is not None:
+        if what != "unit":
+            raise ConfigError(f"{fleet.name} is in replica mode, where units are scaled: unit={number}")
+        return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
+    role = next((one for name, one in fleet.role.items() if name == what), None)
+    if role is None:
+        raise ConfigError(unknown_key(what, what, fleet.role))
+    return msgspec.structs.replace(fleet, role={**fleet.role, what: msgspec.structs.replace(role, count=number)})
+
+
+def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
+    ledger = _existing(name)
+    fleet = ledger.wanted().fleet
+    return _want(ledger, msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=pause)), wait_s)
+
+
+def change_role_of(name: str, instance: str, role: Role) -> None:
+    """One instance more of this role, and one less of the one it has: which one changes is the loop's choice, so the
+    numbers are changed only, and the instance is checked to be one that can."""
+    ledger = _existing(name)
+    fleet, seen = ledger.wanted().fleet, ledger.status()
+    here = next((one for one in seen.members if one.name == instance), None) if seen is not None else None
+    if here is None:
+        raise ConfigError(f"{name} has no member called {instance!r}")
+    told = fleet.role.get(here.role)
+    if told is None or role not in told.can_be:
+        raise ConfigError(f"{instance} is {here.role}, which can_be no {role}; see role.{here.role}.can_be in the spec")
+    other = fleet.role.get(role, RoleSpec(count=0))
+    fleet = _scaled(
+        _scaled(msgspec.structs.replace(fleet, role={**fleet.role, role: other}), here.role, told.count - 1),
+        role,
+        other.count + 1,
+    )
+    _want(ledger, check_fleet(fleet), 0.0)
+
+
+# What becomes of it.
+
+
+def _want(ledger: Ledger, fleet: WantedFleet, wait_s: float) -> int:
+    wanted = ledger.want(fleet)
+    _require_controller(ledger, fleet.name)
+    if not wait_s:
+        return 0
+    try:
+        return _follow(ledger, fleet, wanted.number, wait_s)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"kvferry: {fleet.name} goes on without being watched: kvferry fleet status {fleet.name}\n")
+        return 130
+
+
+def _require_controller(ledger: Ledger, name: str) -> None:
+    """Start one in the background, unless there is one."""
+    if ledger.has_controller:
+        return
+    path = ledger.folder / _LOG
+    if path.exists() and path.stat().st_size > _MOST_LOG_BYTES:
+        path.replace(path.with_suffix(".log.old"))
+    with path.open("ab") as log:
+        process = subprocess.Popen(
+            [*PROGRAM, "fleet", "control", name],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = SYSTEM_CLOCK.monotonic() + _BEGIN_S
+    while not ledger.has_controller:
+        if process.poll() is not None:
+            last = path.read_text(errors="replace").strip().splitlines()[-1:]
+            raise ConfigError(f"the controller of {name} ended at once: {''.join(last)} (all of it: {path})")
+        if SYSTEM_CLOCK.monotonic() > deadline:
+            raise ConfigError(f"the controller of {name} does not begin; see {path}")
+        time.sleep(_LOOK_S)
+
+
+def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> int:
+    """Show what happens until the fleet is as it is to be; exit code 1 if that takes too long, or something keeps it
+    from becoming so."""
+    deadline, begun = SYSTEM_CLOCK.monotonic() + wait_s, SYSTEM_CLOCK.wall()
+    shown = 0
+    while True:
+        events = [one for one in ledger.history() if one.at >= begun]
+        for event in events[shown:]:
+            sys.stderr.write(f"kvferry: {_told(event)}\n")
+        shown = len(events)
+        seen = ledger.status()
+        if seen is not None and seen.number >= number:
+            if seen.settled:
+                sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")
+                return 0
+            if seen.trouble and not any(one.phase == "starting" for one in seen.members):
+                _complain(seen.trouble)
+                return 1
+        if not ledger.has_controller:
+            raise ConfigError(f"the controller of {fleet.name} has ended; see {ledger.folder / _LOG}")
+        if SYSTEM_CLOCK.monotonic() > deadline:
+            _complain([f"{fleet.name} is not as it is to be after {wait_s:g} s; it goes on"])
+            return 1
+        time.sleep(_LOOK_S)
+
+
+def _complain(lines: Sequence[str]) -> None:
+    for line in lines:
+        sys.stderr.write(f"kvferry: error: {line}\n")
+
+
+def _rehearse(ledger: Ledger, fleet: WantedFleet) -> int:
+    seen = ledger.status() if ledger.exists and ledger.has_controller else None
+    members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
+    steps = rehearse(fleet, members)
+    for step in steps:
+        sys.stdout.write(f"{_step(step)}\n")
+    if not steps:
+        sys.stdout.write("nothing would change\n")
+    return 0
+
+
+def _observed(member: MemberStatus) -> Observed:
+    return Observed(member.name, member.role, member.revision, Phase(member.phase), -member.for_s, member.unit)
+
+
+def _step(step: Step) -> str:
+    match step:
+        case Start(name, role, revision, why):
+            return f"+ start {name} ({role}, revision {revision}): {why}"
+        case Drain(name, why):
+            return f"- drain {name}: {why}"
+        case StopMember(name, why):
+            return f"- stop {name}: {why}"
+        case SwitchRole(name, role, why):
+            return f"~ {name} becomes {role}: {why}"
+
+
+def _told(event: Event) -> str:
+    return " ".join(filter(None, (event.what, event.name))) + (f": {event.why}" if event.why else "")
+
+
+def _history(ledger: Ledger) -> list[str]:
+    return [f"{datetime.fromtimestamp(one.at):%Y-%m-%d %H:%M:%S} {_told(one)}" for one in ledger.history()]
+
+
+def _overview(name: str, ledger: Ledger) -> list[str]:
+    wanted, seen = ledger.wanted(), ledger.status()
+    fleet = wanted.fleet
+    head = f"{name}  {fleet.model}  {fleet.mode}  revision {fleet.revision}"
+    lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if wanted.deleted else "")]
+    if not ledger.has_controller:
+        lines.append(f"  no controller looks after it; `kvferry fleet resume {name}` starts one")
+    if seen is None:
+        return lines
+    if seen.url:
+        lines.append(f"  {seen.url}")
+    lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
+    for role, one in seen.roles.items():
+        figures = f"{one.desired:>6} {one.ready:>6} {one.updated:>8} {one.starting:>9} {one.draining:>9}"
+        lines.append(f"  {role:<9} {figures}" + (f"  failed: {one.failed}" if one.failed else ""))
+    for member in seen.members:
+        detail = f"  {member.detail}" if member.detail else ""
+        unit = f"  {member.unit}" if member.unit else ""
+        lines.append(
+            f"    {member.name:<14} {member.role:<8} {member.phase:<9} {member.revision}  {member.url}{unit}{detail}"
+        )
+    return lines
+
+
+COMMANDS: tuple[Callable[..., int], ...] = (apply, status, scale, roll, rollback, pause, resume, delete, control)

@@ -1,0 +1,177 @@
+"""A fleet's spec from the flags of `kvferry serve`, and back: the spec's `args` are flags."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from cyclopts import App, CycloptsError, UnusedCliTokensError
+
+from kvferry.cli.common import flag_variables
+from kvferry.cli.flags import complete
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token, users_token
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import to_arguments
+from kvferry.fleet.control.spec import EngineSpec, Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.recipe import LocalRecipe
+from kvferry.fleet.restart import RestartPolicy
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
+from kvferry.observe.logs import LogConfig
+from kvferry.router.config import RouterConfig
+
+_SPECS_OWN = ("--prefill", "--decode", "--engine", "--engine-python", "--host", "--port", "--workers")
+"""Flags of `kvferry serve` that a spec says in its own words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the flags of `kvferry serve` say."""
+
+    spec: FleetSpec
+    engine: EngineConfig
+    instance: InstanceSpec = field(default_factory=InstanceSpec)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    listen: Listen = field(default_factory=Listen)
+    choice: EngineChoice = field(default_factory=EngineChoice)
+    log: LogConfig = field(default_factory=LogConfig)
+    access: HttpAccess = field(default_factory=HttpAccess)
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+def fleet_of(name: str, told: Told) -> WantedFleet:
+    """The fleet that flags of `kvferry serve` ask for."""
+    spec, engine, listen, choice = told.spec, told.engine, told.listen, told.choice
+    roles: dict[MemberRole, RoleSpec] = {"both": RoleSpec()}
+    if spec.is_split:
+        roles = {"prefill": RoleSpec(count=spec.num_prefill), "decode": RoleSpec(count=spec.num_decode)}
+    return WantedFleet(
+        name=name,
+        model=engine.model,
+        mode="pooling",
+        engine=EngineSpec(
+            kind=choice.engine,
+            kv_transfer_config=told.instance.kv_transfer_config or "",
+            args=choice.engine_argument
+            if choice.engine == "vllm"
+            else _changed(engine, EngineConfig(model=engine.model)),
+            python=choice.engine_python or "",
+        ),
+        args=(
+            *_changed(told.instance, InstanceSpec(), "kv_transfer_config"),
+            *_changed(spec, FleetSpec(), "prefill", "decode"),
+            *_changed(told.log, LogConfig()),
+            *_changed(listen, Listen(), "host", "port"),
+            *((f"--tls-ca={told.access.tls_ca}",) if told.access.tls_ca is not None else ()),
+        ),
+        role=roles,
+        router=RouterSpec(
+            count=told.router.workers if spec.is_split else 0,
+            host=listen.host,
+            port=listen.port,
+            args=(
+                *_changed(told.router, RouterConfig(), "workers"),
+                *_changed(told.access, HttpAccess(), "tls_ca"),
+                *_changed(told.limits, HttpLimits()),
+            ),
+        ),
+        failure=failing(told.restarts),
+    )
+
+
+def failing(restarts: RestartPolicy) -> Failing:
+    """The same in a spec's words."""
+    return Failing(backoff=("500ms", "30s"), crash_loop=restarts.max_restarts + 1, hang=f"{restarts.hang_timeout_s:g}s")
+
+
+def _changed(config: Any, default: Any, *without: str) -> tuple[str, ...]:
+    """The flags of the fields that are not as they are by default."""
+    same = [name for name, value in vars(default).items() if getattr(config, name) == value]
+    return tuple(to_arguments(config, without=(*same, *without)))
+
+
+def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
+    """How the fleet runs on this machine. `command`: the function of `kvferry serve`, whose flags the spec's `args`
+    are. Raises `ConfigError` that names the table with what is wrong."""
+    engine, is_vllm = fleet.engine, fleet.engine.kind == "vllm"
+    given = {
+        "engine.args": () if is_vllm else engine.args,
+        "router.args": fleet.router.args,
+        "args": fleet.args,
+        **{f"role.{name}.args": () if is_vllm else one.args for name, one in fleet.role.items()},
+    }
+    for where, flags in given.items():
+        _require_other_flags(where, flags)
+        _parse(command, where, [fleet.model, *flags])
+    tokens = [fleet.model, *given["engine.args"], *given["router.args"], *given["args"]]
+    told = _parse(command, "args", tokens)
+    config = engine.kv_transfer_config or _connectors(engine.connector)
+    choice = EngineChoice(
+        engine=engine.kind,
+        engine_python=engine.python or None,
+        engine_argument=engine.args if is_vllm else (),
+    )
+    recipe = LocalRecipe(
+        fleet=fleet,
+        engine=complete(EngineConfig, told["engine"], model=fleet.model),
+        spec=complete(FleetSpec, told["fleet"]),
+        instances=complete(InstanceSpec, told["instance"], **({"kv_transfer_config": config} if config else {})),
+        router=complete(RouterConfig, told["router"]),
+        listen=complete(Listen, told["listen"], host=fleet.router.host, port=fleet.router.port),
+        choice=choice,
+        log=complete(LogConfig, told["log"]),
+        access=complete(HttpAccess, told["access"]),
+        limits=complete(HttpLimits, told["limits"]),
+        instance_access=InstanceAccess(),
+        token=token,
+        hidden=flag_variables(),
+    )
+    recipe.check()
+    return recipe
+
+
+def fleet_token() -> str:
+    """The secret of a fleet's processes: that of the environment, that of this user, or a new one."""
+    return shared_token() or users_token() or secrets.token_urlsafe(32)
+
+
+def _connectors(names: tuple[str, ...]) -> str:
+    """The JSON of --kv-transfer-config for connectors by name."""
+    if not names:
+        return ""
+    if len(names) == 1:
+        return msgspec.json.encode({"kv_connector": names[0]}).decode()
+    children = [{"kv_connector": one} for one in names]
+    told = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+    return msgspec.json.encode(told).decode()
+
+
+def _require_other_flags(where: str, flags: Iterable[str]) -> None:
+    for one in flags:
+        name = one.partition("=")[0].replace("_", "-")
+        if name in _SPECS_OWN:
+            raise ConfigError(f"{where}: {name} is said by the spec itself, in a key of its own")
+
+
+def _parse(command: Any, where: str, tokens: list[str]) -> dict[str, Any]:
+    """The settings that these flags say, by the parameter of `command`."""
+    app = App(name="serve", config=())
+    app.default(command)
+    try:
+        _, bound, _ = app.parse_args(tokens, print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        text = (
+            f"unexpected {error.unused_tokens[0]!r}"
+            if isinstance(error, UnusedCliTokensError) and error.unused_tokens
+            else str(error)
+        )
+        raise ConfigError(f"{where}: {text.rstrip('.')}") from error
+    bound.apply_defaults()
+    return dict(bound.arguments)

@@ -1,0 +1,326 @@
+"""Members are processes of this machine.
+
+They may outlive the controller that started them (`outlives`), and are then found again by their folders; or end with
+it, in whatever way it ends. The routers of the fleet accept connections on sockets that this process holds, so that a
+connection that comes while one of them dies waits for another; and share one folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.engine.server.registrar import Registrar
+from kvferry.fleet.asking import serves
+from kvferry.fleet.backends.local.child import ChildProcess, spawn
+from kvferry.fleet.backends.local.folder import About, MemberFolder
+from kvferry.fleet.backends.local.fork_server import ForkServer
+from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.backends.local.member import Ended, LocalMember
+from kvferry.fleet.control.backend import Member, MemberSpec, NotStarted, Watcher
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.cpu import Cores, cores_of
+from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.ready import READY_FLAG
+from kvferry.http.server.listen import BACKLOG, reserve
+
+logger = logging.getLogger(__name__)
+
+_WRITTEN_S = 2.0
+"""How long after a controller's death a process that it has just started may take to say which one it is."""
+_LOOK_S = 0.02
+
+
+class Recipe(Protocol):
+    """How the members of the fleet are run, in the revisions that are wanted now."""
+
+    @property
+    def num_instances(self) -> int:
+        """How many instances are wanted; cores are divided among them."""
+
+    @property
+    def num_routers(self) -> int:
+        """How many routers there are to be."""
+
+    @property
+    def cores(self) -> Cores:
+        """Those of the whole fleet."""
+
+    @property
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        """Where the routers listen: hosts and ports; none without routers."""
+
+    def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
+        """What to run for an instance. `number` is one that no other member has. Raises `KvferryError`."""
+
+    def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
+        """What to run for a router. Raises `KvferryError`."""
+
+
+class LocalBackend:
+    """`folder`: for what members are known by, readable by this user only; it is to be on no disk. Owns the fork
+    server, the listening sockets, and each member's process while it looks after it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        make_recipe: Callable[[WantedFleet], Recipe],
+        watcher: Watcher,
+        *,
+        outlives: bool = False,
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        """`fork_server`: one that is shared with another backend, whose owner closes it."""
+        self.changed = asyncio.Event()
+        self.recipe: Recipe
+        self._make_recipe = make_recipe
+        self._folder, self._watcher, self._outlives = folder, watcher, outlives
+        self._members: dict[str, LocalMember] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._registrars: dict[str, tuple[Registrar, asyncio.Task[None]]] = {}
+        self._listeners: list[socket.socket] = []
+        self._fork_server = fork_server or ForkServer(is_tied=not outlives)
+        self._owns_fork_server = fork_server is None
+
+    # The backend's methods.
+
+    def use(self, fleet: WantedFleet) -> None:
+        """Start members for this fleet from now on. Raises `ConfigError`."""
+        self.recipe = self._make_recipe(fleet)
+
+    @property
+    def num_routers(self) -> int:
+        """As the cores allow."""
+        return self.recipe.num_routers
+
+    async def open(self) -> None:
+        """Bind the routers' addresses, and find the members that an earlier controller has left."""
+        self._members_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in sorted(self._members_folder.iterdir()):
+            await self._find(MemberFolder(path))
+        adopts = any(one.about.role == "router" for one in self._members.values())
+        ports = self._folder / "ports"
+        bound = list(map(int, ports.read_text().split())) if ports.exists() and adopts else []
+        for index, (host, port) in enumerate(self.recipe.addresses):
+            known = bound[index] if index < len(bound) else port
+            self._listeners.append(reserve(host, known, beside=index < len(bound)))
+        ports.write_text(" ".join(str(one.getsockname()[1]) for one in self._listeners))
+
+    def members(self) -> list[Member]:
+        """Those of this machine."""
+        return [one.view for one in self._members.values()]
+
+    async def start(self, member: MemberSpec) -> None:
+        """Start a process. Raises `NotStarted`."""
+        is_router = member.role == "router"
+        number = 0 if is_router else self._free_number()
+        recipe, cores = self.recipe, Cores()
+        if not is_router:
+            cores = cores_of(number, recipe.num_instances, recipe.cores)
+        group = RouterGroup(self._group_folder, tuple(one.fileno() for one in self._listeners))
+        if is_router:
+            for listener in self._listeners:
+                listener.listen(BACKLOG)
+        spec = (
+            recipe.router_member(member.name, group)
+            if is_router
+            else recipe.instance(member.name, member.role, number, cores)
+        )
+        about = About(
+            name=member.name,
+            role=member.role,
+            revision=member.revision,
+            unit=member.unit,
+            number=number,
+            cores=cores,
+            is_foreign=spec.foreign is not None,
+            url="" if spec.foreign is None else spec.foreign.url,
+            bootstrap_port=spec.bootstrap_port,
+        )
+        folder = MemberFolder(self._members_folder / member.name)
+        try:
+            folder.make(about)
+            here = LocalMember(folder, about, spec.foreign, self._watcher, self.changed.set)
+            self._members[member.name] = here
+            child = await self._launch(spec, cores, folder)
+        except OSError as error:
+            self._forget(member.name)
+            raise NotStarted(f"cannot start a process: {error.strerror or error}") from error
+        except BaseException:
+            self._forget(member.name)
+            raise
+        self._watch(here, child)
+        if here.is_stopping:  # it was told to end before it had a process
+            await here.stop(0.0)
+            self._forget(member.name)
+        else:
+            self._register(spec, here)
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL once the grace is over; first, routers it is registered at are told that it leaves."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        member.is_stopping = True
+        if (registered := self._registrars.pop(name, None)) is not None:
+            registrar, task = registered
+            begun = SYSTEM_CLOCK.monotonic()
+            await _leave(registrar, grace_s, member.gone)
+            grace_s = max(0.0, grace_s - (SYSTEM_CLOCK.monotonic() - begun))
+            task.cancel()
+        await member.stop(grace_s)
+        if member.gone.is_set():
+            self._forget(name)
+
+    async def assign(self, name: str, role: MemberRole) -> None:
+        """Write down a member's role."""
+        self._members[name].assign(role=role)
+        self.changed.set()
+
+    async def close(self) -> None:
+        """Members go on if they outlive this process; otherwise those that are left are ended now."""
+        self.close_address()
+        for _, task in self._registrars.values():
+            task.cancel()
+        if not self._outlives:
+            self.kill_all()
+            await asyncio.gather(*(self.stop(name, 0.0) for name in [*self._members]))
+        tasks = [*self._watching.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._owns_fork_server:
+            await self._fork_server.close()
+
+    # What is beyond a backend's methods.
+
+    def close_address(self) -> None:
+        """From now on, no connection waits for a router that will not come."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def kill_all(self) -> None:
+        """End every process now."""
+        for member in self._members.values():
+            member.is_stopping = True
+            if member.child is not None and not member.gone.is_set():
+                member.child.kill()
+
+    @property
+    def _members_folder(self) -> Path:
+        return self._folder / "members"
+
+    @property
+    def _group_folder(self) -> Path:
+        return self._folder / "routers"
+
+    def _free_number(self) -> int:
+        used = {one.about.number for one in self._members.values() if one.about.role != "router"}
+        return next(one for one in range(len(used) + 1) if one not in used)
+
+    async def _launch(self, spec: ProcessSpec, cores: Cores, folder: MemberFolder) -> ChildProcess:
+        log = os.open(folder.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        messages = os.open(folder.messages, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        environment = spec.full_environment()
+        try:
+            if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
+                arguments = spec.command[len(PROGRAM) :]
+                forked = await self._fork_server.fork(
+                    arguments, environment, cores, log=log, ready=messages, process=folder.process
+                )
+                if forked is not None:
+                    return forked
+            own = spec.foreign is None
+            command = (*spec.command, READY_FLAG, str(messages)) if own else spec.command
+            leash = "none" if self._outlives else "self" if own else "group"
+            return spawn(
+                launching(command, cores, leash, str(folder.process)),
+                environment,
+                output=log,
+                inherits=(messages, *spec.descriptors),
+            )
+        finally:
+            os.close(log)
+            os.close(messages)
+
+    def _watch(self, member: LocalMember, child: ChildProcess) -> None:
+        member.child = child  # so that it can be stopped before its task begins
+        self._watching[member.about.name] = asyncio.create_task(member.watch(child))
+        self.changed.set()
+
+    def _forget(self, name: str) -> None:
+        """Its folder goes, and so does what is known of it."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            member.folder.remove()
+            self._watching.pop(name, None)
+            self.changed.set()
+
+    async def _find(self, folder: MemberFolder) -> None:
+        """Take up a member of an earlier controller; one that has ended meanwhile counts as ended."""
+        about = folder.about()
+        if about is None or about.name != folder.path.name:
+            folder.remove()
+            return
+        try:
+            member = LocalMember(folder, about, None, self._watcher, self.changed.set)
+        except OSError:
+            folder.remove()
+            return
+        member.take_up()
+        self._members[about.name] = member
+        deadline = SYSTEM_CLOCK.monotonic() + _WRITTEN_S
+        while not folder.process.exists() and SYSTEM_CLOCK.monotonic() < deadline:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(_LOOK_S)
+        child: ChildProcess | None = None
+        with suppress(OSError):
+            if (pid := folder.pid()) is not None:
+                child = ChildProcess(pid, is_ours=False)
+                if folder.pid() != pid:  # it ended, and its number became another's, just now
+                    child.let_go()
+                    child = None
+        if child is None:
+            member.ended = Ended("ended while no controller was there")
+            member.gone.set()
+        else:
+            self._watch(member, child)
+
+    def _register(self, spec: ProcessSpec, member: LocalMember) -> None:
+        """Register the process at routers, unless it registers itself."""
+        if spec.registrar is None:
+            return
+        url = member.about.url
+
+        async def answers() -> bool:
+            return await serves(url)
+
+        registrar = Registrar(spec.registrar, spec.registrar.host, urlsplit(url).port or 0, answers)
+        self._registrars[member.about.name] = registrar, asyncio.create_task(registrar.run())
+
+
+async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> None:
+    """Have routers send no more requests; there is nothing to wait for once the process is gone."""
+    leaving, ended = asyncio.create_task(registrar.leave(within_s)), asyncio.create_task(gone.wait())
+    try:
+        await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (leaving, ended):
+            task.cancel()
+    if not leaving.done() or leaving.cancelled():
+        await registrar.leave(0.0)
+
+
+def memory_folder() -> str | None:
+    """For what is to be on no disk: keys, and a database whose writes must not wait."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -1,0 +1,118 @@
+"""A process of this machine, which this one has started, or which an earlier controller has.
+
+A child leads a session of its own, so that Ctrl-C on the terminal does not reach it, and so that its whole group can be
+killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_AGAIN_S = 0.01
+_START_TIME = 19
+"""The place of a process's start time in /proc/PID/stat, counted from after its name, which is in brackets."""
+
+_ZOMBIE = "Z"
+
+
+class ChildProcess:
+    """Owns a descriptor of the process, through which it is waited for and signalled: its number may be another
+    process's later. One event loop."""
+
+    def __init__(self, pid: int, *, is_ours: bool = True) -> None:
+        """`is_ours`: it is, or will be in a moment, a child of this process. Raises `OSError`: there is none, or no
+        descriptor is left."""
+        self.pid, self._is_ours = pid, is_ours
+        self.returncode: int | None = None
+        """Exit code; minus the number of the signal that ended it; None while it runs, or if nobody can know."""
+        self._ended = asyncio.Event()
+        self._descriptor = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return self._ended.is_set()
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended within `timeout_s`."""
+        if not self._ended.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._ended.wait()
+        return self._ended.is_set()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it is known to have ended."""
+        if not self._ended.is_set():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        """Kill it and its whole group. Not to be called once somebody has seen that it has ended, and some time has
+        passed: its number may be another group's."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)  # right after a fork, it leads no group yet
+
+    def reap_group(self) -> None:
+        """Processes of its group whose parent has ended are children of this process, if it is a subreaper."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+
+    def let_go(self) -> None:
+        """It is not looked after any more, and goes on."""
+        if not self._ended.is_set():
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._ended.set()
+
+    def _reap(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._descriptor)
+        if self._is_ours:
+            try:
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:  # it ended so early that it is not this process's child yet
+                loop.call_later(_AGAIN_S, loop.add_reader, self._descriptor, self._reap)
+                return
+        os.close(self._descriptor)
+        self._ended.set()
+
+
+def spawn(
+    command: Sequence[str], environment: Mapping[str, str], *, output: int | None = None, inherits: Sequence[int] = ()
+) -> ChildProcess:
+    """A child with a session of its own, which writes to `output` (None: nowhere) and inherits these descriptors under
+    the same numbers. Raises `OSError`."""
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        target = null if output is None else output
+        for one in inherits:
+            os.set_inheritable(one, True)
+        streams = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, target, 1), (os.POSIX_SPAWN_DUP2, target, 2)]
+        return ChildProcess(os.posix_spawn(command[0], [*command], environment, file_actions=streams, setsid=True))
+    finally:
+        for one in inherits:
+            os.set_inheritable(one, False)
+        os.close(null)
+
+
+def started_at(pid: int) -> int:
+    """When a process began, in ticks since the machine did; with its number, this names it. Raises `OSError` if there
+    is no such process, or it has ended and nobody has taken notice."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = stat.rpartition(")")[2].split()
+    if fields[0] == _ZOMBIE:
+        raise ProcessLookupError(pid)
+    return int(fields[_START_TIME])

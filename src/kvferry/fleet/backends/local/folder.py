@@ -1,0 +1,130 @@
+"""What a member of a fleet on this machine is known by: a folder, in which everything outlives the controller.
+
+    about      what it is, and where it serves; written by the controller
+    process    number and start time of its process; written by the process, before it becomes the member
+    messages   the start protocol (`fleet.ready`), appended by the member
+    log        what it prints, appended by the member
+
+So a controller that dies at any moment leaves a member that the next one finds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvferry.fleet.backends.local.child import started_at
+from kvferry.fleet.control.spec import MemberRole
+
+LONGEST_LINE = 64 * 1024
+"""Bytes; longer lines come in pieces."""
+_MOST_LOG_BYTES = 16 * 2**20
+"""Once so much of a log has been read, it is begun anew."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """`number`: a small one that no other instance of the fleet on this machine has. `is_foreign`: a program that is
+    not kvferry's, which answers at `url` once it serves. `url` of others is empty until then."""
+
+    name: str
+    role: MemberRole
+    revision: str
+    unit: str
+    number: int
+    cores: tuple[int, ...]
+    is_foreign: bool = False
+    url: str = ""
+    health_url: str = ""
+    bootstrap_port: int | None = None
+
+
+class MemberFolder:
+    """One member's. Reads of what is not there, or is not understood, give None."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def messages(self) -> Path:
+        """The member's start messages, one a line."""
+        return self.path / "messages"
+
+    @property
+    def log(self) -> Path:
+        """Its output."""
+        return self.path / "log"
+
+    @property
+    def process(self) -> Path:
+        """Where its process writes who it is."""
+        return self.path / "process"
+
+    def make(self, about: About) -> None:
+        """Raises `OSError`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(mode=0o700, parents=True)
+        self.messages.touch()
+        self.log.touch()
+        self.write(about)
+
+    def write(self, about: About) -> None:
+        """Replace what is known of it."""
+        draft = self.path / "about.new"
+        draft.write_bytes(msgspec.json.encode(about))
+        draft.replace(self.path / "about")
+
+    def about(self) -> About | None:
+        """What the controller wrote."""
+        try:
+            return msgspec.json.decode((self.path / "about").read_bytes(), type=About)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def pid(self) -> int | None:
+        """The number of its process, if that runs."""
+        try:
+            pid, started = map(int, self.process.read_text(encoding="utf-8").split())
+            return pid if started_at(pid) == started else None
+        except (OSError, ValueError):
+            return None
+
+    def remove(self) -> None:
+        """Forget the member."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Tail:
+    """Reads the lines that are appended to a file. `bounded`: a file of which much was read is emptied."""
+
+    def __init__(self, path: Path, *, bounded: bool = False) -> None:
+        """Raises `OSError`."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._bounded, self._offset, self._rest = bounded, 0, b""
+
+    def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
+        """Those that are complete; with `to_the_end`, also what has no end of line yet."""
+        while chunk := os.pread(self._descriptor, LONGEST_LINE, self._offset):
+            self._offset += len(chunk)
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            yield from whole
+            if len(self._rest) > LONGEST_LINE:
+                yield self._rest
+                self._rest = b""
+        if self._bounded and self._offset > _MOST_LOG_BYTES:
+            os.ftruncate(self._descriptor, 0)
+            self._offset = 0
+        if to_the_end and self._rest:
+            yield self._rest
+            self._rest = b""
+
+    def skip(self) -> None:
+        """Pass over what is there."""
+        self._offset = os.fstat(self._descriptor).st_size
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)

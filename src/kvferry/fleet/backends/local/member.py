@@ -1,0 +1,214 @@
+"""One member on this machine while a controller looks after it: what it says is read, and its end is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.core.errors import ProtocolError
+from kvferry.fleet.asking import serves
+from kvferry.fleet.backends.local.child import ChildProcess
+from kvferry.fleet.backends.local.folder import About, MemberFolder, Tail
+from kvferry.fleet.control.backend import Member, MemberState, Watcher
+from kvferry.fleet.first_cause import FirstCause
+from kvferry.fleet.process import Foreign
+from kvferry.fleet.ready import InstanceReady, StartProgress, parse_message
+
+logger = logging.getLogger(__name__)
+
+EXIT_USER_ERROR = 2
+"""Exit code of a process with wrong settings, which would end so again."""
+ERROR_PREFIX = "kvferry: error: "
+"""How the line begins in which a process reports wrong settings."""
+
+_NUM_LAST_LINES = 20
+_LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
+"""How often its files are looked at."""
+_ASK_EVERY_S = 0.25
+_DRAIN_S = 1.0
+"""For how long the rest of its group may finish their work after its end."""
+_KILLED_S = 5.0
+"""How long the end of a killed process is waited for."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`reason`: how, and if it never served, why; `is_misconfigured`: its settings are wrong."""
+
+    reason: str
+    is_misconfigured: bool = False
+
+
+class LocalMember:
+    """Owns the process, once it is known, and the reading ends of the member's files. `changed` is called when its
+    state changes. `watch` runs until it has ended."""
+
+    def __init__(
+        self, folder: MemberFolder, about: About, foreign: Foreign | None, watcher: Watcher, changed: Callable[[], None]
+    ) -> None:
+        self.folder, self.about, self._foreign, self._watcher = folder, about, foreign, watcher
+        self.child: ChildProcess | None = None
+        self.ended: Ended | None = None
+        self.is_stopping = False
+        self.gone = asyncio.Event()
+        """Nothing of it runs any more."""
+        self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._first_cause = FirstCause()
+        self._changed = changed
+        self._log, self._messages = Tail(folder.log, bounded=True), Tail(folder.messages)
+        self._is_serving = False
+
+    @property
+    def view(self) -> Member:
+        """What is known of it."""
+        about, ended = self.about, self.ended
+        state = MemberState.SERVING if self._is_serving else MemberState.STARTING
+        return Member(
+            name=about.name,
+            role=about.role,
+            revision=about.revision,
+            unit=about.unit,
+            state=state if ended is None else MemberState.ENDED,
+            url=about.url if self._is_serving else "",
+            health_url=about.health_url,
+            bootstrap_port=about.bootstrap_port,
+            reason="" if ended is None else ended.reason,
+            is_misconfigured=ended is not None and ended.is_misconfigured,
+            last_lines=tuple(self.last_lines) if ended is not None else (),
+        )
+
+    def take_up(self) -> None:
+        """It was started by an earlier controller; nobody is told again what it has said since."""
+        self._log.skip()
+        self._is_serving = bool(self.about.url) and not self.about.is_foreign
+
+    def assign(self, **changes: object) -> None:
+        """Note that something about it is otherwise from now on."""
+        self.about = msgspec.structs.replace(self.about, **changes)
+        self.folder.write(self.about)
+
+    async def watch(self, child: ChildProcess) -> None:
+        """Read what it writes, until it and its whole group have ended. If this is cancelled, it goes on unwatched."""
+        self.child = child
+        try:
+            await self._follow(child)
+        except asyncio.CancelledError:
+            child.let_go()
+            self._close()
+            raise
+        except Exception:
+            # The edge: what one member writes, or who shows it, must not keep another from being looked after.
+            logger.exception("what %s writes cannot be read; it is ended", self.about.name)
+            self.ended = self.ended or Ended("what it wrote could not be read")
+        child.kill()
+        await child.wait(_KILLED_S)
+        child.reap_group()
+        self._close()
+        self.gone.set()
+        self._changed()
+
+    async def _follow(self, child: ChildProcess) -> None:
+        asks_at, loop = 0.0, asyncio.get_running_loop()
+        while not await child.wait(_LOOK_SERVING_S if self._is_serving else _LOOK_STARTING_S):
+            self._read()
+            if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:
+                if await serves(self.about.url):
+                    self._serves(InstanceReady(self.about.url))
+                asks_at = loop.time() + _ASK_EVERY_S
+        await self._settle(child)
+        self._read(to_the_end=True)
+        self.ended = self._how(child)
+
+    async def _settle(self, child: ChildProcess) -> None:
+        """Processes of its group may finish their work, but not for long."""
+        deadline = asyncio.get_running_loop().time() + _DRAIN_S
+        while asyncio.get_running_loop().time() < deadline and _group_lives(child.pid):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_STARTING_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """End it; returns when it is gone."""
+        self.is_stopping = True
+        if self.child is not None and not self.gone.is_set():
+            if grace_s:
+                self.child.terminate()
+            if not grace_s or not await self._is_gone(grace_s):
+                self.child.kill()
+                await self._is_gone(_KILLED_S)
+
+    async def _is_gone(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                await self.gone.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _close(self) -> None:
+        self._log.close()
+        self._messages.close()
+
+    # What it writes.
+
+    def _read(self, *, to_the_end: bool = False) -> None:
+        for line in self._log.lines(to_the_end=to_the_end):
+            self._on_line(line.decode(errors="replace").rstrip())
+        for line in self._messages.lines(to_the_end=to_the_end):
+            try:
+                message = parse_message(line)
+            except ProtocolError as error:
+                self.last_lines.append(str(error))
+                continue
+            match message:
+                case StartProgress(progress, what):
+                    self._watcher.progress(self.about.name, what, progress)
+                case InstanceReady() if not self._is_serving:
+                    self._serves(message)
+
+    def _on_line(self, text: str) -> None:
+        self.last_lines.append(text)
+        self._watcher.line(self.about.name, text)
+        if not self._is_serving:
+            self._first_cause.feed(text)
+            progress = None if self._foreign is None else self._foreign.progress_of(text)
+            if progress is not None:
+                self._watcher.progress(self.about.name, progress.what, progress.progress)
+
+    def _serves(self, ready: InstanceReady) -> None:
+        self._is_serving = True
+        self.assign(url=ready.url, health_url=ready.health_url)
+        self._watcher.ready(self.about.name, ready.url)
+        self._changed()
+
+    def _how(self, child: ChildProcess) -> Ended:
+        """Why it has ended."""
+        code = child.returncode
+        if code == EXIT_USER_ERROR and not self._is_serving:
+            said = (line for line in reversed(self.last_lines) if line.startswith(ERROR_PREFIX))
+            complaint = next((line.removeprefix(ERROR_PREFIX) for line in said), None)
+            if complaint is not None:
+                return Ended(complaint, is_misconfigured=True)
+        if code is None:
+            how = "ended"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        if self._is_serving:
+            return Ended(how)
+        cause = self._first_cause.text
+        return Ended(f"{how} while starting: {cause}" if cause else f"{how} while starting")
+
+
+def _group_lives(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

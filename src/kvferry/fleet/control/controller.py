@@ -1,0 +1,424 @@
+"""The controller of one fleet: looks at what is there, asks `plan` for the next steps, and has the backend take them.
+
+    look      what the backend knows of processes, and the routers of requests (`observer`)
+    declare   to the routers: these instances serve, and these are leaving
+    plan      the steps from here to what is wanted, for instances and for routers (`loop`)
+    act       each step is noted in the ledger first, and runs beside the others
+
+It can die at any moment: what it knows is either wanted (the ledger), or can be seen (the backend, the routers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
+from kvferry.fleet.control.facts import (
+    Drain,
+    Failure,
+    Observed,
+    Phase,
+    RoleStatus,
+    Start,
+    Step,
+    StopMember,
+    SwitchRole,
+)
+from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.hangs import HangWatch
+from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
+from kvferry.fleet.control.loop import plan
+from kvferry.fleet.control.observer import Observer, routers_of
+from kvferry.fleet.control.report import is_settled, member_status, role_status, says_the_same
+from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.display import Display
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_TICK_S, _BUSY_TICK_S, _LEAST_TICK_S = 0.5, 0.1, 0.02
+_MOST_FAILURES = 1000
+_ANSWERING = ("decode", "both")
+_SOON_S = 1.0
+"""How long the end of members is waited for before it is said which ones are."""
+_LEAVE_S = 5.0
+"""How long a member that nobody needs any more may take to end."""
+_TRY_AGAIN_S = 0.5
+"""How often a controller that waits tries to become the one that acts."""
+
+
+@dataclass(frozen=True)
+class EndAsked:
+    """Somebody asked for it, by this signal or by a call: all is to end."""
+
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """The controller ends, and the fleet goes on."""
+
+
+@dataclass(frozen=True)
+class FleetFailed:
+    """A member failed before the fleet was up, or no instance is left that could answer, and none may be started.
+    `member`: the one that failed last."""
+
+    member: Member | None
+    reason: str
+
+
+End = EndAsked | LetGo | FleetFailed
+
+
+@dataclass(frozen=True)
+class ChangeRefused:
+    """The change of this number cannot be carried out; 0: none was refused."""
+
+    number: int = 0
+    why: str = ""
+
+
+class Steps:
+    """Steps that are being taken, each in a task of its own."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self.group = group
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, step: Coroutine[Any, Any, None]) -> None:
+        """Take it beside the others."""
+        task = self.group.create_task(step)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """Wait for none of them."""
+        for task in self._tasks:
+            task.cancel()
+
+
+class Controller:
+    """Owns what is remembered of failures. `attended`: somebody waits for the fleet to come up, and it ends if it
+    cannot. `grace_s`: what members have for running requests when everything ends."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        backend: FleetBackend,
+        front: Front,
+        display: Display,
+        clock: Clock,
+        *,
+        attended: bool = False,
+        grace_s: float = 35.0,
+    ) -> None:
+        self._ledger, self._backend, self._front, self._display = ledger, backend, front, display
+        self._clock, self._attended, self._grace_s = clock, attended, grace_s
+        self._observer, self._hangs = Observer(front), HangWatch(clock, self._on_hung)
+        self._wanted: Wanted | None = None
+        self._refused = ChangeRefused()
+        self._failures: list[Failure] = []
+        self._last_failed: Member | None = None
+        self._status: FleetStatus | None = None
+        self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._is_up = False
+        self._lease: int | None = None
+        """The right to act, which one controller has at a time."""
+
+    # From the beginning to the end.
+
+    async def run(self) -> End:
+        """Look after the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
+        `ConfigError` if the fleet cannot be run here."""
+        if not await self._may_act():
+            return self._end.result()
+        self._look_for_changes()
+        await self._backend.open()
+        await self._take_up()
+        async with asyncio.TaskGroup() as group:
+            steps = Steps(group)
+            looking: asyncio.Future[Any] = group.create_task(self._keep_looking(steps))
+            await asyncio.wait([self._end, looking], return_when=asyncio.FIRST_COMPLETED)
+            looking.cancel()
+            steps.cancel()
+            self._hangs.end()
+        return self._end.result()
+
+    def close(self) -> None:
+        """Let another controller act. To be called last, when the members are ended or let go."""
+        if self._lease is not None:
+            os.close(self._lease)
+            self._lease = None
+
+    def end(self, end: End) -> None:
+        """The controller is to stop, for this reason; the first one counts."""
+        if not self._end.done():
+            self._end.set_result(end)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is to stop, for whatever reason."""
+        return self._end.done()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether everything that is wanted has once served."""
+        return self._is_up
+
+    async def _may_act(self) -> bool:
+        """Wait until no other controller acts; False if this one was told to end meanwhile."""
+        waited = False
+        while (lease := self._ledger.try_to_act()) is None:
+            if not waited:
+                waited = True
+                self._display.note("another controller looks after this fleet; waiting in case it ends")
+            await asyncio.wait([self._end], timeout=_TRY_AGAIN_S)
+            if self._end.done():
+                return False
+        self._lease = lease
+        return True
+
+    async def _take_up(self) -> None:
+        """What an earlier controller has left must hold the same token, or neither would listen to the other."""
+        found = self._backend.members()
+        for one in found:
+            self._note("found", one.name, one.reason)
+        for router in routers_of(found):
+            if why := await self._front.why_not(router):
+                raise ConfigError(f"the router of this fleet at {router} {why}")
+        if found:
+            self._display.note(f"found {', '.join(sorted(one.name for one in found))}")
+            await self._observer.take_up(found)
+
+    async def bring_down(self) -> None:
+        """End all members: routers first, so that they can finish their answers while instances still serve."""
+        members = self._backend.members()
+        for is_router in (True, False):
+            await self._end_all([one.name for one in members if (one.role == "router") is is_router])
+        self._note("ended", "", "")
+
+    async def _end_all(self, names: Sequence[str]) -> None:
+        """Says whom it waits for, if that takes long."""
+        ending = {name: asyncio.create_task(self._backend.stop(name, self._grace_s)) for name in names}
+        soon_s = min(_SOON_S, self._grace_s)
+        for for_s, text in (
+            (soon_s, "waiting for {}"),
+            (self._grace_s - soon_s, f"killing {{}}: not ended within {self._grace_s:g} s"),
+        ):
+            if ending:
+                await asyncio.wait(ending.values(), timeout=for_s)
+            left = [name for name, task in ending.items() if not task.done()]
+            if not left:
+                break
+            self._display.note(text.format(", ".join(left)))
+        await asyncio.gather(*ending.values())
+
+    # One look after the other.
+
+    async def _keep_looking(self, steps: Steps) -> None:
+        while not self._end.done():
+            self._backend.changed.clear()
+            begun = self._clock.monotonic()
+            try:
+                pause_s = await self._look(steps)
+            except (ConfigError, OSError) as error:  # OSError: no room on the disk, or for another file
+                pause_s = _SETTLED_TICK_S
+                self._in_trouble(str(error))
+            await asyncio.sleep(_LEAST_TICK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, begun + pause_s - self._clock.monotonic())):
+                    await self._backend.changed.wait()
+
+    async def _look(self, running: Steps) -> float:
+        """One round; returns how long to wait for the next one."""
+        wanted = self._look_for_changes()
+        if wanted.deleted:
+            self.end(EndAsked())
+            return 0.0
+        fleet, front = wanted.fleet, wanted.fleet.front(self._backend.num_routers)
+        members = list(self._backend.members())
+        await self._observer.declare(fleet, members)
+        now = self._clock.monotonic()
+        seen = self._observer.observe(members, now)
+        steps = [
+            *plan(front, [one for one in seen if one.role == "router"], self._failures, now),
+            *plan(fleet, [one for one in seen if one.role != "router"], self._failures, now),
+        ]
+        by_name = {one.name: one for one in members}
+        taken = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
+        staying = [one for one in members if one.name not in self._observer.stopping]
+        self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
+        self._report(wanted, front, seen, members)
+        is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
+        return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
+
+    def _look_for_changes(self) -> Wanted:
+        """What is wanted. A change that cannot be carried out here is refused, and what was wanted before holds. Raises
+        `ConfigError` if nothing was."""
+        before = self._wanted
+        if before is None:
+            self._wanted = wanted = self._ledger.wanted()
+            self._backend.use(wanted.fleet)
+            return wanted
+        try:
+            wanted = self._ledger.wanted()
+        except ConfigError as error:
+            return self._refuse(before.number, str(error), before)
+        if wanted.number in (before.number, self._refused.number):
+            return before
+        if not wanted.deleted:
+            try:
+                self._backend.use(wanted.fleet)
+            except ConfigError as error:
+                return self._refuse(wanted.number, str(error), before)
+            self._failures.clear()  # whoever changes something wants it tried
+            self._note("changed", "", f"revision {wanted.fleet.revision}")
+        self._wanted, self._refused = wanted, ChangeRefused()
+        return wanted
+
+    def _refuse(self, number: int, why: str, before: Wanted) -> Wanted:
+        if self._refused != ChangeRefused(number, why):
+            self._refused = ChangeRefused(number, why)
+            self._note("refused", "", why)
+            logger.warning("what is wanted now cannot be done: %s", why)
+        return before
+
+    # Steps.
+
+    def _begin(self, step: Step, member: Member | None, running: Steps) -> bool:
+        """Take a step; False if it is being taken already."""
+        name, observer = step.name, self._observer
+        match step:
+            case Start(role=role, revision=revision, unit=unit, why=why):
+                new = MemberSpec(name, role, revision, unit)
+                self._note("start", name, why)
+                self._display.starting([name])
+                observer.begin(new, self._clock.monotonic())
+                running.begin(self._start(new))
+            case _ if member is None or name in observer.stopping:
+                return False
+            case Drain(why=why) if member.role == "router" or not observer.has_routers:
+                self._note("stop", name, why)
+                observer.stopping.add(name)
+                running.begin(self._stop(name, self._grace_s))
+            case Drain(why=why):
+                if name in observer.draining:
+                    return False
+                self._note("drain", name, why)
+                self._display.note(f"draining {name}: {why}")
+                observer.draining.add(name)
+            case StopMember(why=why, failed=failed):
+                self._note("stop", name, why)
+                if failed:
+                    self._member_failed(member, why)
+                observer.stopping.add(name)
+                running.begin(self._stop(name, 0.0 if failed else _LEAVE_S))
+            case SwitchRole(role=role, why=why):
+                self._note("role", name, f"{role}: {why}")
+                self._display.note(f"{name} becomes {role}: {why}")
+                observer.changes_role(name)
+                running.begin(self._backend.assign(name, role))
+        return True
+
+    def _note(self, what: str, name: str, why: str) -> None:
+        """A history that cannot be written must not keep anything from being done."""
+        logger.info("%s %s: %s", what, name, why)
+        try:
+            self._ledger.note(what, name, why)
+        except OSError as error:
+            logger.warning("the history cannot be written: %s", error)
+
+    async def _start(self, member: MemberSpec) -> None:
+        try:
+            await self._backend.start(member)
+        except KvferryError as error:
+            self._observer.starting.pop(member.name, None)
+            self._note("not started", member.name, str(error))
+            self._remember(member.role, member.revision, str(error))
+            self._in_trouble(f"{member.name}: {error}")
+            self._backend.changed.set()
+
+    async def _stop(self, name: str, grace_s: float) -> None:
+        try:
+            await self._backend.stop(name, grace_s)
+        finally:
+            self._observer.stopping.discard(name)
+            self._observer.draining.discard(name)
+
+    async def _on_hung(self, name: str, why: str) -> None:
+        member = next((one for one in self._backend.members() if one.name == name), None)
+        if member is not None and member.state is MemberState.SERVING and name not in self._observer.stopping:
+            self._note("stop", name, why)
+            self._member_failed(member, why)
+            self._observer.stopping.add(name)
+            await self._stop(name, 0.0)
+
+    # What fails.
+
+    def _member_failed(self, member: Member, why: str) -> None:
+        self._last_failed = member
+        self._remember(member.role, member.revision, why)
+        if self._attended and not self._is_up:
+            self.end(FleetFailed(member, why))
+        else:
+            logger.warning("%s %s", member.name, why)
+
+    def _remember(self, role: MemberRole, revision: str, why: str) -> None:
+        self._failures.append(Failure(role, revision, self._clock.monotonic(), why))
+        del self._failures[:-_MOST_FAILURES]
+
+    def _in_trouble(self, text: str) -> None:
+        """Nobody is at fault whom it could be told."""
+        if self._attended and not self._is_up:
+            self.end(FleetFailed(None, text))
+        else:
+            logger.warning("%s", text)
+
+    # What is told.
+
+    def _report(self, wanted: Wanted, front: WantedFleet, seen: Sequence[Observed], members: Sequence[Member]) -> None:
+        """Write down how the fleet is, and tell who waits for it to be up."""
+        fleet, now = wanted.fleet, self._clock.monotonic()
+        roles = {
+            name: one for each in (fleet, front) for name, one in role_status(each, seen, self._failures, now).items()
+        }
+        has_front = front.role["router"].count > 0
+        url = next((one.url for one in members if one.url and (one.role == "router" or not has_front)), "")
+        if not self._is_up and all(one.ready >= one.desired for one in roles.values()):
+            self._is_up = True
+            if has_front and fleet.num_instances:
+                self._display.members({one.name: one.url for one in members if one.role != "router"})
+            self._display.up(url)
+            self._note("up", "", url)
+        refused = (f"the change is refused: {self._refused.why}",) if self._refused.number else ()
+        trouble = (*refused, *(f"{role}: {one.failed}" for role, one in roles.items() if one.given_up))
+        if self._attended and self._is_up and _is_hopeless(roles, seen):
+            self.end(FleetFailed(self._last_failed, "; ".join(trouble)))
+        status = FleetStatus(
+            at=self._clock.wall(),
+            pid=os.getpid(),
+            number=max(wanted.number, self._refused.number),
+            url=url,
+            roles=roles,
+            members=member_status(seen, members, now),
+            trouble=trouble,
+            settled=not refused and is_settled((fleet, front), seen, roles),
+        )
+        if not says_the_same(status, self._status):
+            self._status = status
+            self._ledger.write_status(status)
+
+
+def _is_hopeless(roles: dict[str, RoleStatus], seen: Sequence[Observed]) -> bool:
+    """Whether no instance is left that could answer, and those that could are not started again."""
+    if any(one.role in _ANSWERING and one.phase in (Phase.READY, Phase.STARTING) for one in seen):
+        return False
+    return any(one.given_up for role, one in roles.items() if role in _ANSWERING)

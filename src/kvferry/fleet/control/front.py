@@ -1,0 +1,105 @@
+"""The routers of a fleet, as its controller sees them: it declares the instances, and is told how they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.keys import http_secret
+from kvferry.fleet.control.backend import Member
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
+
+logger = logging.getLogger(__name__)
+
+_PATH = "/kvferry/instances"
+_ASK_S = 5.0
+_MOST_BYTES = 64 * 2**20
+
+
+class View(msgspec.Struct, frozen=True):
+    """An instance, as a router sees it; `in_flight`: requests of that router which run there."""
+
+    name: str
+    role: str
+    state: str
+    in_flight: int
+    draining: bool
+    drained: bool
+
+
+class _Shown(msgspec.Struct):
+    instances: list[View]
+
+
+class Front:
+    """Owns the connections to the routers. Everything it asks for is signed for operators."""
+
+    def __init__(self, token: str = "") -> None:
+        """`token`: the fleet's; default: that of this process's environment, or of this user."""
+        self._http = HttpClient(who="the fleet's controller")
+        self._client = SignedClient(self._http, token or http_secret())
+
+    async def __aenter__(self) -> Front:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._http.__aexit__(None, None, None)
+
+    async def why_not(self, router: str) -> str:
+        """Why this process and a router do not know each other; empty if they do."""
+        try:
+            stranger = await self._client.why_stranger(Origin.parse(router), _ASK_S)
+        except KvferryError:
+            return ""  # it may be hung, which is seen later
+        return f"does not take orders: {stranger}" if stranger else ""
+
+    async def views(self, router: str) -> Mapping[str, View] | None:
+        """The instances that this router knows, by name; None if it does not answer."""
+        return await self._ask(router, "GET", None)
+
+    async def declare(
+        self, routers: Sequence[str], instances: Iterable[Member], draining: Iterable[str]
+    ) -> Mapping[str, View] | None:
+        """These are the instances. `routers`: URLs of routers that share what they know; the first that answers is
+        enough. Returns how it sees them, by name; None if none answers."""
+        leaving = set(draining)
+        wanted = [
+            {
+                "name": one.name,
+                "role": "prefill" if one.role == "prefill" else "decode",
+                "url": one.url,
+                "bootstrap_port": one.bootstrap_port,
+                "unit": one.unit,
+                "draining": one.name in leaving,
+            }
+            for one in instances
+        ]
+        body = msgspec.json.encode({"instances": wanted})
+        for router in routers:
+            if (views := await self._ask(router, "PUT", body)) is not None:
+                return views
+        return None
+
+    async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, View] | None:
+        origin = Origin.parse(router)
+        try:
+            status, _, answer = await self._client.ask(
+                origin, method, _PATH, purpose="operate", timeout_s=_ASK_S, body=body, max_bytes=_MOST_BYTES
+            )
+            if status != 200:
+                logger.warning(
+                    "the router at %s answers %s %s with %s: %s", router, method, _PATH, status, answer[:300]
+                )
+                return None
+            return {one.name: one for one in msgspec.json.decode(answer, type=_Shown).instances}
+        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.debug("the router at %s does not answer: %s", router, error)
+            self._client.forget(origin)
+            return None

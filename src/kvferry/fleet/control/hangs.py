@@ -1,0 +1,61 @@
+"""Finds members that run and do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvferry.core.clock import Clock
+from kvferry.fleet.asking import ask_health
+from kvferry.fleet.control.backend import Member, MemberState
+
+logger = logging.getLogger(__name__)
+
+_ASKS_PER_TIMEOUT = 4
+"""Health checks, at least, before a member counts as hung."""
+_ASK_EVERY_S = 5.0
+
+OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
+"""Called with the name of a member that hangs, and with what it does not do."""
+
+
+class HangWatch:
+    """Asks each member that serves for its health, for as long as it does; owns these tasks."""
+
+    def __init__(self, clock: Clock, on_hung: OnHung) -> None:
+        self._clock, self._on_hung = clock, on_hung
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def follow(self, members: Sequence[Member], timeout_s: float, group: asyncio.TaskGroup) -> None:
+        """Look after these members, and no others. `timeout_s` 0: after none."""
+        serving = {one.name: one for one in members if one.state is MemberState.SERVING and timeout_s}
+        for name in [name for name, task in self._asking.items() if name not in serving or task.done()]:
+            self._asking.pop(name).cancel()
+        for name, member in serving.items():
+            if name not in self._asking:
+                self._asking[name] = group.create_task(self._ask(member, timeout_s))
+
+    def end(self) -> None:
+        """Look after none any more."""
+        for task in self._asking.values():
+            task.cancel()
+        self._asking.clear()
+
+    async def _ask(self, member: Member, timeout_s: float) -> None:
+        """Report a member once it has left its health unanswered for so long. One whose health may be elsewhere is
+        judged only after it has answered; and only the time during checks counts, so that a machine that was suspended
+        does not take its own pause for its members'."""
+        every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
+        silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
+        while silent_s < timeout_s:
+            await asyncio.sleep(every_s)
+            begun = self._clock.monotonic()
+            if await ask_health(member.health_url or member.url, every_s):
+                if silent_s or not has_answered:
+                    logger.debug("%s answers GET /health", member.name)
+                silent_s, has_answered = 0.0, True
+            else:
+                silent_s += every_s + min(every_s, self._clock.monotonic() - begun)
+        await self._on_hung(member.name, f"has not answered GET /health for {silent_s:.0f} s")

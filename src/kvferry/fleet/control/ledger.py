@@ -1,0 +1,185 @@
+"""What is kept of a fleet between controllers: what it is to be, what it was before, and each step that was taken.
+
+    wanted.json       the fleet, and its earlier revisions; written by whoever changes it, under a lock
+    history.jsonl     one step or event a line, the oldest first; bounded
+    status.json       what the controller has seen last
+    controller.lock   held by the controller that acts; another one waits
+
+Each file is replaced as a whole, or appended to by its one writer, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.facts import MemberStatus, RoleStatus
+from kvferry.fleet.control.spec import WantedFleet
+
+_MOST_HISTORY_BYTES = 4 * 2**20
+"""Then the older half of the history is forgotten."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What the fleet is to be. `earlier`: what it was to be before, the last first. `deleted`: it is to end. `number`
+    grows with each change."""
+
+    fleet: WantedFleet
+    earlier: tuple[WantedFleet, ...] = ()
+    deleted: bool = False
+    number: int = 0
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step that was taken, or what became of a member. `at`: seconds since 1970."""
+
+    at: float
+    what: str
+    name: str = ""
+    why: str = ""
+
+
+class FleetStatus(msgspec.Struct, frozen=True):
+    """What the controller has seen last. `url`: where clients are served; empty until then. `trouble`: what keeps the
+    fleet from being what it is to be."""
+
+    at: float
+    pid: int
+    number: int
+    url: str
+    roles: dict[str, RoleStatus]
+    members: tuple[MemberStatus, ...]
+    trouble: tuple[str, ...] = ()
+    settled: bool = False
+
+
+class Ledger:
+    """One fleet's, in a folder that only its user can read: settings may contain keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def exists(self) -> bool:
+        """Whether somebody wanted this fleet."""
+        return (self.folder / "wanted.json").exists()
+
+    # What is wanted.
+
+    def wanted(self) -> Wanted:
+        """What the fleet is to be. Raises `ConfigError` if there is no such fleet, or its file cannot be read."""
+        try:
+            return msgspec.json.decode((self.folder / "wanted.json").read_bytes(), type=Wanted)
+        except FileNotFoundError as error:
+            raise ConfigError(f"there is no fleet in {self.folder}; `kvferry fleet apply` makes one") from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"{self.folder / 'wanted.json'} cannot be read: {error}") from error
+
+    def want(self, fleet: WantedFleet) -> Wanted:
+        """The fleet is to be this from now on. Another revision than before makes that one an earlier one."""
+        with self._locked("wanted.lock"):
+            before = self.wanted() if self.exists else None
+            if before is None or before.deleted:
+                new = Wanted(fleet, number=1 if before is None else before.number + 1)
+            else:
+                earlier = before.earlier
+                if fleet.revision != before.fleet.revision:
+                    kept = [one for one in earlier if one.revision != fleet.revision]
+                    earlier = (before.fleet, *kept)[: fleet.roll.history]
+                new = Wanted(fleet, earlier, number=before.number + 1)
+            self._replace("wanted.json", new)
+        return new
+
+    def delete(self) -> None:
+        """The fleet is to end."""
+        with self._locked("wanted.lock"):
+            before = self.wanted()
+            self._replace("wanted.json", msgspec.structs.replace(before, deleted=True, number=before.number + 1))
+
+    # What was done.
+
+    def note(self, what: str, name: str = "", why: str = "") -> None:
+        """Append an event to the history."""
+        path = self.folder / "history.jsonl"
+        line = msgspec.json.encode(Event(SYSTEM_CLOCK.wall(), what, name, why)) + b"\n"
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line)
+            is_long = os.fstat(descriptor).st_size > _MOST_HISTORY_BYTES
+        finally:
+            os.close(descriptor)
+        if is_long:
+            text = path.read_bytes()
+            self._replace_bytes("history.jsonl", text[text.index(b"\n", len(text) // 2) + 1 :])
+
+    def history(self) -> Iterator[Event]:
+        """All events that are kept, the oldest first; lines that are not understood are passed over."""
+        try:
+            lines = (self.folder / "history.jsonl").read_bytes().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                yield msgspec.json.decode(line, type=Event)
+            except msgspec.MsgspecError:
+                continue
+
+    def write_status(self, status: FleetStatus) -> None:
+        """Replace what was seen before."""
+        self._replace("status.json", status)
+
+    def status(self) -> FleetStatus | None:
+        """What a controller has seen last; None: there was none yet."""
+        try:
+            return msgspec.json.decode((self.folder / "status.json").read_bytes(), type=FleetStatus)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    # Who acts.
+
+    def try_to_act(self) -> int | None:
+        """A lock that only one controller of this fleet has at a time, until it closes the descriptor or ends; None:
+        another one has it."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether a controller acts."""
+        descriptor = self.try_to_act()
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _replace(self, name: str, value: Any) -> None:
+        self._replace_bytes(name, msgspec.json.encode(value))
+
+    def _replace_bytes(self, name: str, content: bytes) -> None:
+        draft = self.folder / f"{name}.{os.getpid()}"
+        draft.touch(mode=0o600)
+        draft.write_bytes(content)
+        draft.replace(self.folder / name)

@@ -1,0 +1,118 @@
+"""What is known of a fleet's members: the backend's knowledge of processes, joined with the routers' of requests.
+
+Owns what was declared to the routers and what they answered, and since when each member is in its phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
+from kvferry.fleet.control.facts import Observed, Phase
+from kvferry.fleet.control.front import Front, View
+from kvferry.fleet.control.spec import WantedFleet
+
+
+class Observer:
+    """`starting`, `draining` and `stopping` are the names of members for which a step is being taken; the controller
+    writes them."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._views: Mapping[str, View] | None = None
+        """How the routers see the instances; None: no router answers, or there is none."""
+        self._since: dict[str, tuple[Phase, float]] = {}
+        self.starting: dict[str, Observed] = {}
+        """Those that the backend does not know of yet."""
+        self.draining: set[str] = set()
+        self.stopping: set[str] = set()
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether a router has answered the last time."""
+        return self._views is not None
+
+    async def take_up(self, members: Sequence[Member]) -> None:
+        """Learn from the routers what an earlier controller has told them."""
+        for router in routers_of(members):
+            if (views := await self._front.views(router)) is not None:
+                self._views = views
+                self.draining = {name for name, view in views.items() if view.draining}
+                return
+
+    async def declare(self, fleet: WantedFleet, members: Sequence[Member]) -> None:
+        """Tell the routers which instances serve, and which of them are leaving."""
+        if routers := routers_of(members):
+            serving = _admitted(fleet, members, set(self._views or ()))
+            self._views = await self._front.declare(routers, serving, self.draining)
+        else:
+            self._views = None
+
+    def begin(self, member: MemberSpec, now: float) -> None:
+        """A member is being started."""
+        self.starting[member.name] = Observed(
+            member.name, member.role, member.revision, Phase.STARTING, now, member.unit
+        )
+
+    def changes_role(self, name: str) -> None:
+        """It is ready again once the routers say so."""
+        self._since.pop(name, None)
+
+    def observe(self, members: Sequence[Member], now: float) -> list[Observed]:
+        """All members, those that are being started included."""
+        here = {one.name for one in members}
+        for name in self.starting.keys() & here:
+            del self.starting[name]
+        self.draining &= here
+        seen = [self._observed(one, now) for one in members]
+        self._since = {one.name: (one.phase, one.since) for one in seen}
+        return [*seen, *self.starting.values()]
+
+    def _observed(self, member: Member, now: float) -> Observed:
+        view = (self._views or {}).get(member.name)
+        phase = self._phase(member, view)
+        before, since = self._since.get(member.name, (None, now))
+        return Observed(
+            name=member.name,
+            role=member.role,
+            revision=member.revision,
+            phase=phase,
+            since=since if before is phase else now,
+            unit=member.unit,
+            outstanding=0 if view is None else view.in_flight,
+            reason=member.reason,
+        )
+
+    def _phase(self, member: Member, view: View | None) -> Phase:
+        name = member.name
+        if view is not None and view.draining:  # an operator may have told the routers
+            self.draining.add(name)
+        if name in self.stopping:
+            return Phase.DRAINED
+        if member.state is MemberState.ENDED:
+            return Phase.FAILED
+        if name in self.draining:
+            return Phase.DRAINED if view is not None and view.drained else Phase.DRAINING
+        if member.state is MemberState.STARTING:
+            return Phase.STARTING
+        if member.role == "router" or self._views is None:
+            return Phase.READY
+        was_ready = self._since.get(name, (None, 0.0))[0] is Phase.READY
+        return Phase.READY if was_ready or (view is not None and view.state == "up") else Phase.STARTING
+
+
+def routers_of(members: Iterable[Member]) -> list[str]:
+    """Where the routers that serve answer their controller."""
+    routers = (one for one in members if one.role == "router" and one.state is MemberState.SERVING)
+    return [one.health_url for one in routers if one.health_url]
+
+
+def _admitted(fleet: WantedFleet, members: Sequence[Member], known: set[str]) -> list[Member]:
+    """The instances that clients' requests may go to: they serve, and so do all others of their unit, or did."""
+    serving = [one for one in members if one.role != "router" and one.state is MemberState.SERVING]
+    if fleet.unit is None:
+        return serving
+    size = sum(fleet.unit.members.values())
+    num = {unit: sum(one.unit == unit for one in serving) for unit in {one.unit for one in serving}}
+    whole = {one.unit for one in serving if one.name in known or num[one.unit] >= size}
+    return [one for one in serving if one.unit in whole]

@@ -1,0 +1,50 @@
+"""Where this user's fleets are kept on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.environment import STATE_DIR
+from kvferry.fleet.backends.local.backend import memory_folder
+from kvferry.fleet.control.ledger import Ledger
+
+
+def fleets_folder() -> Path:
+    """The folder with a ledger for each fleet. Raises `ConfigError`."""
+    if named := os.environ.get(STATE_DIR):
+        return Path(named).expanduser()
+    if root := os.environ.get("XDG_STATE_HOME"):
+        return Path(root) / "kvferry"
+    try:
+        return Path.home() / ".local" / "state" / "kvferry"
+    except RuntimeError as error:
+        raise ConfigError(f"this user has no home for what is kept of fleets; name a folder in {STATE_DIR}") from error
+
+
+def ledger_of(name: str) -> Ledger:
+    """A fleet's ledger, whether there is such a fleet or not."""
+    return Ledger(fleets_folder() / "fleets" / name)
+
+
+def fleet_names() -> list[str]:
+    """The fleets that this user has, those that are to end included."""
+    folder = fleets_folder() / "fleets"
+    return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
+
+
+def running_folder(ledger: Ledger) -> Path:
+    """Where the processes of a fleet are found while they run, on no disk: it goes with the machine, as they do. Made
+    if it is not there. Raises `ConfigError` if another user has made it."""
+    root = Path(memory_folder() or tempfile.gettempdir())
+    digest = hashlib.sha256(str(ledger.folder.resolve()).encode()).hexdigest()[:16]
+    folder = root / f"kvferry-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(f"{folder} is not this user's alone; remove it")
+    return folder

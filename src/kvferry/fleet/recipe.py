@@ -1,0 +1,211 @@
+"""How the members of a fleet are run on this machine: from the user's settings to processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token
+from kvferry.core.settings import environment
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.server.registrar import make_registrar
+from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.cpu import Cores, available_cores, parse_cores, plan_cores, thread_variables
+from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.routers import RouterPlan
+from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
+from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
+from kvferry.fleet.vllm.ports import free_ports
+from kvferry.http.client.access import InstanceAccess
+from kvferry.http.server.config import HttpAccess
+from kvferry.http.server.limits import HttpLimits
+from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
+from kvferry.router.config import RouterConfig
+
+TOKEN_VARIABLE = environment.AUTH_TOKEN
+"""The shared secret is passed in the environment, because everyone on the machine can read command lines."""
+
+_VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+
+OWN_ENGINE = EngineChoice()
+OPEN, LIMITS = HttpAccess(), HttpLimits()
+UNKNOWN = InstanceAccess()
+LOOPBACK = "127.0.0.1"
+_ROUTERS = 2
+"""How many routers share an address where there are cores for them: one that dies or hangs is then no outage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRecipe:
+    """The fleet that is wanted, and all further settings of the user, for processes of this machine. Immutable; what
+    is found out about the machine is found once."""
+
+    fleet: WantedFleet
+    engine: EngineConfig
+    spec: FleetSpec
+    instances: InstanceSpec
+    router: RouterConfig
+    listen: Listen
+    choice: EngineChoice = OWN_ENGINE
+    log: LogConfig = TEXT
+    access: HttpAccess = OPEN
+    limits: HttpLimits = LIMITS
+    instance_access: InstanceAccess = UNKNOWN
+    token: str = field(default="", repr=False)
+    hidden: frozenset[str] = frozenset()
+    """Environment variables that children do not inherit: those that set flags, since children get every flag as an
+    argument."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` if settings are wrong, as far as that is known before anything is started."""
+        if self.num_routers and self.num_instances:
+            if self.router.registration:
+                shared_token("--registration")
+            make_registrar(self.instances.register, "both", ca=self.access.tls_ca)
+            if self.instances.advertise_url is not None:
+                raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
+        elif self.num_instances:
+            require_defaults(self.access, self.limits)
+        roles = list(self.fleet.role) if self.fleet.unit is None else list(self.fleet.unit.members)
+        for number, role in enumerate(roles):
+            self.instance(f"{role}-0", role, number, self.cores)
+        _ = self.addresses
+
+    @property
+    def num_instances(self) -> int:
+        """How many instances are wanted."""
+        return self.fleet.num_instances
+
+    @cached_property
+    def cores(self) -> Cores:
+        """Those of the whole fleet."""
+        available = available_cores()
+        return available if self.spec.cores is None else parse_cores(self.spec.cores, available)
+
+    @property
+    def num_routers(self) -> int:
+        """How many routers share the address."""
+        told = self.fleet.router.count
+        return (_ROUTERS if len(self.cores) >= self.num_instances + _ROUTERS else 1) if told is None else told
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where the routers listen."""
+        return self._routers.addresses if self.num_routers else []
+
+    def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
+        """What to run for a router."""
+        return self._routers.process(name, group, self.fleet.front(self.num_routers).revision)
+
+    def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
+        """What to run for an instance. Raises `ConfigError`."""
+        assert role != "router"
+        can_be = self.fleet.role[role].can_be if role in self.fleet.role else ()
+        started_as: InstanceRole = "both" if can_be else role
+        if self.choice.engine == "vllm":
+            return self._vllm_server(name, role, started_as, number, cores)
+        return self._own_engine(name, role, started_as, number, cores)
+
+    def _own_engine(
+        self, name: str, role: MemberRole, started_as: InstanceRole, number: int, cores: Cores
+    ) -> ProcessSpec:
+        instances, settings, is_alone = self.instances, self.engine, not self.num_routers
+        if self.num_routers or instances.kv_transfer_config:
+            text = transfer_for_member(instances.kv_transfer_config or DEFAULT, started_as, name, number)
+            instances = replace(instances, kv_transfer_config=text)
+        told = self.fleet.role.get(role)
+        if told is not None and told.tensor_parallel_size > 1:
+            settings = replace(settings, tensor_parallel_size=told.tensor_parallel_size)
+        arguments = (
+            "serve" if started_as == "both" else started_as,
+            settings.model,
+            *to_arguments(settings, without=("model",)),
+            *to_arguments(instances),
+            *to_arguments(self.listen if is_alone else self._behind_the_routers(number)),
+            *to_arguments(HttpAccess(tls_ca=self.access.tls_ca)),
+            *(() if told is None else told.args),
+            *to_arguments(self.log),
+        )
+        return ProcessSpec(
+            name=name,
+            command=(*PROGRAM, *arguments),
+            environment={**thread_variables(cores), TOKEN_VARIABLE: self.token, INSTANCE_VARIABLE: name},
+            hidden=self.hidden,
+            forks=True,
+        )
+
+    def _vllm_server(
+        self, name: str, role: MemberRole, started_as: InstanceRole, number: int, cores: Cores
+    ) -> ProcessSpec:
+        """A vLLM server, which the backend registers at the routers of `--register`."""
+        servers = self._servers
+        listen = self._behind_the_routers(number) if self.num_routers else self.listen
+        told = self.fleet.role.get(role)
+        place = InstancePlace(
+            role=started_as,
+            name=name,
+            index=number,
+            host=listen.host,
+            port=listen.port,
+            cores=cores,
+            environment={TOKEN_VARIABLE: self.token, **self._vllm_logging()},
+            hidden=self.hidden,
+            arguments=() if told is None else told.args,
+        )
+        has_bootstrap = servers.has_bootstrap and role == "prefill"
+        bootstrap_port = free_ports(1)[0] if has_bootstrap else None
+        registrar = make_registrar(
+            self.instances.register,
+            role if role != "router" else "both",
+            url=self.instances.advertise_url,
+            host=place.host,
+            ca=self.access.tls_ca,
+            bootstrap_port=bootstrap_port,
+        )
+        if registrar is not None:
+            servers.require_registrable(registrar.role)
+        process = servers.process(place, bootstrap_port or 0)
+        return replace(process, registrar=registrar, bootstrap_port=bootstrap_port)
+
+    def _behind_the_routers(self, number: int) -> Listen:
+        """Where instance `number` listens."""
+        return replace(self.listen, host=LOOPBACK, port=self.spec.instance_port(number))
+
+    @cached_property
+    def _servers(self) -> VllmInstances:
+        splits = self.num_routers > 0 or "both" not in self.fleet.role
+        return VllmInstances.from_settings(
+            self.engine, self.choice, self.instances, splits=splits, number=self.num_instances
+        )
+
+    def _vllm_logging(self) -> dict[str, str]:
+        """Sets vLLM's log level, unless the user has."""
+        level = {_VLLM_LOG_LEVEL: self.log.log_level.upper()}
+        return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
+
+    @cached_property
+    def _routers(self) -> RouterPlan:
+        config = replace(self.router, workers=self.num_routers, declared=self.num_instances > 0)
+        return RouterPlan(
+            router=config,
+            listen=self.listen,
+            access=self.access,
+            limits=self.limits,
+            instance_access=self.instance_access,
+            log=self.log,
+            cores=plan_cores(self.cores, max(1, self.num_instances)).router if self.num_instances else (),
+            environment={TOKEN_VARIABLE: self.token} if self.token else {},
+            hidden=self.hidden,
+        )
+
+
+def require_defaults(access: HttpAccess, limits: HttpLimits) -> None:
+    """Raise `ConfigError` for HTTP settings that the processes would ignore."""
+    for given, default in ((access, OPEN), (limits, LIMITS)):
+        for one in fields(given):
+            if one.name != "tls_ca" and getattr(given, one.name) != getattr(default, one.name):
+                raise ConfigError(f"{flag_name(one.name)} is for kvferry's own servers, not for this command yet")

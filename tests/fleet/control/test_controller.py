@@ -1,0 +1,442 @@
+"""The controller with members in memory: what is wanted becomes so, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet.control.memory import MemoryBackend, MemoryFront
+from fleet.recording import RecordingDisplay
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
+
+HANGS_S = 60.0
+FAST = {"backoff": ["10ms", "50ms"], "hang": "0s"}
+ROUTER, PREFILL, DECODE = "router-0", "prefill-0", "decode-0"
+
+
+def pooling(prefill: int = 1, decode: int = 1, *, routers: int = 1, stamp: str = "", **more: Any) -> WantedFleet:
+    told: dict[str, Any] = {
+        "name": "f",
+        "model": "m",
+        "mode": "pooling",
+        "role": {"prefill": {"count": prefill}, "decode": {"count": decode}},
+        "router": {"count": routers},
+        "stamp": stamp,
+        **more,
+        "failure": {**FAST, **more.get("failure", {})},
+    }
+    return fleet_from(told)
+
+
+def replica(units: int, *, stamp: str = "") -> WantedFleet:
+    unit = {"members": {"prefill": 1, "decode": 1}, "count": units}
+    told = {"name": "f", "model": "m", "mode": "replica", "unit": unit, "failure": FAST, "stamp": stamp}
+    return fleet_from({**told, "router": {"count": 1}})
+
+
+class Controlled:
+    """A fleet in memory, and one controller at a time."""
+
+    def __init__(self, folder: Path, fleet: WantedFleet) -> None:
+        self.ledger, self.backend, self.front = Ledger(folder / "f"), MemoryBackend(), MemoryFront()
+        self.display = RecordingDisplay()
+        self.ledger.want(fleet)
+
+    def controller(self, **more: Any) -> Controller:
+        return Controller(self.ledger, self.backend, self.front, self.display, SYSTEM_CLOCK, **{"grace_s": 7.0, **more})
+
+    @asynccontextmanager
+    async def running(self, **more: Any) -> AsyncIterator[asyncio.Task[End]]:
+        controller = self.controller(**more)
+        task = asyncio.create_task(controller.run())
+        try:
+            async with asyncio.timeout(HANGS_S):
+                yield task
+        finally:
+            controller.end(LetGo())
+            try:
+                await task
+            finally:
+                controller.close()
+
+    async def until(self, there: Callable[[], Any]) -> None:
+        while not there():
+            await asyncio.sleep(0.01)
+
+    async def settled(self) -> None:
+        """Wait until a controller has seen that all is as it is to be now."""
+        await self.until(lambda: (seen := self.ledger.status()) and seen.settled and seen.number == self.number)
+
+    @property
+    def number(self) -> int:
+        return self.ledger.wanted().number
+
+    def history(self, what: str) -> list[str]:
+        return [one.name for one in self.ledger.history() if one.what == what]
+
+    def trouble(self) -> str:
+        seen = self.ledger.status()
+        return "" if seen is None else "; ".join(seen.trouble)
+
+
+async def ticks(backend: MemoryBackend, number: int = 5) -> None:
+    """Let the controller look a few times."""
+    for _ in range(number):
+        backend.changed.set()
+        await asyncio.sleep(0.05)
+
+
+async def test_what_is_wanted_is_started_and_told(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(2, 1))
+    async with made.running():
+        await made.settled()
+        assert made.backend.serving == [DECODE, PREFILL, "prefill-1", ROUTER]
+        assert made.front.declared == {PREFILL: ("prefill", ""), "prefill-1": ("prefill", ""), DECODE: ("decode", "")}
+        assert made.display.of("up") == [["http://router-0:1"]]
+        status = made.ledger.status()
+        assert status is not None
+        assert (status.roles["prefill"].desired, status.roles["prefill"].ready) == (2, 2)
+        assert status.url == "http://router-0:1"
+        assert [one.name for one in status.members] == [DECODE, PREFILL, "prefill-1", ROUTER]
+    assert sorted(made.history("start")) == [DECODE, PREFILL, "prefill-1", ROUTER]
+    assert made.backend.serving == [DECODE, PREFILL, "prefill-1", ROUTER]  # the fleet goes on without it
+
+
+async def test_who_dies_is_started_again_under_its_name_after_waits_that_double(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"backoff": ["200ms", "10s"]}))
+    async with made.running():
+        await made.settled()
+        for number in (2, 3, 4):
+            made.backend.die(DECODE)
+            await made.until(lambda number=number: [one for one, _ in made.backend.starts].count(DECODE) == number)
+            await made.settled()
+    times = [at for name, at in made.backend.starts if name == DECODE]
+    waits = [later - before for before, later in pairwise(times)]
+    assert [wait >= least for wait, least in zip(waits, (0.2, 0.4, 0.8), strict=True)] == [True] * 3
+    assert [one for one, _ in made.backend.starts].count(PREFILL) == 1
+    assert made.backend.stops == [(DECODE, 0.0)] * 3
+
+
+async def test_a_crash_loop_is_named_and_ends_nothing_else(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 3}))
+    async with made.running():
+        await made.settled()
+        made.backend.serves_at_once = False
+        for number in range(3):
+            made.backend.die(DECODE, f"ended with exit code {number}")
+            if number < 2:
+                await made.until(
+                    lambda: (
+                        DECODE in made.backend.here
+                        and DECODE not in made.backend.serving
+                        and made.backend.here[DECODE].reason == ""
+                    )
+                )
+        await made.until(lambda: "failed 3 times in a row" in made.trouble())
+        assert made.trouble() == "decode: failed 3 times in a row, and is not started again: ended with exit code 2"
+        started = len(made.backend.starts)
+        await ticks(made.backend)
+        assert len(made.backend.starts) == started
+        assert made.backend.serving == [PREFILL, ROUTER]
+        made.backend.serves_at_once = True
+        made.ledger.want(pooling(failure={"crash_loop": 3}))  # whoever says it again wants it tried
+        await made.settled()
+
+
+async def test_what_cannot_be_started_counts_as_a_failure(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 2}))
+    made.backend.cannot_start.add("decode")
+    async with made.running():
+        await made.until(
+            lambda: "failed 2 times in a row, and is not started again: there is no room" in made.trouble()
+        )
+    assert made.history("not started") == [DECODE, DECODE]
+
+
+async def test_who_waits_is_told_at_once_that_it_cannot_come_up(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    made.backend.serves_at_once = False
+    async with made.running(attended=True) as task:
+        await made.until(lambda: len(made.backend.here) == 3)
+        made.backend.die(PREFILL, "ended with exit code 7 while starting")
+        end = await task
+    assert isinstance(end, FleetFailed)
+    assert end.member is not None
+    assert (end.member.name, end.reason) == (PREFILL, "ended with exit code 7 while starting")
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_fleet_in_the_foreground_ends_when_nobody_is_left_who_can_answer(tmp_path: Path, role: str) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 1}))
+    async with made.running(attended=True) as task:
+        await made.settled()
+        made.backend.die(f"{role}-0")
+        if role == "prefill":
+            await made.until(lambda: "failed once" in made.trouble())
+            await ticks(made.backend)
+            assert not task.done()
+            return
+        end = await task
+    assert isinstance(end, FleetFailed)
+    assert end.member is not None
+    assert end.member.name == DECODE
+    assert "decode: failed once" in end.reason
+
+
+async def test_a_drain_waits_for_what_runs(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(1, 2))
+    async with made.running():
+        await made.settled()
+        made.front.busy |= {DECODE, "decode-1"}
+        made.ledger.want(pooling(1, 1))
+        await made.until(lambda: made.front.draining)
+        (leaving,) = made.front.draining
+        await ticks(made.backend)
+        assert made.backend.stops == []
+        assert leaving in made.front.declared
+        made.front.busy.clear()
+        await made.settled()
+        assert [name for name, _ in made.backend.stops] == [leaving]
+        assert leaving not in made.front.declared
+    assert made.history("drain") == [leaving]
+
+
+async def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
+    told = {"failure": {"drain": "200ms"}}
+    made = Controlled(tmp_path, pooling(1, 2, **told))
+    async with made.running():
+        await made.settled()
+        made.front.busy |= {DECODE, "decode-1"}
+        made.ledger.want(pooling(1, 1, **told))
+        await made.settled()
+    assert len(made.backend.stops) == 1
+
+
+async def test_an_operator_drains_an_instance_at_a_router_and_it_is_replaced(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        made.front.draining.add(DECODE)
+        views = made.front._views()
+        assert views[DECODE].draining
+        declare = made.front.declare
+
+        async def told(*what: Any) -> Any:
+            found = await declare(*what)
+            made.front.declare = declare  # type: ignore[method-assign]
+            return {**found, DECODE: views[DECODE]} if found is not None else None
+
+        made.front.declare = told  # type: ignore[method-assign]
+        await made.until(lambda: DECODE in [name for name, _ in made.backend.stops])
+        await made.settled()
+
+
+async def test_an_instance_changes_its_role_and_is_not_restarted(tmp_path: Path) -> None:
+    def fleet(prefill: int, decode: int) -> WantedFleet:
+        roles = {"prefill": {"count": prefill, "can_be": ["decode"]}, "decode": {"count": decode}}
+        return pooling(role=roles)
+
+    made = Controlled(tmp_path, fleet(2, 1))
+    async with made.running():
+        await made.settled()
+        started = len(made.backend.starts)
+        made.ledger.want(fleet(1, 2))
+        await made.settled()
+        assert len(made.backend.starts) == started
+        assert made.backend.stops == []
+        ((name, role),) = made.backend.assigned
+        assert (name[:7], role) == ("prefill", "decode")
+        await made.until(lambda: made.front.declared[name] == ("decode", ""))
+
+
+async def test_a_unit_is_admitted_when_it_is_whole(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, replica(1))
+    made.backend.serves_at_once = False
+    async with made.running():
+        await made.until(lambda: len(made.backend.here) == 3)
+        router, prefill, decode = sorted(made.backend.here, key=lambda one: ("router" not in one, "decode" in one))
+        made.backend.serve(router)
+        made.backend.serve(prefill)
+        await ticks(made.backend)
+        assert made.front.declared == {}
+        made.backend.serve(decode)
+        await made.settled()
+        (unit,) = {unit for _, unit in made.front.declared.values()}
+        assert made.front.declared == {prefill: ("prefill", unit), decode: ("decode", unit)}
+        assert unit
+
+        made.backend.die(decode)  # those of it that were admitted stay so
+        await made.until(lambda: decode not in made.front.declared)
+        assert prefill in made.front.declared
+
+
+async def test_a_second_controller_waits_and_takes_up_what_is_there(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(1, 2))
+    async with made.running():
+        await made.settled()
+        made.front.busy |= {DECODE, "decode-1"}
+        made.ledger.want(pooling(1, 1))
+        await made.until(lambda: made.front.draining)
+        second = made.controller()
+        task = asyncio.create_task(second.run())
+        told = ["another controller looks after this fleet; waiting in case it ends"]
+        await made.until(lambda: told in made.display.of("note"))
+        assert made.backend.num_opened == 1
+    started = len(made.backend.starts)
+    async with asyncio.timeout(HANGS_S):
+        await made.until(lambda: made.backend.num_opened == 2)
+        await ticks(made.backend)
+        assert len(made.front.draining) == 1  # as the first one left it
+        assert made.backend.stops == []
+        made.front.busy.clear()
+        await made.settled()
+    assert len(made.backend.starts) == started
+    assert sorted(made.history("found")) == [DECODE, "decode-1", PREFILL, ROUTER]
+    second.end(LetGo())
+    assert await task == LetGo()
+    assert made.ledger.has_controller  # until it has let go of all members
+    second.close()
+    assert not made.ledger.has_controller
+
+
+async def test_a_controller_that_waits_can_be_ended(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        second = made.controller()
+        task = asyncio.create_task(second.run())
+        await made.until(lambda: made.display.of("note"))
+        second.end(LetGo())
+        assert await task == LetGo()
+
+
+async def test_routers_with_another_token_are_left_alone(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+    made.front.stranger = "does not take orders: another token"
+    with pytest.raises(ConfigError, match="does not take orders: another token"):
+        await made.controller().run()
+    assert len(made.backend.serving) == 3
+
+
+async def test_changes_while_it_serves(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        first = {one.name for one in made.backend.members()}
+        made.ledger.want(pooling(2, 3))
+        await made.settled()
+        assert len(made.backend.serving) == 6
+        assert first <= set(made.backend.serving)
+        other = pooling(2, 3, engine={"args": ["--seed=1"]})
+        made.ledger.want(other)
+        await made.settled()
+        assert {one.revision for one in made.backend.members() if one.role != "router"} == {other.revision}
+        stopped = [name for name, _ in made.backend.stops]
+        assert len(stopped) == 5
+        assert ROUTER not in stopped
+        made.ledger.want(msgspec.structs.replace(other, stamp="again"))  # as `kvferry fleet roll` does
+        await made.settled()
+        assert len(made.backend.stops) == 5 + 6
+        assert ROUTER in [name for name, _ in made.backend.stops]
+
+
+async def test_a_change_that_cannot_be_run_is_not_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Controlled(tmp_path, pooling())
+    made.backend.cannot_run.add("wrong")
+    async with made.running() as task:
+        await made.settled()
+        made.ledger.want(pooling(stamp="wrong"))
+        await made.until(lambda: "it cannot be run here" in caplog.text)
+        assert not task.done()
+        assert made.backend.stops == []
+        made.ledger.want(pooling(2, 1))
+        await made.settled()
+        assert "prefill-1" in made.backend.serving
+
+
+async def test_what_dies_is_still_replaced_after_a_change_that_cannot_be_run(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    made.backend.cannot_run.add("wrong")
+    async with made.running():
+        await made.settled()
+        made.ledger.want(pooling(stamp="wrong"))
+        await ticks(made.backend)
+        made.backend.die(DECODE)
+        async with asyncio.timeout(10):
+            await made.until(lambda: [one for one, _ in made.backend.starts].count(DECODE) == 2)
+
+
+async def test_a_paused_fleet_replaces_nothing(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        made.ledger.want(pooling(roll={"pause": True}))
+        await made.settled()
+        made.backend.die(DECODE)
+        await made.until(lambda: DECODE not in made.backend.here)
+        await ticks(made.backend)
+        assert made.backend.serving == [PREFILL, ROUTER]
+        made.ledger.want(pooling())
+        await made.settled()
+        assert DECODE in made.backend.serving
+
+
+async def test_a_fleet_that_is_deleted_ends_routers_first(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    controller = made.controller()
+    task = asyncio.create_task(controller.run())
+    async with asyncio.timeout(HANGS_S):
+        await made.settled()
+        made.ledger.delete()
+        assert await task == EndAsked()
+        await controller.bring_down()
+        controller.close()
+    assert made.backend.here == {}
+    assert made.backend.stops[0] == (ROUTER, 7.0)
+    assert sorted(made.backend.stops[1:]) == [(DECODE, 7.0), (PREFILL, 7.0)]
+    assert made.ledger.wanted().deleted
+
+
+async def test_a_member_that_never_serves_is_given_up(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"start": "200ms", "crash_loop": 2}))
+    made.backend.serves_at_once = False
+    async with made.running():
+        await made.until(
+            lambda: (
+                "decode: failed 2 times in a row, and is not started again: does not serve after 200ms"
+                in made.trouble()
+            )
+        )
+
+
+async def test_routers_that_do_not_answer_change_nothing(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(1, 2))
+    async with made.running():
+        await made.settled()
+        made.front.answers = False
+        await ticks(made.backend)
+        assert made.backend.stops == []
+        assert len(made.backend.starts) == 4
+
+
+async def test_settings_that_change_nothing_in_processes_roll_nothing(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        fleet = made.ledger.wanted().fleet
+        roll = msgspec.structs.replace(fleet.roll, history=3, surge=2)
+        made.ledger.want(msgspec.structs.replace(fleet, roll=roll))
+        await made.settled()
+    assert made.backend.stops == []

@@ -1,0 +1,146 @@
+"""What is kept of a fleet: changed by several at once, read while it is written, bounded."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control import ledger as module
+from kvferry.fleet.control.ledger import FleetStatus, Ledger
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
+
+
+def fleet(count: int = 1, seed: int = 0, history: int = 10) -> WantedFleet:
+    """`seed` makes the revision."""
+    return fleet_from(
+        {
+            "name": "f",
+            "model": "m",
+            "mode": "pooling",
+            "args": [f"--seed={seed}"],
+            "role": {"both": {"count": count}},
+            "roll": {"history": history},
+        }
+    )
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "fleets" / "f")
+
+
+def test_a_fleet_that_nobody_wants(ledger: Ledger) -> None:
+    assert not ledger.exists
+    assert ledger.status() is None
+    assert list(ledger.history()) == []
+    with pytest.raises(ConfigError, match="there is no fleet in"):
+        ledger.wanted()
+
+
+def test_what_is_wanted_is_what_is_read(ledger: Ledger) -> None:
+    told = ledger.want(fleet(3))
+    assert (told.number, told.earlier, told.deleted) == (1, (), False)
+    assert Ledger(ledger.folder).wanted() == told
+    assert told.fleet.revision == fleet(3).revision
+    assert ledger.exists
+    assert stat.S_IMODE(ledger.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((ledger.folder / "wanted.json").stat().st_mode) == 0o600
+
+
+def test_earlier_revisions_are_kept_and_bounded(ledger: Ledger) -> None:
+    for seed in range(5):
+        ledger.want(fleet(seed=seed, history=3))
+    assert ledger.want(fleet(7, seed=4, history=3)).number == 6  # other numbers are no other revision
+    assert [one.args for one in ledger.wanted().earlier] == [("--seed=3",), ("--seed=2",), ("--seed=1",)]
+    back = ledger.want(fleet(seed=2, history=3))
+    assert [one.args for one in back.earlier] == [("--seed=4",), ("--seed=3",), ("--seed=1",)]
+
+
+def test_a_fleet_that_was_deleted_begins_anew(ledger: Ledger) -> None:
+    ledger.want(fleet(seed=1))
+    ledger.delete()
+    assert ledger.wanted().deleted
+    assert ledger.wanted().number == 2
+    again = ledger.want(fleet(seed=2))
+    assert (again.deleted, again.earlier, again.number) == (False, (), 3)
+
+
+def test_no_change_is_lost_when_many_change_it(ledger: Ledger) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(lambda seed: ledger.want(fleet(seed=seed, history=100)).number, range(40)))
+    assert sorted(numbers) == list(range(1, 41))
+    assert len(ledger.wanted().earlier) == 39
+
+
+def test_what_cannot_be_read_is_said(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    (ledger.folder / "wanted.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"wanted\.json cannot be read"):
+        ledger.wanted()
+
+
+def test_the_history_is_in_order_and_lines_that_are_torn_are_passed_over(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    ledger.note("start", "both-0", "1 wanted")
+    with (ledger.folder / "history.jsonl").open("ab") as file:
+        file.write(b'{"at": 1, "what": "to\nnonsense\n\xff\xfe\n')
+    ledger.note("up", why="http://a:1")
+    assert [(one.what, one.name, one.why) for one in ledger.history()] == [
+        ("start", "both-0", "1 wanted"),
+        ("up", "", "http://a:1"),
+    ]
+
+
+def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_HISTORY_BYTES", 2000)
+    ledger.want(fleet())
+    for number in range(500):
+        ledger.note("start", f"both-{number}")
+        assert (ledger.folder / "history.jsonl").stat().st_size <= 2000
+    names = [one.name for one in ledger.history()]
+    assert names == [f"both-{number}" for number in range(500 - len(names), 500)]
+    assert len(names) > 5
+
+
+def test_one_line_that_is_longer_than_all_that_is_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_HISTORY_BYTES", 200)
+    ledger.want(fleet())
+    ledger.note("failed", "both-0", "x" * 1000)
+    ledger.note("start", "both-0")
+    assert [one.what for one in ledger.history()][-1] == "start"
+
+
+def test_status(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    status = FleetStatus(at=1.0, pid=2, number=1, url="", roles={}, members=(), trouble=("both: failed",))
+    ledger.write_status(status)
+    assert ledger.status() == status
+    (ledger.folder / "status.json").write_text("{}")
+    assert ledger.status() is None
+
+
+def test_one_controller_acts_at_a_time(ledger: Ledger) -> None:
+    first = ledger.try_to_act()
+    assert first is not None
+    assert ledger.try_to_act() is None
+    assert Ledger(ledger.folder).has_controller
+    os.close(first)
+    assert not ledger.has_controller
+    second = ledger.try_to_act()
+    assert second is not None
+    os.close(second)
+
+
+def test_who_reads_never_sees_half_of_a_file(ledger: Ledger) -> None:
+    """Files are replaced as a whole."""
+    ledger.want(fleet())
+    with (ledger.folder / "wanted.json").open("rb") as reader:
+        ledger.want(fleet(count=5))
+        assert msgspec.json.decode(reader.read(), type=module.Wanted).number == 1
+    assert not [one.name for one in ledger.folder.iterdir() if str(os.getpid()) in one.name]
