@@ -173,6 +173,7 @@ def require_clean(fleet: Fleet) -> None:
             )
 
 
+@pytest.mark.full
 def test_a_fleet_grows_shrinks_and_is_rolled_and_no_request_notices(fleet: Fleet) -> None:
     with Load(fleet.status.url) as load:
         fleet.does("scale", NAME, "prefill=2", "decode=2")
@@ -188,6 +189,7 @@ def test_a_fleet_grows_shrinks_and_is_rolled_and_no_request_notices(fleet: Fleet
     require_clean(fleet)
 
 
+@pytest.mark.full
 def test_a_change_of_settings_rolls_and_can_be_rolled_back(fleet: Fleet) -> None:
     revision = fleet.status.members[0].revision
     with Load(fleet.status.url) as load:
@@ -220,6 +222,7 @@ def test_a_controller_that_dies_ends_nothing_and_the_next_takes_up_what_is_there
     assert load.wrong == []
 
 
+@pytest.mark.full
 def test_random_changes(fleet: Fleet) -> None:
     dice = random.Random(SEED)
 
