@@ -31,7 +31,7 @@ FOREIGN = {
     "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, kubectl, helm, compilers and Python's own tools
-    "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
+    "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
     "--from-literal", "--namespace",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
