@@ -96,7 +96,9 @@ def _copied(config: Settings, folder: Path) -> Settings:
             copy = folder / f"{one.name}{path.suffix}"
             with suppress(OSError):
                 if not copy.exists():
-                    copy.touch(mode=0o600)
-                    shutil.copyfile(path, copy)
+                    draft = copy.with_name(f"{copy.name}.new")
+                    draft.touch(mode=0o600)
+                    shutil.copyfile(path, draft)
+                    draft.rename(copy)
                 changed[one.name] = copy
     return replace(config, **changed)  # type: ignore[type-var]

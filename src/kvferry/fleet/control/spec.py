@@ -70,6 +70,11 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str = ""
     """Python of an environment with vLLM; default: the Python that runs kvferry."""
 
+    @property
+    def connectors(self) -> tuple[str, ...]:
+        """Those that are used where `kv_transfer_config` is not given."""
+        return self.connector or ("P2pConnector",)
+
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[role.prefill]`, `[role.decode]`, `[role.both]`: how many instances do this, in pooling mode."""

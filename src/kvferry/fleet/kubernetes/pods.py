@@ -95,7 +95,7 @@ class Pods:
             "--host=$(POD_IP)",
             f"--port={HTTP_PORT}",
             f"--grace-s={_GRACE_S}",
-            f"--kv-transfer-config={transfer_config(engine.connector, role)}",
+            f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
         ]
         ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
         if engine.kind == "kvferry":
@@ -239,7 +239,7 @@ def _vllm_arguments(fleet: WantedFleet, role: Role, rank: str) -> list[str]:
 def _vllm_worker(fleet: WantedFleet, role: Role) -> list[str]:
     """vLLM's own command for further ranks of an instance, which answer nobody."""
     role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
-    transfer = msgspec.json.decode(transfer_config(fleet.engine.connector, role)) | {"kv_role": role_of_kv}
+    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, role)) | {"kv_role": role_of_kv}
     python = fleet.engine.python or "python3"
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
     command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")
