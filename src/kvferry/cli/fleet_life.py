@@ -33,7 +33,7 @@ from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, St
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Event, Ledger
 from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import Role, RoleSpec, WantedFleet, check_fleet, read_fleet
+from kvferry.fleet.control.spec import WantedFleet, check_fleet, read_fleet
 from kvferry.fleet.display import PlainDisplay
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
 from kvferry.fleet.process import PROGRAM
@@ -239,26 +239,6 @@ def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
     ledger = _existing(name)
     fleet = ledger.wanted().fleet
     return _want(ledger, msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=pause)), wait_s)
-
-
-def change_role_of(name: str, instance: str, role: Role) -> None:
-    """One instance more of this role, and one less of the one it has: which one changes is the loop's choice, so the
-    numbers are changed only, and the instance is checked to be one that can."""
-    ledger = _existing(name)
-    fleet, seen = ledger.wanted().fleet, ledger.status()
-    here = next((one for one in seen.members if one.name == instance), None) if seen is not None else None
-    if here is None:
-        raise ConfigError(f"{name} has no member called {instance!r}")
-    told = fleet.role.get(here.role)
-    if told is None or role not in told.can_be:
-        raise ConfigError(f"{instance} is {here.role}, which can_be no {role}; see role.{here.role}.can_be in the spec")
-    other = fleet.role.get(role, RoleSpec(count=0))
-    fleet = _scaled(
-        _scaled(msgspec.structs.replace(fleet, role={**fleet.role, role: other}), here.role, told.count - 1),
-        role,
-        other.count + 1,
-    )
-    _want(ledger, check_fleet(fleet), 0.0)
 
 
 # What becomes of it.

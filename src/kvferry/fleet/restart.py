@@ -13,8 +13,8 @@ class RestartPolicy:
 
     max_restarts: CountOrZero = 5
     """How many times in a row an instance or the router is restarted, at growing intervals, after it has exited by
-    itself. After that, everything is stopped. The count starts again once it has served for a minute; 0 means no
-    restarts."""
+    itself. After that it is left, the others serve on, and everything ends once no instance is left that could answer.
+    The count starts again once it has served for a minute; 0 means no restarts."""
 
     hang_timeout_s: SecondsOrZero = 60.0
     """Seconds that an instance or the router may leave GET /health unanswered before it is killed and restarted; 0
