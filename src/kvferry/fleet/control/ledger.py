@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from kvferry.fleet.control.spec import WantedFleet
 
 _MOST_HISTORY_BYTES = 4 * 2**20
 """Then the older half of the history is forgotten."""
+_LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
+"""How long another process may change what is wanted, which takes milliseconds; and how often this is looked at."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -150,12 +153,10 @@ class Ledger:
         another one has it."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.folder / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor
+        if _has_locked(descriptor):
+            return descriptor
+        os.close(descriptor)
+        return None
 
     @property
     def has_controller(self) -> bool:
@@ -170,7 +171,11 @@ class Ledger:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
+            while not _has_locked(descriptor):
+                if SYSTEM_CLOCK.monotonic() > deadline:
+                    raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
+                time.sleep(_TRY_AGAIN_S)
             yield
         finally:
             os.close(descriptor)
@@ -183,3 +188,11 @@ class Ledger:
         draft.touch(mode=0o600)
         draft.write_bytes(content)
         draft.replace(self.folder / name)
+
+
+def _has_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
