@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fleet.recording import RecordingDisplay
 from kvferry.cli.demo.command import _Watching
 
 
 def test_lines_wait_for_the_end_of_what_is_printed() -> None:
     inner = RecordingDisplay()
-    display = _Watching(inner, {}, asyncio.Event())
+    display = _Watching(inner)
     display.line("prefill-0", "before")
     with display.printing():
         display.line("prefill-0", "meanwhile")

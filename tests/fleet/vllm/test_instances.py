@@ -251,6 +251,12 @@ def test_ports_are_free_and_apart() -> None:
     assert all(abs(one - other) >= SPACING for one in ports for other in ports if one != other)
 
 
+def test_a_port_that_was_given_out_does_not_come_up_again_soon() -> None:
+    """Nobody listens on it before the program that it is for has started."""
+    ports = [free_ports(1)[0] for _ in range(200)]
+    assert len(set(ports)) == 200
+
+
 def test_vllms_log_tells_how_far_its_start_is() -> None:
     """The log of a vLLM 0.32 server on a CPU, shortened."""
     seen = [Foreign("", START).progress_of(line) for line in LOG.read_text().splitlines()]

@@ -330,7 +330,7 @@ class Controller:
 
     def _note(self, what: str, name: str, why: str) -> None:
         """A history that cannot be written must not keep anything from being done."""
-        logger.info("%s %s: %s", what, name, why)
+        logger.debug("%s", " ".join(filter(None, (what, name, why))))
         try:
             self._ledger.note(what, name, why)
         except OSError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
-from collections.abc import Iterator
 
 from kvferry.core.errors import ConfigError
 
@@ -16,22 +16,25 @@ SPACING = 16
 """Distance between the ports: a data-parallel vLLM counts up from its side-channel port."""
 
 
+_CANDIDATES = random.sample(range(_FIRST, _LAST, SPACING), len(range(_FIRST, _LAST, SPACING)))
+_in_turn = itertools.cycle(_CANDIDATES)
+"""A port that was given out comes up again only after all others: its program may not listen on it yet."""
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` ports on which nobody listens now. Raises `ConfigError` if there are not as many."""
-    found = [port for _, port in zip(range(count), _free(host), strict=False)]
+    """`count` ports on which nobody listens now, none of which this process has given out lately. Raises
+    `ConfigError` if there are not as many."""
+    free = (port for port in itertools.islice(_in_turn, len(_CANDIDATES)) if _is_free(host, port))
+    found = list(itertools.islice(free, count))
     if len(found) < count:
         raise ConfigError(f"no {count} free ports on {host} between {_FIRST} and {_LAST}")
     return found
 
 
-def _free(host: str) -> Iterator[int]:
-    candidates = list(range(_FIRST, _LAST, SPACING))
-    random.shuffle(candidates)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in candidates:
-        with socket.socket(family) as one:
-            try:
-                one.bind((host, port))
-            except OSError:
-                continue
-        yield port
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        try:
+            one.bind((host, port))
+        except OSError:
+            return False
+        return True
