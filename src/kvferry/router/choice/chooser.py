@@ -63,7 +63,7 @@ class Chooser:
 
     def read(self, path: str, body: RequestBody, headers: Mapping[bytes, bytes]) -> Asked:
         """What a policy sees of a POST to one of `PROMPT_FIELDS`."""
-        text, model = body.raw(PROMPT_FIELDS[path]), body.get("model")
+        text, model, values = body.raw(PROMPT_FIELDS[path]), body.get("model"), body.values
         num_bytes = len(text)
         num_tokens, token_ids = num_bytes / self.estimates.bytes_per_token, None
         if is_token_ids(text):
@@ -73,13 +73,13 @@ class Chooser:
         root = b"%b\0%b" % (path.encode(), body.raw("model"))
         if body.has_any(_ANY_BEFORE_THE_PROMPT):
             root = b"\0".join((root, *map(body.raw, _BEFORE_THE_PROMPT)))
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limit = values.get("max_completion_tokens") or values.get("max_tokens")
         return Asked(
             model=model if isinstance(model, str) else "",
             num_tokens=int(num_tokens),
             num_bytes=num_bytes,
             max_tokens=limit if isinstance(limit, int) else None,
-            streams=body.get("stream") is True,
+            streams=values.get("stream") is True,
             session=self._session(body, headers),
             prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
         )

@@ -71,9 +71,13 @@ class Relay:
 
     def headers(self, leg: Leg, *, with_length: bool = True) -> RawHeaders:
         """The answer's headers as the client gets them."""
+        found = for_client(leg.headers)
+        if not with_length:
+            found = [one for one in found if one[0] != b"content-length"]
         names_one = self._addresses.pattern().search
-        left_out = () if with_length else (b"content-length",)
-        return [one for one in for_client(leg.headers) if one[0] not in left_out and not names_one(one[1])]
+        if names_one(b"\n".join([value for _, value in found])):
+            found = [one for one in found if not names_one(one[1])]
+        return found
 
     def hide(self, text: bytes) -> bytes:
         """Without addresses of instances, in the same length."""
