@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import sys
-import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import Context
+from contextvars import Context, copy_context
 from heapq import heappop, heappush
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
+_FEW_TASKS = 256
 _LAST_WORDS = 8
 """How often a coroutine is closed that waits for something when it is to end."""
 
@@ -68,9 +69,31 @@ class SimProcess:
         self.simulation, self.host, self.name = simulation, host, name
         self.is_alive = True
         self.stalled_until = 0.0
-        self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._tasks: dict[SimTask, None] = {}
+        self._num_tasks_kept = _FEW_TASKS
         self.on_end: dict[object, Callable[[], None]] = {}
         """What ends with it, its connections and listeners, and how."""
+
+        simulation.processes.append(self)
+
+    def keep_task(self, task: SimTask) -> None:
+        """For `SimLoop.create_task`: a task is kept until it is done, and then until many are."""
+        self._tasks[task] = None
+        if len(self._tasks) > self._num_tasks_kept:
+            self._num_tasks_kept = _FEW_TASKS + 2 * len(self.tasks())
+
+    def tasks(self) -> list[SimTask]:
+        """All tasks that are not done, in the order in which they began. The others are forgotten, and so an error of
+        theirs that nobody has asked for is told to their loop."""
+        living = [task for task in self._tasks if not task.done()]
+        self._tasks = dict.fromkeys(living)
+        return living
+
+    def end_tasks(self) -> None:
+        """For `Simulation`, at its end."""
+        for task in reversed(self.tasks()):
+            _close(task)
+        self._tasks.clear()
 
     def thread(self, name: str) -> SimLoop:
         """A new thread, with a loop that runs from now on."""
@@ -82,7 +105,6 @@ class SimProcess:
             return
         self.is_alive = False
         self.simulation.note(f"{self.name} ends")
-        self.simulation.keep_ended(list(self.tasks))
         for end in tuple(self.on_end.values()):
             end()
         self.on_end.clear()
@@ -107,7 +129,7 @@ class Simulation:
         self._timers: list[tuple[float, int, int, asyncio.TimerHandle, SimLoop]] = []
         self._num_timers = 0
         self._ready: list[SimLoop] = []
-        self._ended: list[asyncio.Task[Any]] = []
+        self.processes: list[SimProcess] = []
         self.after_callbacks: Callable[[], None] | None = None
         """Called each time that the time is about to move: for checks that are cheap."""
 
@@ -139,10 +161,6 @@ class Simulation:
     def is_ready(self, loop: SimLoop) -> None:
         """This loop has something to run, and had nothing before."""
         self._ready.append(loop)
-
-    def keep_ended(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Tasks of a process that has ended: they are kept, or the collector would run their last words."""
-        self._ended += tasks
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), most_callbacks: int = 2**62) -> bool:
         """Let everything happen until `done`, or the time `until`, or so many callbacks have run, which is when it
@@ -207,28 +225,38 @@ class Simulation:
             sys.set_asyncgen_hooks(*hooks)
 
     def _forget(self) -> None:
-        """Drop all timers and callbacks, and close the coroutines of processes that have crashed."""
+        """End all processes, those that have crashed too: drop their timers and callbacks, close their coroutines. Code
+        that waits for something on its way out is closed there again, at most `_LAST_WORDS` times; what it would
+        begin does not begin, and what it would log is not logged. The newest end first, because older ones own the
+        groups in which they run."""
+        for process in self.processes:
+            process.is_alive = False
+        were_disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            for process in self.processes:
+                process.end_tasks()
+        finally:
+            logging.disable(were_disabled)
+        self.processes.clear()
         self._timers.clear()
         self._ready.clear()
-        for task in self._ended:
-            _close(task)
-        self._ended.clear()
 
 
 def _finalize(generator: AsyncGenerator[Any, Any]) -> None:
     """An asynchronous generator was dropped: close it, as asyncio does."""
     loop = asyncio._get_running_loop()
     if loop is not None:
-        loop.call_soon(loop.create_task, generator.aclose())
+        loop.create_task(generator.aclose())
 
 
-def _close(task: asyncio.Task[Any]) -> None:
-    """End the coroutine of a task that never runs again. Its last words are heard by nobody: its process is dead."""
+def _close(task: SimTask) -> None:
+    """End the coroutine of a task that never runs again. Its last words are heard by nobody: its process has ended."""
     asyncio._set_running_loop(task.get_loop())
     try:
         for _ in range(_LAST_WORDS):
             with suppress(BaseException):
-                task.get_coro().close()
+                task.context.run(task.get_coro().close)
                 return
     finally:
         asyncio._set_running_loop(None)
@@ -238,6 +266,7 @@ class SimTask(asyncio.Task[Any]):
     """asyncio keeps tasks in sets, and iterates over them: their order must not follow from addresses."""
 
     number = 0
+    context: Context
 
     def __hash__(self) -> int:
         return self.number
@@ -357,11 +386,14 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[Result]:
         if not self.process.is_alive:
             coro.close()  # it never runs
+        if context is None:
+            context = copy_context()
         task = SimTask(coro, loop=self, name=name, context=context)
+        task.context = context
         self.simulation.num_tasks += 1
         task.number = self.simulation.num_tasks
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # of processes that crash, all are
-        self.process.tasks.add(task)
+        self.process.keep_task(task)
         return task
 
     def get_task_factory(self) -> None:

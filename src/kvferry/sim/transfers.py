@@ -70,12 +70,9 @@ class SimTransferLoop(TransferLoop):
             else:
                 future.set_result(task.result())
 
-        def begin() -> None:
-            task = self._sim_loop.create_task(job)
-            self._sim_tasks.append(task)
-            task.add_done_callback(ended)
-
-        self._sim_loop.call_soon_threadsafe(begin)
+        task = self._sim_loop.create_task(job)
+        self._sim_tasks.append(task)
+        task.add_done_callback(ended)
         return future
 
     def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:

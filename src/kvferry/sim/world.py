@@ -259,7 +259,7 @@ class World:
                 self.clients.call_soon(instance.stop)
         self.run_for(90.0)
         living = [one.process for one in self.instances if one.process.is_alive]
-        return not any(not task.done() for process in living for task in process.tasks)
+        return not any(process.tasks() for process in living)
 
 
 def _process() -> Any:
