@@ -43,7 +43,13 @@ PAGES = {
             "kvferry.testing.stores",
             "kvferry.testing.eviction",
             "kvferry.testing.codecs",
+            "kvferry.testing.backends",
         ),
+    ),
+    "fleet": (
+        "Backends of fleets",
+        "What starts and ends the members of a fleet, and is asked what has become of them.",
+        ("kvferry.fleet.control.backend", "kvferry.fleet.process", "kvferry.fleet.ready"),
     ),
     "router": (
         "Router policies",

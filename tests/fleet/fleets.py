@@ -22,7 +22,7 @@ USUAL, NO_RESTARTS = Failing(), Failing(crash_loop=1)
 
 @dataclass(frozen=True)
 class Programs:
-    """A recipe (see `kvferry.fleet.backends.local.backend.Recipe`): each role runs what is given for it."""
+    """A recipe (see `kvferry.fleet.control.backend.Recipe`): each role runs what is given for it."""
 
     fleet: WantedFleet
     makes: Mapping[MemberRole, Make]

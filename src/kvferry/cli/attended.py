@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.backends.local.backend import LocalBackend, Recipe, memory_folder
+from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
-from kvferry.fleet.control.backend import Member
+from kvferry.fleet.control.backend import BackendContext, Member, Recipe
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
@@ -71,7 +71,8 @@ class AttendedFleet:
     async def _run(self, folder: Path) -> int:
         ledger = Ledger(folder / "ledger")
         ledger.want(self._fleet)
-        backend = self._backend = LocalBackend(folder, self._make_recipe, self._display, fork_server=self._fork_server)
+        context = BackendContext(folder, self._make_recipe, self._display, outlives=False, token=self._token)
+        backend = self._backend = LocalBackend(context, fork_server=self._fork_server)
         async with Front(self._token) as front:
             controller = self._controller = Controller(
                 ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s

@@ -20,14 +20,14 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from kvferry.cli.fleet_settings import local_recipe
+from kvferry.cli.fleet_settings import grace_of, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.core.settings.bounds import SECONDS_OR_ZERO
 from kvferry.core.settings.options import unknown_key
-from kvferry.fleet.backends.local.backend import LocalBackend
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, EndAsked, LetGo
 from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.front import Front
@@ -35,7 +35,7 @@ from kvferry.fleet.control.ledger import Event, Ledger
 from kvferry.fleet.control.rehearsal import rehearse
 from kvferry.fleet.control.spec import WantedFleet, check_fleet, read_fleet
 from kvferry.fleet.display import PlainDisplay
-from kvferry.fleet.places import fleet_names, ledger_of, running_folder
+from kvferry.fleet.places import fleet_names, ledger_of, running_folder, running_path
 from kvferry.fleet.process import PROGRAM
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
@@ -71,8 +71,8 @@ def apply(
     """
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     fleet = read_fleet(spec)
-    _require_possible(fleet)
     ledger = ledger_of(fleet.name)
+    _backend(running_path(ledger), fleet)
     if dry_run:
         return _rehearse(ledger, fleet)
     return _want(ledger, fleet, wait_s)
@@ -168,7 +168,8 @@ def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
     if ledger.has_controller:
         sys.stderr.write(f"kvferry: {name} is ending; `kvferry fleet status {name}` shows what is left\n")
         return 1 if wait_s else 0
-    shutil.rmtree(ledger.folder, ignore_errors=True)
+    for folder in (running_path(ledger), ledger.folder):
+        shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.write(f"{name}: ended\n")
     return 0
 
@@ -182,12 +183,10 @@ def control(name: Fleet) -> int:
 
 
 async def _control(name: str, ledger: Ledger) -> int:
-    token, display = _token(), PlainDisplay()
-    make_recipe = partial(local_recipe, token=token, command=serve)
-    backend = LocalBackend(running_folder(ledger), make_recipe, display, outlives=True)
-    grace_s = make_recipe(ledger.wanted().fleet).listen.grace_s
-    async with Front(token) as front:
-        controller = Controller(ledger, backend, front, display, SYSTEM_CLOCK, grace_s=grace_s)
+    fleet, display = ledger.wanted().fleet, PlainDisplay()
+    backend = _backend(running_folder(ledger), fleet)
+    async with Front(backend.context.token) as front:
+        controller = Controller(ledger, backend, front, display, SYSTEM_CLOCK, grace_s=grace_of(fleet, serve))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, controller.end, LetGo())
@@ -218,10 +217,16 @@ def _token() -> str:
     return token
 
 
-def _require_possible(fleet: WantedFleet) -> None:
-    if fleet.backend.kind != "local":
-        raise ConfigError(f"backend.kind: {fleet.backend.kind} fleets are made by `kvferry fleet render`, not here")
-    local_recipe(fleet, _token(), serve)
+def _backend(folder: Path, fleet: WantedFleet) -> FleetBackend:
+    """The fleet's, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
+    if fleet.backend.kind == "kubernetes":
+        raise ConfigError("backend.kind: kubernetes fleets are made by `kvferry fleet render`, not here")
+    token = _token()
+    make_recipe = partial(local_recipe, token=token, command=serve)
+    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
+    backend = backend_class(fleet.backend.kind)(context)
+    backend.use(fleet)
+    return backend
 
 
 def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:

@@ -137,6 +137,12 @@ def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
     return recipe
 
 
+def grace_of(fleet: WantedFleet, command: Any) -> float:
+    """Seconds that members have for running requests when everything ends."""
+    told = _parse(command, "args", [fleet.model, *fleet.args])
+    return complete(Listen, told["listen"]).grace_s
+
+
 def fleet_token() -> str:
     """The secret of a fleet's processes: that of the environment, that of this user, or a new one."""
     return shared_token() or users_token() or secrets.token_urlsafe(32)

@@ -37,12 +37,16 @@ def fleet_names() -> list[str]:
     return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
 
 
-def running_folder(ledger: Ledger) -> Path:
-    """Where the processes of a fleet are found while they run, on no disk: it goes with the machine, as they do. Made
-    if it is not there. Raises `ConfigError` if another user has made it."""
+def running_path(ledger: Ledger) -> Path:
+    """Where the processes of a fleet are found while they run, on no disk: it goes with the machine, as they do."""
     root = Path(memory_folder() or tempfile.gettempdir())
     digest = hashlib.sha256(str(ledger.folder.resolve()).encode()).hexdigest()[:16]
-    folder = root / f"kvferry-{os.getuid()}-{digest}"
+    return root / f"kvferry-{os.getuid()}-{digest}"
+
+
+def running_folder(ledger: Ledger) -> Path:
+    """The same, made if it is not there. Raises `ConfigError` if another user has made it."""
+    folder = running_path(ledger)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

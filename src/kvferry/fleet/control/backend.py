@@ -8,13 +8,17 @@ done when `kvferry.testing.backends` passes with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 from kvferry.core.errors import KvferryError
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import BACKENDS, MemberRole, WantedFleet
+from kvferry.fleet.cpu import Cores
+from kvferry.fleet.process import ProcessSpec, RouterGroup
 
 
 class NotStarted(KvferryError):
@@ -75,36 +79,96 @@ class Watcher(Protocol):
         """A member serves at `url`."""
 
 
-class FleetBackend(Protocol):
+class Recipe(Protocol):
+    """How the members of a fleet are run as processes."""
+
+    @property
+    def num_instances(self) -> int:
+        """How many instances are wanted; cores are divided among them."""
+
+    @property
+    def num_routers(self) -> int:
+        """How many routers there are to be."""
+
+    @property
+    def cores(self) -> Cores:
+        """Those of this machine that the whole fleet has."""
+
+    @property
+    def addresses(self) -> Sequence[tuple[str, int]]:
+        """Where the routers listen: hosts and ports; none without routers."""
+
+    def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
+        """What to run for an instance. `number` is one that no other member has. Raises `KvferryError`."""
+
+    def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
+        """What to run for a router. Raises `KvferryError`."""
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend is made with. `folder`: of this fleet alone, readable by this user only, and gone when the machine
+    is. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members go on when the backend
+    is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
+
+    folder: Path
+    make_recipe: Callable[[WantedFleet], Recipe]
+    watcher: Watcher
+    outlives: bool = True
+    token: str = field(default="", repr=False)
+
+
+class FleetBackend(ABC):
     """One fleet's members. Used by one event loop. Every method that waits has a deadline of its own."""
 
     changed: asyncio.Event
     """Set whenever `members` would answer something else; who waits for it clears it."""
 
+    def __init__(self, context: BackendContext) -> None:
+        """Takes up nothing yet."""
+        self.context = context
+        self.changed = asyncio.Event()
+
     @property
+    @abstractmethod
     def num_routers(self) -> int:
         """How many routers there are to be, where the fleet does not say."""
 
+    @abstractmethod
     def use(self, fleet: WantedFleet) -> None:
         """This is wanted from now on, and what is started is started for it. Called once before `open`, and for each
-        change. Raises `ConfigError` if it cannot be run here; what was wanted before holds then."""
+        change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was wanted
+        before holds then."""
 
+    @abstractmethod
     async def open(self) -> None:
         """Take up what an earlier controller has left. Called once, first. Raises `ConfigError` for what makes it
         impossible to run any member here."""
 
+    @abstractmethod
     def members(self) -> Sequence[Member]:
         """All members that were started and not stopped, those that have ended by themselves included."""
 
+    @abstractmethod
     async def start(self, member: MemberSpec) -> None:
-        """Begin to start a member; returns when it is in `members`. Raises `NotStarted`."""
+        """Begin to start a member; returns when it is in `members`. Raises `NotStarted`, also for a name that is
+        there."""
 
+    @abstractmethod
     async def stop(self, name: str, grace_s: float) -> None:
         """End a member, which has `grace_s` seconds for its running requests, and forget it. Returns when it is gone;
         it may be called again meanwhile with less grace. Does nothing for a name that is not here."""
 
+    @abstractmethod
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Note that a member has another role from now on."""
+        """Note that a member has another role from now on. Does nothing for a name that is not here."""
 
+    @abstractmethod
     async def close(self) -> None:
-        """Let go of the members, which stay as they are."""
+        """Let go of the members, which stay as they are, unless they do not outlive the backend."""
+
+
+def backend_class(kind: str) -> type[FleetBackend]:
+    """The backend that a spec names. Raises `ConfigError`."""
+    found: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
+    return found

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 
@@ -26,6 +27,11 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 MemberRole = Literal["prefill", "decode", "both", "router"]
 """What a process of the fleet is for."""
+
+BACKENDS = ExtensionPoint(
+    "backend.kind", {"local": "kvferry.fleet.backends.local.backend:LocalBackend"}, "kvferry.backends"
+)
+"""Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
 MOST = 4096
 """Instances of one role, or units."""
@@ -154,8 +160,11 @@ class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
-    kind: Literal["local", "kubernetes"] = "local"
-    """`local`: processes of this machine; `kubernetes`: pods, whose manifests `kvferry fleet render` writes."""
+    kind: str = "local"
+    """`local`: processes of this machine; `kubernetes`: pods, whose manifests `kvferry fleet render` writes; or a
+    backend of your own, by its entry point or as `package.module:Class`."""
+    options: dict[str, Any] = {}
+    """`[backend.options]`: those of a backend of your own."""
     kubernetes: KubernetesSpec | None = None
     """What pods need to be told."""
 
@@ -271,6 +280,9 @@ def _table(where: str, value: object) -> Mapping[str, Any]:
 def _backend(given: Mapping[str, Any]) -> Backend:
     pods = given.get("kubernetes")
     told = read_options(Backend, {key: value for key, value in given.items() if key != "kubernetes"}, "backend")
+    BACKENDS.require_known(told.kind, "kubernetes")
+    if told.options and told.kind in (*BACKENDS.table, "kubernetes"):
+        raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
     if (told.kind == "kubernetes") != (pods is not None):
         raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')
     return (

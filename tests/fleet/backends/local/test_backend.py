@@ -23,7 +23,7 @@ from fleet.recording import RecordingDisplay
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.local.folder import MemberFolder
-from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.process import ProcessSpec
 from kvferry.http.server.listen import BACKLOG, reserve
@@ -51,7 +51,8 @@ async def backend(
 ) -> AsyncIterator[tuple[LocalBackend, RecordingDisplay]]:
     """One that has been opened; it is closed at the end."""
     display = RecordingDisplay()
-    one = LocalBackend(folder, lambda fleet: Programs(fleet, makes, (0,), addresses), display, outlives=outlives)
+    context = BackendContext(folder, lambda fleet: Programs(fleet, makes, (0,), addresses), display, outlives=outlives)
+    one = LocalBackend(context)
     one.use(fleet_of(makes))
     async with asyncio.timeout(HANGS_S):
         try:

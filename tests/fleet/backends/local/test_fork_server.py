@@ -23,7 +23,7 @@ from kvferry.fleet.backends.local import fork_server
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
+from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState
 from kvferry.fleet.process import PROGRAM, ProcessSpec
 
 pytestmark = pytest.mark.processes
@@ -48,9 +48,8 @@ class Forked:
         self.folder, self.display, self.server = folder, RecordingDisplay(), ForkServer()
         self._specs: dict[str, ProcessSpec] = {}
         makes: Any = {"decode": lambda name: self._specs[name]}
-        self.backend = LocalBackend(
-            folder, lambda fleet: Programs(fleet, makes, (CORE,)), self.display, fork_server=self.server
-        )
+        context = BackendContext(folder, lambda fleet: Programs(fleet, makes, (CORE,)), self.display, outlives=False)
+        self.backend = LocalBackend(context, fork_server=self.server)
         self.backend.use(fleet_of(makes, decode=2))
 
     async def start(self, name: str, spec: ProcessSpec) -> None:

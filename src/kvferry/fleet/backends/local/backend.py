@@ -11,10 +11,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -25,7 +23,7 @@ from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.launcher import launching
 from kvferry.fleet.backends.local.member import Ended, LocalMember
-from kvferry.fleet.control.backend import Member, MemberSpec, NotStarted, Watcher
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.cpu import Cores, cores_of
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
@@ -39,62 +37,27 @@ _WRITTEN_S = 2.0
 _LOOK_S = 0.02
 
 
-class Recipe(Protocol):
-    """How the members of the fleet are run, in the revisions that are wanted now."""
+class LocalBackend(FleetBackend):
+    """Its folder is to be on no disk. Owns the fork server, the listening sockets, and each member's process while it
+    looks after it."""
 
-    @property
-    def num_instances(self) -> int:
-        """How many instances are wanted; cores are divided among them."""
-
-    @property
-    def num_routers(self) -> int:
-        """How many routers there are to be."""
-
-    @property
-    def cores(self) -> Cores:
-        """Those of the whole fleet."""
-
-    @property
-    def addresses(self) -> Sequence[tuple[str, int]]:
-        """Where the routers listen: hosts and ports; none without routers."""
-
-    def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
-        """What to run for an instance. `number` is one that no other member has. Raises `KvferryError`."""
-
-    def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
-        """What to run for a router. Raises `KvferryError`."""
-
-
-class LocalBackend:
-    """`folder`: for what members are known by, readable by this user only; it is to be on no disk. Owns the fork
-    server, the listening sockets, and each member's process while it looks after it."""
-
-    def __init__(
-        self,
-        folder: Path,
-        make_recipe: Callable[[WantedFleet], Recipe],
-        watcher: Watcher,
-        *,
-        outlives: bool = False,
-        fork_server: ForkServer | None = None,
-    ) -> None:
+    def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
         """`fork_server`: one that is shared with another backend, whose owner closes it."""
-        self.changed = asyncio.Event()
+        super().__init__(context)
         self.recipe: Recipe
-        self._make_recipe = make_recipe
-        self._folder, self._watcher, self._outlives = folder, watcher, outlives
+        self._folder, self._watcher, self._outlives = context.folder, context.watcher, context.outlives
         self._members: dict[str, LocalMember] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._registrars: dict[str, tuple[Registrar, asyncio.Task[None]]] = {}
         self._listeners: list[socket.socket] = []
-        self._fork_server = fork_server or ForkServer(is_tied=not outlives)
+        self._fork_server = fork_server or ForkServer(is_tied=not context.outlives)
         self._owns_fork_server = fork_server is None
 
     # The backend's methods.
 
     def use(self, fleet: WantedFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
-        self.recipe = self._make_recipe(fleet)
+        self.recipe = self.context.make_recipe(fleet)
 
     @property
     def num_routers(self) -> int:
@@ -121,6 +84,8 @@ class LocalBackend:
 
     async def start(self, member: MemberSpec) -> None:
         """Start a process. Raises `NotStarted`."""
+        if member.name in self._members:
+            raise NotStarted(f"{member.name} is there already")
         is_router = member.role == "router"
         number = 0 if is_router else self._free_number()
         recipe, cores = self.recipe, Cores()
@@ -183,8 +148,9 @@ class LocalBackend:
 
     async def assign(self, name: str, role: MemberRole) -> None:
         """Write down a member's role."""
-        self._members[name].assign(role=role)
-        self.changed.set()
+        if (member := self._members.get(name)) is not None:
+            member.assign(role=role)
+            self.changed.set()
 
     async def close(self) -> None:
         """Members go on if they outlive this process; otherwise those that are left are ended now."""
