@@ -447,8 +447,11 @@ def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:
     assert relay.hide(plain) == plain
 
 
-async def test_one_process_under_two_addresses_gets_requests_under_one(caplog: pytest.LogCaptureFixture) -> None:
-    d = a_decode()
+@pytest.mark.parametrize("about", [{"facts": DECODE}, {"vllm": "0.32.0"}])
+async def test_one_process_under_two_addresses_gets_requests_under_one(
+    about: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    d = Peer("decode", answer, **about)
     async with instances(d):
         again = d.url.replace("127.0.0.1", "localhost")
         async with routing([], [d.url, again], health_interval_s=0.02) as (router, _):

@@ -37,6 +37,8 @@ _NEW_ONES_S = 0.05
 _CONNECTOR_ASKED = re.compile(rb"^vllm:external_prefix_cache_queries_total(?:\{[^\n]*\})? ([0-9.e+]+)$", re.M)
 """Tokens for which vLLM's scheduler has asked its connector; 0 without one."""
 
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
 _PROBED_MODEL = "kvferry-probe"
 """Asked of an instance whose models nobody knows: its refusal is an answer too."""
 
@@ -128,13 +130,12 @@ class Health:
 
     def _twin(self, instance: Instance) -> Instance | None:
         """Another instance of the same role that is the same process, and was here before."""
-        facts = instance.facts
-        if not isinstance(facts, InstanceFacts) or not facts.engine_id or instance.draining:
+        if instance.draining:
             return None
         for other in self._pools.pool(instance.role).instances:
             if other is instance:
                 return None
-            if isinstance(other.facts, InstanceFacts) and other.usable and other.facts.engine_id == facts.engine_id:
+            if other.usable and _are_one(instance, other):
                 return other
         return None
 
@@ -191,3 +192,13 @@ class Health:
         if why and self._warned.get(instance) != why:
             logger.warning("%s (%s) takes no part in hand-offs: %s", instance, instance.url, why)
         self._warned[instance] = why
+
+
+def _are_one(instance: Instance, other: Instance) -> bool:
+    """By the id that kvferry's instances tell; of others' servers only this machine's own names are known to be one,
+    as a proxy may serve several names at one address."""
+    facts, others = instance.facts, other.facts
+    if isinstance(facts, InstanceFacts) and isinstance(others, InstanceFacts) and facts.engine_id:
+        return facts.engine_id == others.engine_id
+    is_same_port = instance.origin.port == other.origin.port and instance.base_path == other.base_path
+    return is_same_port and instance.host in _LOOPBACK and other.host in _LOOPBACK
