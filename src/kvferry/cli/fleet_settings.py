@@ -101,17 +101,7 @@ def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
     """How the fleet runs on this machine. `command`: the function of `kvferry serve`, whose flags the spec's `args`
     are. Raises `ConfigError` that names the table with what is wrong."""
     engine, is_vllm = fleet.engine, fleet.engine.kind == "vllm"
-    given = {
-        "engine.args": () if is_vllm else engine.args,
-        "router.args": fleet.router.args,
-        "args": fleet.args,
-        **{f"role.{name}.args": () if is_vllm else one.args for name, one in fleet.role.items()},
-    }
-    for where, flags in given.items():
-        _require_other_flags(where, flags)
-        _parse(command, where, [fleet.model, *flags])
-    tokens = [fleet.model, *given["engine.args"], *given["router.args"], *given["args"]]
-    told = _parse(command, "args", tokens)
+    told = flags_of_fleet(fleet, command)
     config = engine.kv_transfer_config or _connectors(engine.connector)
     choice = EngineChoice(
         engine=engine.kind,
@@ -141,6 +131,30 @@ def grace_of(fleet: WantedFleet, command: Any) -> float:
     """Seconds that members have for running requests when everything ends."""
     told = _parse(command, "args", [fleet.model, *fleet.args])
     return complete(Listen, told["listen"]).grace_s
+
+
+def flags_of_fleet(fleet: WantedFleet, command: Any) -> dict[str, Any]:
+    """What the flags in a spec's `args` say, but for those of single roles, by the parameters of `command`. Raises
+    `ConfigError` that names the table with what is wrong, in those of roles too."""
+    is_vllm = fleet.engine.kind == "vllm"
+    given = {
+        "engine.args": () if is_vllm else fleet.engine.args,
+        "router.args": fleet.router.args,
+        "args": fleet.args,
+        **{f"role.{name}.args": () if is_vllm else one.args for name, one in fleet.role.items()},
+    }
+    for where, flags in given.items():
+        _require_other_flags(where, flags)
+        _parse(command, where, [fleet.model, *flags])
+    return _parse(command, "args", [fleet.model, *given["engine.args"], *given["router.args"], *given["args"]])
+
+
+def engine_of_role(fleet: WantedFleet, role: MemberRole, command: Any) -> EngineConfig:
+    """The settings of the engines of one role. Raises `ConfigError`."""
+    one = fleet.role.get(role, RoleSpec())
+    told = _parse(command, f"role.{role}.args", [fleet.model, *fleet.engine.args, *fleet.args, *one.args])
+    parallel = {} if one.tensor_parallel_size == 1 else {"tensor_parallel_size": one.tensor_parallel_size}
+    return complete(EngineConfig, told["engine"], model=fleet.model, **parallel)
 
 
 def fleet_token() -> str:

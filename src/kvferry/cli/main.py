@@ -23,6 +23,7 @@ from kvferry.cli.picker import picker
 from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
+from kvferry.cli.simulate import simulate
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
@@ -72,6 +73,7 @@ app.command(demo, sort_key=6)
 add_render_to(fleet)
 app.command(fleet)
 app.command(cache)
+app.command(simulate, sort_key=8)
 
 
 @app.meta.default

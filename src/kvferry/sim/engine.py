@@ -30,6 +30,7 @@ from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import KVContents, sample
 from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.times import StepTimes, StepWork
 from kvferry.sim.transfers import SimMemory, SimTransferLoop
 from kvferry.transport.memory import BlockGeometry, Region
 
@@ -43,28 +44,10 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """How long a step takes: `base_s`, and for each token that is prefilled, each sequence that decodes, and each token
-    that attention reads."""
-
-    base_s: float = 0.004
-    prefill_token_s: float = 40e-6
-    decode_sequence_s: float = 100e-6
-    context_token_s: float = 20e-9
-
-    def seconds(self, chunks: Sequence[Chunk]) -> float:
-        """Of a step of these chunks."""
-        seconds = self.base_s
-        for chunk in chunks:
-            each_s = self.decode_sequence_s if chunk.num_tokens == 1 else self.prefill_token_s * chunk.num_tokens
-            seconds += each_s + self.context_token_s * (chunk.start + chunk.num_tokens)
-        return seconds
-
-
-@dataclass(frozen=True)
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
-    until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector."""
+    until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector; `engine`: further
+    settings of `EngineConfig`."""
 
     num_blocks: int = 2048
     block_size: int = 32
@@ -80,6 +63,7 @@ class SimInstanceSpec:
     empty_step_s: float = 50e-6
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def layout(self) -> KVLayout:
         """Of the only rank."""
@@ -132,6 +116,9 @@ class SimExecutor(Executor):
         self.side.register(SimMemory(geometry, regions, contents=self.contents, process=process))
         self.addresses = [self.side.address()]
         self._num_begun = 0
+        self._running: frozenset[str] = frozenset()
+        self.busy_s = 0.0
+        """Time of all steps that computed something."""
 
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         """A step that takes no time."""
@@ -144,13 +131,20 @@ class SimExecutor(Executor):
         """A step in its time: what it writes is there at its beginning, what it announces when its layer is done, and
         what it reads is read at its end."""
         saves = self._begin(chunks, plans)
-        seconds = self.spec.times.seconds(chunks) if chunks else self.spec.empty_step_s
+        seconds = self._seconds(chunks) if chunks else self.spec.empty_step_s
         num_parts = self.spec.num_layers if saves else 1
         for part in range(num_parts):
             await asyncio.sleep(seconds / num_parts)
             if saves:
                 self.side.save_layer(part)
         return self._end(chunks)
+
+    def _seconds(self, chunks: Sequence[Chunk]) -> float:
+        running = frozenset(chunk.sequence.request_id for chunk in chunks)
+        seconds = self.spec.times.seconds(StepWork.of(chunks, len(running - self._running)))
+        self._running = running
+        self.busy_s += seconds
+        return seconds
 
     def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
         """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
@@ -298,6 +292,7 @@ class SimInstance:
         self.host = process.host
         self.process = process
         self.engine: EngineCore | None = None
+        self.executor: SimExecutor | None = None
         self.front: SimEngine | None = None
         self.server: HttpServer | None = None
         self._number = 0
@@ -320,7 +315,7 @@ class SimInstance:
     def start_again(self) -> None:
         """A new process, after the last one has ended."""
         self._number += 1
-        self.engine = self.front = self.server = None
+        self.engine = self.executor = self.front = self.server = None
         self.host.is_up = True
         self.process = self.host.process(f"{self.name}.{self._number}")
         self.start()
@@ -341,8 +336,9 @@ class SimInstance:
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_waiting=spec.max_waiting,
+            **spec.engine,
         )
-        executor = SimExecutor(spec, process, transfer, self._token)
+        executor = self.executor = SimExecutor(spec, process, transfer, self._token)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation)
         front = SimEngine(engine, executor, process)
         front.start()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from kvferry.sim.engine import SimInstanceSpec, StepTimes
+from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.faults import Fault, FaultInjector, draw_faults
 from kvferry.sim.invariants import Violation, of_blocks, of_code, of_requests, of_rest
 from kvferry.sim.network import NetworkSpec
+from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
 LEASE_S = 5.0

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +51,14 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """A deployment. `patience_s`: a request that takes longer has been forgotten by somebody."""
+    """A deployment. `by_role`: instances of a role that are not as `instance` says, of the same model. `patience_s`: a
+    request that takes longer has been forgotten by somebody."""
 
     num_prefill: int = 1
     num_decode: int = 1
+    num_both: int = 0
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
+    by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     router: dict[str, Any] = field(default_factory=dict)
     patience_s: float = 900.0
@@ -122,9 +125,14 @@ class World:
                 gc.enable()
 
     def _start(self) -> None:
-        for role, number in (("prefill", self.spec.num_prefill), ("decode", self.spec.num_decode)):
+        counts: dict[Role, int] = {
+            "prefill": self.spec.num_prefill,
+            "decode": self.spec.num_decode,
+            "both": self.spec.num_both,
+        }
+        for role, number in counts.items():
             for place in range(number):
-                self._add_instance(f"{role}{place}", "prefill" if role == "prefill" else "decode")
+                self._add_instance(f"{role}{place}", role)
         self._start_router()
         loop = self.network.host("clients").process("clients").thread("clients")
         loop.call_soon(lambda: loop.create_task(self._run_clients()))
@@ -133,7 +141,8 @@ class World:
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
-        instance = SimInstance(name, role, self.spec.instance, process, _PORT, TOKEN)
+        spec = self.spec.by_role.get(role, self.spec.instance)
+        instance = SimInstance(name, role, spec, process, _PORT, TOKEN)
         self.instances.append(instance)
         instance.start()
 
@@ -143,8 +152,9 @@ class World:
         loop.call_soon(lambda: loop.create_task(self._route()))
 
     async def _route(self) -> None:
-        urls = {role: tuple(one.url for one in self.instances if one.role == role) for role in ("prefill", "decode")}
-        config = RouterConfig(prefill_url=urls["prefill"], decode_url=urls["decode"], **self.spec.router)
+        prefill = tuple(one.url for one in self.instances if one.role == "prefill")
+        decode = tuple(one.url for one in self.instances if one.role != "prefill")
+        config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
         http = HttpConfig(host="router", port=_PORT, secret=TOKEN)
         router = build_router(config, http, clock=self.simulation, fast_path=False)
         server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
@@ -191,6 +201,11 @@ class World:
     def is_done(self) -> bool:
         """Whether all requests have ended."""
         return self._num_unfinished == 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return self._num_unfinished
 
     def finish(self) -> bool:
         """Let time pass until all requests have ended; False if some have not, after all patience."""

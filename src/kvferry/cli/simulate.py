@@ -1,0 +1,163 @@
+"""`kvferry simulate`: a recorded trace on a fleet that does not exist yet, on a virtual clock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvferry.cli.bars import make_bars
+from kvferry.cli.simulated import ASSUMED, world_of
+from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
+from kvferry.fleet.control.spec import read_fleet
+from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
+from kvferry.sim.targets import Targets, parse_targets
+from kvferry.sim.times import MachineTimes, read_times
+from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic
+
+SPEED = Bounds(0, 1e6, above=True)
+SEED = Bounds(0, 2**63 - 1)
+
+TraceFile = Annotated[
+    Path, Parameter(help="Recorded requests: JSON lines in Mooncake's format, or CSV in that of Azure's traces.")
+]
+SloFlag = Annotated[
+    str,
+    Parameter(
+        help="Targets, such as ttft=2s,itl=50ms: time to the first token, mean time between two tokens of an answer,"
+        " and e2e, time to the last token. A request is within them if it meets all."
+    ),
+]
+SeedFlag = Annotated[int, Parameter(help="Decides everything that is random; the same seed gives the same events.")]
+TimesFlag = Annotated[
+    Path | None, Parameter(help="Measured times of the model on the machine, a file of `kvferry calibrate`.")
+]
+JsonFlag = Annotated[bool, Parameter(help="Print JSON instead of tables.", negative=())]
+FromFlag = Annotated[float, Parameter(help="Leave out what arrives before this second of the trace.")]
+LastsFlag = Annotated[float | None, Parameter(help="Seconds of the trace to use. Default: all.")]
+RateFlag = Annotated[float, Parameter(help="Have requests arrive so many times as fast as they were recorded.")]
+
+
+def simulate(
+    spec: Annotated[Path, Parameter(help="The fleet's file (TOML), as `kvferry fleet apply` takes it.")],
+    *,
+    trace: TraceFile,
+    slo: SloFlag = "ttft=2s,itl=50ms",
+    times: TimesFlag = None,
+    seed: SeedFlag = 0,
+    from_s: FromFlag = 0.0,
+    for_s: LastsFlag = None,
+    speed: RateFlag = 1.0,
+    json: JsonFlag = False,
+) -> int:
+    """Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
+
+    The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
+    pass, bytes on a wire and the start of a process are times:
+
+        kvferry simulate chat.toml --trace trace.jsonl --slo ttft=2s,itl=50ms --times times.json
+    """
+    part = TracePart(trace, from_s, for_s, speed)
+    SEED.require("--seed", seed)
+    fleet, targets = read_fleet(spec), parse_targets(slo)
+    measured = times_of(times)
+    arrivals = part.read()
+    world = world_of(fleet, measured)
+    with progress(f"{len(arrivals)} requests") as on_progress:
+        figures = TraceReplay(world, arrivals, seed=seed).run(targets, on_progress)
+    if json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+        return 0
+    console = Console(highlight=False)
+    console.print(_latencies(figures, targets))
+    console.print(_roles(figures))
+    console.print(in_words(figures), soft_wrap=True)
+    return 0
+
+
+def times_of(path: Path | None) -> MachineTimes:
+    """The times of a file. Without one, those of no machine, which is said."""
+    if path is not None:
+        return read_times(path)
+    sys.stderr.write(
+        "kvferry: warning: no --times: the figures are of no machine that exists; measure yours with"
+        " `kvferry calibrate`\n"
+    )
+    return ASSUMED
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """The part of a trace that flags name. Raises `ConfigError`."""
+
+    path: Path
+    from_s: float
+    for_s: float | None
+    speed: float
+
+    def __post_init__(self) -> None:
+        SECONDS_OR_ZERO.require("--from-s", self.from_s)
+        SPEED.require("--speed", self.speed)
+        if self.for_s is not None:
+            SECONDS.require("--for-s", self.for_s)
+
+    def read(self) -> list[Arrival]:
+        """Its requests. Raises `ConfigError`."""
+        last_s = None if self.for_s is None else self.from_s + self.for_s
+        return faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on standard error, where that is a terminal; what it yields is called with the share that is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with make_bars(*columns) as bars:
+        task = bars.add_task(what, total=1.0)
+        yield lambda share: bars.update(task, completed=share)
+
+
+def _latencies(figures: ReplayFigures, targets: Targets) -> Table:
+    table = Table(title=f"{figures.within:.1%} of requests within {targets}", title_justify="left")
+    table.add_column("milliseconds")
+    for name in ("P50", "P90", "P99", "mean", "target"):
+        table.add_column(name, justify="right")
+    rows: list[tuple[str, Spread, float | None]] = [
+        ("time to first token", figures.ttft, targets.ttft),
+        ("between two tokens", figures.itl, targets.itl),
+        ("to the last token", figures.e2e, targets.e2e),
+    ]
+    for name, spread, target in rows:
+        values = (spread.p50, spread.p90, spread.p99, spread.mean)
+        table.add_row(name, *(f"{value * 1e3:.1f}" for value in values), "" if target is None else f"{target * 1e3:g}")
+    return table
+
+
+def _roles(figures: ReplayFigures) -> Table:
+    table = Table()
+    for name in ("role", "instances", "busy", "KV in use, mean", "most", "prefix found", "preempted"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role, one in figures.roles.items():
+        shares = (f"{share:.1%}" for share in (one.busy, one.kv_mean, one.kv_peak, one.prefix_hits))
+        table.add_row(role, str(one.instances), *shares, str(one.preemptions))
+    return table
+
+
+def in_words(figures: ReplayFigures) -> str:
+    """What is in no table."""
+    answered = f"{figures.complete} of {figures.requests} requests answered"
+    failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
+    wrong = "".join(f"\nkvferry logged an error: {line}" for line in figures.errors)
+    return (
+        f"{answered} in {figures.duration_s:.0f} s, {figures.goodput:.2f} a second within the targets;"
+        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds;"
+        f" simulated in {figures.simulated_in_s:.1f} s of CPU time{failed}{wrong}"
+    )

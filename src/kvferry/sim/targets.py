@@ -1,0 +1,49 @@
+"""Targets of latency, as `--slo` gives them: `ttft=2s,itl=50ms`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.options import unknown_key
+from kvferry.fleet.control.spec import seconds
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Most seconds; None: any. `itl`: the mean time between two tokens of one answer; `e2e`: to the last token."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    e2e: float | None = None
+
+    def met_by(self, ttft_s: float, e2e_s: float, num_tokens: int) -> bool:
+        """Whether an answer with these times meets all of them."""
+        itl_s = (e2e_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        pairs = ((self.ttft, ttft_s), (self.itl, itl_s), (self.e2e, e2e_s))
+        return all(most is None or found <= most for most, found in pairs)
+
+    def __str__(self) -> str:
+        told = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return ",".join(f"{name}={_short(value)}" for name, value in told if value is not None)
+
+
+def _short(value: float) -> str:
+    return f"{value:g}s" if value >= 1 else f"{value * 1000:g}ms"
+
+
+def parse_targets(text: str) -> Targets:
+    """Raises `ConfigError` that names what is wrong, and the nearest name."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, has_value, value = part.strip().partition("=")
+        if name not in Targets.__struct_fields__:
+            raise ConfigError(f"--slo: {unknown_key(repr(name[:40]), name, Targets.__struct_fields__)}")
+        if name in found:
+            raise ConfigError(f"--slo: {name} is there twice")
+        if not has_value:
+            raise ConfigError(f"--slo: {name} has no value; write it as {name}=50ms")
+        try:
+            found[name] = seconds(value.strip())
+        except ConfigError as error:
+            raise ConfigError(f"--slo: {name}: {error}") from error
+    return Targets(**found)

@@ -1,0 +1,158 @@
+"""How long things take on one machine: what replaces the forward pass, bytes on a wire and the start of a process.
+
+`kvferry calibrate` measures `MachineTimes` and writes them; `kvferry simulate --times` reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.options import read_options
+from kvferry.engine.step import Chunk
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a step computes, as the numbers on which its time depends.
+
+    `prefill_pairs`: for each token that is prefilled, the tokens that it attends to, in all; `context_tokens`: tokens
+    whose KV is read, each once for a sequence; `num_new`: sequences that were not in the step before.
+    """
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    decode_sequences: int = 0
+    context_tokens: int = 0
+    num_new: int = 0
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], num_new: int = 0) -> StepWork:
+        """The work of a step of these chunks. A chunk of one token counts as decode."""
+        prefill = decodes = context = 0
+        pairs = 0.0
+        for chunk in chunks:
+            number = chunk.num_tokens
+            context += chunk.start + number
+            if number == 1:
+                decodes += 1
+            else:
+                prefill += number
+                pairs += number * (chunk.start + (number + 1) / 2)
+        return cls(prefill, pairs, decodes, context, num_new)
+
+
+class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a step takes, in seconds: a sum over what it computes."""
+
+    base_s: Seconds = 0.004
+    """Of every step."""
+    prefill_token_s: Seconds = 40e-6
+    """For each token that is prefilled."""
+    prefill_pair_s: Seconds = 0.0
+    """For each token that is prefilled, and each token that it attends to."""
+    decode_sequence_s: Seconds = 100e-6
+    """For each sequence that decodes."""
+    context_token_s: Seconds = 20e-9
+    """For each token whose KV is read."""
+    request_s: Seconds = 0.0
+    """For each sequence that begins: reading its request and ending its answer."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Of a step with this work."""
+        return (
+            self.base_s
+            + self.prefill_token_s * work.prefill_tokens
+            + self.prefill_pair_s * work.prefill_pairs
+            + self.decode_sequence_s * work.decode_sequences
+            + self.context_token_s * work.context_tokens
+            + self.request_s * work.num_new
+        )
+
+
+class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long bytes take between two processes."""
+
+    latency_s: Seconds = 50e-6
+    """From one process until another has read a short message, one way."""
+    bandwidth: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 10e9
+    """Bytes of KV per second."""
+
+
+class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The KV cache of an instance. `num_tokens`: how many fit."""
+
+    num_layers: Positive
+    token_bytes: Positive
+    """Of the KV of one token in all layers."""
+    num_tokens: Positive
+    block_size: Positive = 32
+
+
+class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the times of a fit are from the measured ones, relative to these."""
+
+    num_samples: int
+    p50: float
+    p90: float
+    largest: float
+
+
+class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured of one model on one machine, and how."""
+
+    model: str
+    machine: str
+    measured: str
+    """The day."""
+    step: StepTimes
+    step_error: FitError
+    kv: KVSize
+    transfer: TransferTimes = TransferTimes()
+    start_s: Seconds = 5.0
+    """From the start of an instance until it answers."""
+    max_model_len: Positive = 131072
+    tensor_parallel_size: Positive = 1
+    settings: dict[str, str] = {}
+    """Flags of the engine that was measured."""
+
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "step": StepTimes,
+    "step_error": FitError,
+    "kv": KVSize,
+    "transfer": TransferTimes,
+}
+
+
+def read_times(path: Path) -> MachineTimes:
+    """The times in a file that `write_times` has written. Raises `ConfigError` that names the key."""
+    try:
+        given = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ConfigError(f"--times {path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--times {path} is no file of `kvferry calibrate`: {error}") from error
+    try:
+        for name, kind in _TABLES.items():
+            if isinstance(table := given.get(name), dict):
+                given[name] = read_options(kind, table, name)
+        return read_options(MachineTimes, given, "times")
+    except ConfigError as error:
+        raise ConfigError(f"--times {path}: {error}") from error
+
+
+def write_times(path: Path, times: MachineTimes) -> None:
+    """Write them as JSON. Raises `ConfigError`."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(times)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,198 @@
+"""Recorded traffic: when requests arrived, and how long their prompts and answers were.
+
+Two formats are read, and told apart by how the file begins: JSON lines as Mooncake publishes them
+(`store.trace.records`), and CSV as Azure does:
+
+    TIMESTAMP,ContextTokens,GeneratedTokens
+    2023-11-16 18:17:03.9799600,4808,10
+
+Traces hold no text. The tokens of a prompt follow from a seed and from the names of its blocks, where the trace has
+them, so that prompts share their prefixes as they did when they were recorded.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.options import unknown_key
+from kvferry.store.trace.records import read_trace
+
+BLOCK_TOKENS = 512
+"""Tokens of a block in traces of Mooncake's format."""
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOST_TOKENS = 2**31
+_LONGEST_LINE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a trace: seconds since the first one, tokens of its prompt and of its answer. `block_ids` names the
+    blocks of its prompt; empty: it shares nothing with others."""
+
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+def read_traffic(path: Path) -> list[Arrival]:
+    """The requests of a trace. Raises `ConfigError` that names the file and the line with what is wrong."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
+    found = list(_mooncake(path) if begin == b"{" else _azure(path))
+    if not found:
+        raise ConfigError(f"the trace {path} has no request")
+    first_s = found[0].at_s
+    return [replace(one, at_s=one.at_s - first_s) for one in found]
+
+
+def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float | None = None) -> list[Arrival]:
+    """Those that arrive within `[first_s, last_s)`, with times since then. Raises `ConfigError` if there are none."""
+    end_s = float("inf") if last_s is None else last_s
+    found = [replace(one, at_s=one.at_s - first_s) for one in arrivals if first_s <= one.at_s < end_s]
+    if not found:
+        raise ConfigError(f"the trace has no request between {first_s:g} s and {end_s:g} s")
+    return found
+
+
+def faster(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
+    """The same requests at `factor` times their rate."""
+    return [replace(one, at_s=one.at_s / factor) for one in arrivals]
+
+
+def _mooncake(path: Path) -> Iterator[Arrival]:
+    for number, one in enumerate(read_trace(path), start=1):
+        where = f"{path}, request {number}"
+        blocks = -(-one.input_length // BLOCK_TOKENS)
+        if len(one.hash_ids) != blocks:
+            raise ConfigError(
+                f"{where}: {len(one.hash_ids)} hash_ids for {one.input_length} tokens, which are {blocks} blocks of"
+                f" {BLOCK_TOKENS}"
+            )
+        yield _arrival(where, one.arrived_s, one.input_length, one.output_length, tuple(one.hash_ids))
+
+
+def _azure(path: Path) -> Iterator[Arrival]:
+    last = float("-inf")
+    for number, row in _rows(path):
+        where = f"{path}, line {number}"
+        if number == 1:
+            _require_columns(where, row)
+            continue
+        if len(row) != len(COLUMNS):
+            raise ConfigError(f"{where}: {len(row)} columns instead of {', '.join(COLUMNS)}")
+        at_s = _time(where, row[0])
+        if at_s < last:
+            raise ConfigError(f"{where}: {row[0]} is before the line above; sort the trace by time")
+        last = at_s
+        yield _arrival(where, at_s, _tokens(where, COLUMNS[1], row[1]), _tokens(where, COLUMNS[2], row[2]))
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not empty, with their lines."""
+
+    def lines() -> Iterator[str]:
+        with path.open(encoding="utf-8", newline="") as file:
+            while line := file.readline(_LONGEST_LINE):
+                yield line
+
+    try:
+        reader = csv.reader(lines(), strict=True)
+        yield from ((reader.line_num, row) for row in reader if row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+
+
+def _require_columns(where: str, row: list[str]) -> None:
+    for given, wanted in zip(row, COLUMNS, strict=False):
+        if given.strip() != wanted:
+            raise ConfigError(
+                f"{where}: {unknown_key(repr(given[:40]), given, COLUMNS)}; the columns are in this order"
+            )
+    if len(row) != len(COLUMNS):
+        raise ConfigError(f"{where}: a trace begins with {{ (JSON lines) or with the columns {','.join(COLUMNS)}")
+
+
+def _time(where: str, text: str) -> float:
+    """Seconds of such a time. Azure writes seven digits of a second, of which Python takes six."""
+    whole, _, fraction = text.partition(".")
+    try:
+        moment = datetime.strptime(f"{whole}+0000", "%Y-%m-%d %H:%M:%S%z").timestamp()
+        return moment + (float(f"0.{int(fraction):0{len(fraction)}d}") if fraction else 0.0)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {text[:40]!r} is not a time such as 2023-11-16 18:17:03.9799600") from error
+
+
+def _tokens(where: str, column: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {column} is {text[:40]!r}, not a number of tokens") from error
+
+
+def _arrival(where: str, at_s: float, prompt: int, answer: int, blocks: tuple[int, ...] = ()) -> Arrival:
+    if not 1 <= prompt <= _MOST_TOKENS:
+        raise ConfigError(f"{where}: a prompt of {prompt} tokens; it must have 1 to {_MOST_TOKENS}")
+    if not 0 <= answer <= _MOST_TOKENS:
+        raise ConfigError(f"{where}: an answer of {answer} tokens; it must have 0 to {_MOST_TOKENS}")
+    return Arrival(at_s, prompt, max(1, answer), blocks)
+
+
+class TracePrompt(Sequence[int]):
+    """The tokens of a trace's prompt, made when they are read: a trace of a day would not fit into memory.
+
+    `number`: the request's, of which its tokens follow where the trace names no blocks.
+    """
+
+    __slots__ = ("_arrival", "_number", "_seed", "_vocab_size")
+
+    def __init__(self, arrival: Arrival, number: int, seed: int, vocab_size: int) -> None:
+        self._arrival, self._number, self._seed, self._vocab_size = arrival, number, seed, vocab_size
+
+    def __len__(self) -> int:
+        return self._arrival.prompt_tokens
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if isinstance(place, slice):
+            first, last, step = place.indices(len(self))
+            return self._tokens(first, last)[::step] if step > 0 else list(self)[place]
+        return self._tokens(range(len(self))[place], range(len(self))[place] + 1)[0]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens(0, len(self)))
+
+    def _tokens(self, first: int, last: int) -> list[int]:
+        found: list[int] = []
+        for block in range(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS)):
+            begin = block * BLOCK_TOKENS
+            found += self._block(block)[max(0, first - begin) : last - begin]
+        return found
+
+    def _block(self, block: int) -> list[int]:
+        ids = self._arrival.block_ids
+        name = (1, ids[block] % 2**64) if ids else (0, self._number, block)
+        tokens: list[int] = (
+            np.random.default_rng((self._seed, *name)).integers(self._vocab_size, size=BLOCK_TOKENS).tolist()
+        )
+        return tokens
+
+
+OnProgress = Callable[[float], None]
+"""Called with the share of the work that is done."""

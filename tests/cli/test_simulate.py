@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.cli.simulated import ASSUMED
+from kvferry.sim.times import StepTimes, write_times
+from kvferry.store.trace.records import TraceRequest, write_trace
+
+SPEC = """
+name = "chat"
+model = "kvferry/tiny-python"
+mode = "pooling"
+[engine]
+args = ["--kv-cache-memory=256MiB"]
+[role.prefill]
+args = ["--max-num-batched-tokens=512"]
+[role.decode]
+count = 2
+[router]
+args = ["--disaggregate-from=0"]
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, (TraceRequest(100.0 * n, 600, 4, [2 * n, 2 * n + 1]) for n in range(12)))
+    return path
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.toml"
+    path.write_text(SPEC)
+    return path
+
+
+def test_tables(spec: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(spec), "--trace", str(trace), "--slo", "ttft=2s,itl=50ms"]) == 0
+    said = capsys.readouterr()
+    for word in ("time to first token", "between two tokens", "prefill", "decode", "12 of 12 requests", "12 hand-offs"):
+        assert word in said.out
+    assert "no --times" in said.err
+
+
+def test_json_with_measured_times(spec: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = tmp_path / "times.json"
+    write_times(times, msgspec.structs.replace(ASSUMED, measured="today", step=StepTimes(base_s=0.1)))
+    arguments = ["simulate", str(spec), "--trace", str(trace), "--times", str(times), "--json", "--for-s", "0.55"]
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert not said.err
+    assert (found["requests"], found["roles"]["decode"]["instances"]) == (6, 2)
+    assert found["itl"]["p50"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "said"),
+    [
+        (("chat", "chat"), ["--slo", "tttf=1s"], "did you mean 'ttft'"),
+        (("chat", "chat"), ["--times", "none.json"], "--times none.json: No such file"),
+        (("chat", "chat"), ["--speed", "0"], "--speed must be above 0"),
+        (("chat", "chat"), ["--from-s", "1000"], "no request between 1000 s"),
+        (("[role.decode]", "[role.decoder]"), [], "did you mean 'decode'"),
+        (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
+        (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        (
+            ("[engine]", '[engine]\nconnector = ["SharedStorageConnector"]'),
+            [],
+            "SharedStorageConnector is not simulated",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    change: tuple[str, str],
+    arguments: list[str],
+    said: str,
+    spec: Path,
+    trace: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec.write_text(SPEC.replace(*change))
+    assert main(["simulate", str(spec), "--trace", str(trace), *arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no --times" not in line]
+    assert len(lines) == 1
+    assert re.search(said, lines[0])
