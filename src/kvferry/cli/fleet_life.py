@@ -185,7 +185,7 @@ def control(name: Fleet) -> int:
 async def _control(name: str, ledger: Ledger) -> int:
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = _backend(running_folder(ledger), fleet)
-    async with Front(backend.context.token) as front:
+    async with Front(backend.context.token, tells_each=not backend.routers_share) as front:
         controller = Controller(ledger, backend, front, display, SYSTEM_CLOCK, grace_s=grace_of(fleet, serve))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

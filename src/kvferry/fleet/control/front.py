@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -40,8 +41,10 @@ class _Shown(msgspec.Struct):
 class Front:
     """Owns the connections to the routers. Everything it asks for is signed for operators."""
 
-    def __init__(self, token: str = "") -> None:
-        """`token`: the fleet's; default: that of this process's environment, or of this user."""
+    def __init__(self, token: str = "", *, tells_each: bool = False) -> None:
+        """`token`: the fleet's; default: that of this process's environment, or of this user. `tells_each`: routers
+        do not share what they know."""
+        self._tells_each = tells_each
         self._http = HttpClient(who="the fleet's controller")
         self._client = SignedClient(self._http, token or http_secret())
 
@@ -67,8 +70,8 @@ class Front:
     async def declare(
         self, routers: Sequence[str], instances: Iterable[Member], draining: Iterable[str]
     ) -> Mapping[str, View] | None:
-        """These are the instances. `routers`: URLs of routers that share what they know; the first that answers is
-        enough. Returns how it sees them, by name; None if none answers."""
+        """These are the instances. `routers`: their URLs. Returns how they see the instances, by name; None if none
+        answers."""
         leaving = set(draining)
         wanted = [
             {
@@ -82,6 +85,9 @@ class Front:
             for one in instances
         ]
         body = msgspec.json.encode({"instances": wanted})
+        if self._tells_each:
+            answers = await asyncio.gather(*(self._ask(router, "PUT", body) for router in routers))
+            return _together([one for one in answers if one is not None])
         for router in routers:
             if (views := await self._ask(router, "PUT", body)) is not None:
                 return views
@@ -103,3 +109,25 @@ class Front:
             logger.debug("the router at %s does not answer: %s", router, error)
             self._client.forget(origin)
             return None
+
+
+def _together(answers: Sequence[Mapping[str, View]]) -> Mapping[str, View] | None:
+    """How several routers see the instances: all requests of an instance count, and it is as the worst of them says."""
+    if not answers:
+        return None
+    seen: dict[str, View] = {}
+    for name, one in ((name, one) for answer in answers for name, one in answer.items()):
+        before = seen.get(name)
+        seen[name] = one if before is None else _worse(before, one)
+    return seen
+
+
+def _worse(one: View, other: View) -> View:
+    return View(
+        name=one.name,
+        role=one.role,
+        state=other.state if one.state == "up" else one.state,
+        in_flight=one.in_flight + other.in_flight,
+        draining=one.draining or other.draining,
+        drained=one.drained and other.drained,
+    )
