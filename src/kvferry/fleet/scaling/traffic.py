@@ -1,0 +1,93 @@
+"""What is asked of a fleet, and how long its phases take: the two things that a prediction needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+"""One number for each of some requests, or states."""
+
+MOST_LENGTHS = 512
+"""Requests whose lengths stand for all."""
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds. A prompt of n tokens is computed in `prefill_base_s + n · prefill_token_s`; a decode step of n sequences
+    takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: from the end of
+    prefill to the client's first token (near 0 where P samples it). `most_sequences`: that one decode instance runs at
+    a time, by its limit and by its KV memory. `chunk_tokens`: of a prompt, computed in one step beside others'
+    decoding."""
+
+    prefill_base_s: float
+    prefill_token_s: float
+    decode_base_s: float
+    decode_sequence_s: float
+    first_token_s: float = 0.0
+    most_sequences: int = 256
+    chunk_tokens: int = 2048
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive: how many a second, and lengths of typical ones. `prompt_tokens` are those that no cache
+    has. `burstiness`: the squared coefficient of variation of the times between arrivals; 1: a Poisson process."""
+
+    rate: float
+    prompt_tokens: Vector = field(repr=False)
+    output_tokens: Vector = field(repr=False)
+    burstiness: float = 1.0
+
+    @classmethod
+    def of(cls, rate: float, lengths: Iterable[tuple[float, float]], burstiness: float = 1.0) -> Workload:
+        """From (prompt tokens, output tokens) of requests, of which at most `MOST_LENGTHS` are used, evenly chosen.
+        Raises `ValueError` if there are none."""
+        given = np.array(list(lengths), dtype=np.float64).reshape(-1, 2)
+        if not len(given):
+            raise ValueError("there is no request whose lengths are known")
+        chosen = given[np.linspace(0, len(given) - 1, min(len(given), MOST_LENGTHS)).astype(np.intp)]
+        return cls(rate, np.maximum(chosen[:, 0], 0.0), np.maximum(chosen[:, 1], 1.0), burstiness)
+
+    def at(self, rate: float) -> Workload:
+        """The same requests, at another rate."""
+        return replace(self, rate=rate)
+
+
+def burstiness(arrivals: Sequence[float]) -> float:
+    """The squared coefficient of variation of the times between arrivals, for `Workload`. Clipped to [1, 16]: fewer
+    than thirty say nothing, and regular arrivals are not relied on."""
+    if len(arrivals) < 30:
+        return 1.0
+    gaps: Any = np.diff(np.sort(np.asarray(arrivals, dtype=np.float64)))
+    mean = float(gaps.mean())
+    return float(np.clip(gaps.var() / mean**2, 1.0, 16.0)) if mean > 0 else 16.0
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
+    """(base, slope), neither negative, of the straight line nearest to these (x, y) after the hundredth part that is
+    farthest above it was left out; None: there is no point."""
+    given = np.array(list(points), dtype=np.float64).reshape(-1, 2)
+    if not len(given):
+        return None
+    base, slope = _least_squares(given)
+    if len(given) >= 20:
+        above = given[:, 1] - (base + slope * given[:, 0])
+        base, slope = _least_squares(given[above <= np.quantile(above, 0.99)])
+    return base, slope
+
+
+def _least_squares(given: Vector) -> tuple[float, float]:
+    x, y = given[:, 0], given[:, 1]
+    spread = float(x.var())
+    slope = float(((x - x.mean()) * (y - y.mean())).mean()) / spread if spread > 0 else 0.0
+    base = float(y.mean()) - slope * float(x.mean())
+    if slope < 0:
+        return float(y.mean()), 0.0
+    if base < 0:
+        return 0.0, float((x * y).mean() / (x * x).mean())
+    return base, slope
