@@ -22,12 +22,12 @@ def declared(name: str, peer: Peer, role: str = "decode", **more: Any) -> Fields
     return {"name": name, "role": role, "url": peer.url, **more}
 
 
-async def declare(router: str, *wanted: Fields, key: str = KEY) -> tuple[int, dict[str, Fields]]:
+async def declare(router: str, *wanted: Fields, key: str = KEY, **more: Any) -> tuple[int, dict[str, Fields]]:
     """The status, and the instances by name; of an error, what it says."""
     name, value = (one.decode() for one in bearer(key))
     async with (
         aiohttp.ClientSession(headers={name: value}) as session,
-        session.put(f"{router}/kvferry/instances", json={"instances": wanted}) as response,
+        session.put(f"{router}/kvferry/instances", json={"instances": wanted, **more}) as response,
     ):
         told = await response.json()
         return response.status, {one["name"]: one for one in told["instances"]} if response.ok else told["error"]

@@ -17,6 +17,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import internal_error
+from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Access, Guard
@@ -42,6 +43,7 @@ from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.registrations import Registrations
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
+from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.request.legs import Legs
 from kvferry.router.request.next_turn import NextTurns
 from kvferry.router.request.relay import Relay
@@ -65,6 +67,14 @@ def wanted_decisions(request: HttpRequest) -> int:
     if not limit.isdecimal() or len(limit) > 9:
         raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
     return int(limit)
+
+
+def wanted_seconds(request: HttpRequest) -> float:
+    """The number in `?seconds=`. Raises `InvalidRequest`."""
+    text = parse_qs(request.query, max_num_fields=16).get("seconds", ["300"])[0]
+    if not text.isdecimal() or len(text) > 9:
+        raise InvalidRequest("seconds must be a number, as in ?seconds=60", param="seconds")
+    return float(text)
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Router:
         """The router's own metrics, in Prometheus' text format."""
         services = self.services
         services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics().num_entries)
+        plan = services.pools.directions.plan
+        services.metrics.fleet_wants({} if plan is None else plan.desired)
         return services.metrics.expose(services.pools)
 
     async def instances_metrics(self, request: HttpRequest) -> bytes:
@@ -123,6 +135,17 @@ class Router:
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
         response.send_json(self.services.chooser.decisions.encode(wanted_decisions(request)))
+
+    async def show_traffic(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/traffic?seconds=300: how many requests came, their lengths, and the times of their phases."""
+        now = self.services.clock.wall()
+        response.send_json(self.services.chooser.traffic.encode(now, wanted_seconds(request)))
+
+    async def show_plan(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/plan: how many instances the fleet's controller wants, and its last decisions; {}: there is no
+        controller."""
+        self.membership.catch_up()
+        response.send_json(self.services.pools.directions.text.encode() or b"{}")
 
     async def show_api(self, request: HttpRequest, response: Response) -> None:
         """GET /openapi.json: the API of kvferry's engine, as available through this router; vLLM's servers describe
@@ -168,6 +191,8 @@ class Router:
                 arrived=arrived,
             )
             parsed = self.endpoints.read(client_request, public)
+            if path in PROMPT_FIELDS:
+                self.services.chooser.traffic.arrive()
             tenant = self.tenants.find(request.caller.name, request.headers, parsed)
             await self.take_turn(tenant, path, parsed)
             try:
@@ -215,6 +240,8 @@ class Router:
             Route("GET", "/metrics", self.show_metrics, Access.PROBE),
             Route("GET", INSTANCES_PATH, self.show_instances, Access.PROBE),
             Route("GET", DECISIONS_PATH, self.show_decisions, Access.PROBE),
+            Route("GET", TRAFFIC_PATH, self.show_traffic, Access.PROBE),
+            Route("GET", PLAN_PATH, self.show_plan, Access.PROBE),
             *Admin(self.membership, self.show_instances).routes(),
             *self.registrations.routes(),
         ]

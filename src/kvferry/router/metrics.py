@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
@@ -84,6 +84,12 @@ class Metrics:
             "Uncached tokens from which a prompt is computed on a prefill instance, if decode is idle.",
             registry=registry,
         )
+        self._desired = Gauge(
+            "kvferry_fleet_desired_instances",
+            "Instances that the controller of the fleet wants, by role.",
+            ("role",),
+            registry=registry,
+        )
         self._index_entries = Gauge(
             "kvferry_router_prefix_index_entries", "Prefixes that are remembered for all instances.", registry=registry
         )
@@ -128,6 +134,12 @@ class Metrics:
         """Set the gauges of the threshold and of the prefix index."""
         self._threshold.set(threshold)
         self._index_entries.set(num_index_entries)
+
+    def fleet_wants(self, desired: Mapping[str, int]) -> None:
+        """Set the gauge of how many instances of each role there are to be."""
+        self._desired.clear()
+        for role, number in desired.items():
+            self._desired.labels(role).set(number)
 
     def events_heard(self, instance: Instance, num_events: int) -> None:
         """An instance published KV events."""

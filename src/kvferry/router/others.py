@@ -12,8 +12,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, Self
 
+import msgspec
+
 from kvferry.core.errors import TransferError
 from kvferry.core.messages.openai import UnknownRoute
+from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.headers import find_header
@@ -21,7 +24,7 @@ from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route, Routes
-from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions
+from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions, wanted_seconds
 from kvferry.router.edge.admin import INSTANCES_PATH
 from kvferry.router.edge.summed import summed
 from kvferry.router.instances.shared_state import SharedState
@@ -52,6 +55,7 @@ class Others:
             "/metrics": self.show_metrics,
             DECISIONS_PATH: self.show_decisions,
             INSTANCES_PATH: self.show_instances,
+            TRAFFIC_PATH: self.show_traffic,
         }
         table = self._router.table()
         return Routes(
@@ -101,6 +105,23 @@ class Others:
         ]
         found.sort(key=lambda one: one["timings"].get("routed") or 0.0, reverse=True)
         response.send_json(json.dumps({"decisions": found[:limit]}).encode())
+
+    async def show_traffic(self, request: HttpRequest, response: Response) -> None:
+        """GET /kvferry/traffic?seconds=300: of all routers together."""
+        seconds, services = wanted_seconds(request), self._router.services
+        own = services.chooser.traffic.encode(services.clock.wall(), seconds)
+        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds:.0f}")]
+        reports = [msgspec.json.decode(one, type=TrafficReport) for one in texts]
+        response.send_json(
+            msgspec.json.encode(
+                TrafficReport(
+                    now=reports[0].now,
+                    num_arrived=sum(one.num_arrived for one in reports),
+                    num_waiting=sum(one.num_waiting for one in reports),
+                    requests=sorted((one for each in reports for one in each.requests), key=lambda one: one.arrived),
+                )
+            )
+        )
 
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: as this router sees them, with the requests of all."""

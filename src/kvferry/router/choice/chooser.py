@@ -22,6 +22,7 @@ from kvferry.router.choice.policies.base import Asked, Choice, Options, PolicyCo
 from kvferry.router.choice.policies.table import make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
+from kvferry.router.choice.traffic import Traffic
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
@@ -47,12 +48,12 @@ class Chooser:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
         self.config, self.clock, self._pools = config, clock, pools
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
-        self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold)
+        self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold, pools.directions)
         context = PolicyContext(clock, Random(RANDOM.getrandbits(64)), self.index, self.estimates, self.threshold)
         self.policy = make_policy(config.policy, context, config.policy_option)
         self._fallback = make_policy("least_loaded", context, ())
         self._tell_of_policy_at = -math.inf
-        self.decisions = Decisions(config.max_decisions)
+        self.decisions, self.traffic = Decisions(config.max_decisions), Traffic()
         self._known: dict[Instance, Facts] = {}
         self._revision = self._kinds_states = -1
         self._kinds: dict[Instance, Collection[Facts] | None] = {}

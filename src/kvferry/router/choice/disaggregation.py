@@ -10,6 +10,7 @@ from __future__ import annotations
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Asked
 from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.load import Target
 
 FEWEST_HAND_OFFS = 32
@@ -17,11 +18,22 @@ FEWEST_HAND_OFFS = 32
 
 
 class Threshold:
-    """Tunes itself, unless `fixed` gives the number of uncached tokens from which a prompt is handed off (0:
-    always)."""
+    """Tunes itself, unless `fixed` gives the number of uncached tokens from which a prompt is handed off (0: always),
+    or the controller of the fleet does."""
 
-    def __init__(self, estimates: Estimates, index: PrefixIndex, fixed: int | None = None) -> None:
-        self._estimates, self._index, self._fixed = estimates, index, fixed
+    def __init__(
+        self,
+        estimates: Estimates,
+        index: PrefixIndex,
+        fixed: int | None = None,
+        directions: Directions | None = None,
+    ) -> None:
+        self._estimates, self._index, self._given = estimates, index, fixed
+        self._directions = directions or Directions()
+
+    @property
+    def _fixed(self) -> int | None:
+        return self._given if self._given is not None else self._directions.disaggregate_from
 
     @property
     def tokens(self) -> float:

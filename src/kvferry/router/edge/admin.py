@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.core.messages.traffic import FleetPlan
 from kvferry.http.errors import Unauthorized
 from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
@@ -57,9 +58,10 @@ class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Declaration(msgspec.Struct, forbid_unknown_fields=True):
-    """PUT /kvferry/instances: all instances of a fleet."""
+    """PUT /kvferry/instances: all instances of a fleet, and what it is to be."""
 
     instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MOST_DECLARED)]
+    plan: FleetPlan | None = None
 
 
 class ChangeRole(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,8 +91,9 @@ class Admin:
         """The instances of a fleet, all of them. May be repeated; answers as GET does."""
         asked = await self._read(request, Declaration, _LONGEST_DECLARATION)
         declared = [Declared(**msgspec.structs.asdict(one)) for one in asked.instances]
+        plan = "" if asked.plan is None else msgspec.json.encode(asked.plan).decode()
         try:
-            self._membership.declare(declared)
+            self._membership.declare(declared, plan)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="instances") from error
         await self._show(request, response)

@@ -16,6 +16,7 @@ _OTHERWISE: dict[str, Callable[[Sequence[float]], float]] = {
     "kvferry_router_instance_up": min,
     "kvferry_router_instance_scraped": max,
     "kvferry_router_prefix_index_entries": max,
+    "kvferry_fleet_desired_instances": max,
     "kvferry_router_disaggregate_from_tokens": lambda values: sum(values) / len(values),
 }
 """Of gauges that are not the sum of the processes'."""

@@ -37,6 +37,7 @@ _BUSY = re.compile(
 )
 """What runs at an instance, and what it keeps for others, in the metrics of kvferry, vLLM and SGLang."""
 
+_PLAN = "fleet plan"
 _LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
 
 Wanted = dict[str, tuple[LegRole, int]]
@@ -150,16 +151,18 @@ class Membership:
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
 
-    def declare(self, wanted: Sequence[Declared]) -> None:
+    def declare(self, wanted: Sequence[Declared], plan: str = "") -> None:
         """These are the instances of the fleet; those that were declared before and are missing now have ended. What
-        operators did about other instances stays. Raises `ConfigError` for an address that is none, and
-        `InstanceConflict` for two of one name or address; nothing has changed then."""
+        operators did about other instances stays. `plan`: a `FleetPlan` as JSON, or empty. Raises `ConfigError` for an
+        address that is none, and `InstanceConflict` for two of one name or address; nothing has changed then."""
         urls = [normalise_url(one.url) for one in wanted]
         for what, values in (("name", [one.name for one in wanted]), ("URL", urls)):
             twice = [one for one, number in Counter(values).items() if number > 1]
             if twice:
                 raise InstanceConflict(f"two instances have the {what} {twice[0][:200]!r}")
         with self._changing():
+            if plan != self._state.known_fact(_PLAN):
+                self._state.set_fact(_PLAN, plan)
             rows = [one for one in self._state.members() if one.declared]
             for row in rows:
                 if row.url not in urls:
@@ -239,6 +242,7 @@ class Membership:
 
     def follow(self) -> None:
         """Make the pools those that all routers share."""
+        self._pools.directions.follow(self._state.known_fact(_PLAN))
         here = {one.member: one for one in self._pools}
         for row in self._state.members():
             instance = here.pop(row.id, None)

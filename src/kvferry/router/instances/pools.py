@@ -12,6 +12,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
+from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 from kvferry.router.instances.load import Candidates, LoadTable, candidates
 
@@ -140,11 +141,12 @@ class RolePool:
 
 @dataclass(frozen=True)
 class Pools:
-    """Both pools, and the instances that have been in them and are being drained."""
+    """Both pools, the instances that have been in them and are being drained, and what the fleet's controller says."""
 
     prefill: RolePool
     decode: RolePool
     leaving: list[Instance] = field(default_factory=list)
+    directions: Directions = field(default_factory=Directions)
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:

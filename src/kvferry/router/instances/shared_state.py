@@ -141,6 +141,11 @@ class SharedState:
         [[value]] = self._run("SELECT value FROM facts WHERE name = ?", name)
         return str(value)
 
+    def known_fact(self, name: str) -> str:
+        """A text that all share; empty if nobody has set it."""
+        found = self._run("SELECT value FROM facts WHERE name = ?", name)
+        return str(found[0][0]) if found else ""
+
     def set_fact(self, name: str, value: str) -> None:
         """Replace a text that all share."""
         self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)

@@ -65,6 +65,11 @@ class EventPassage(ABC):
         """Fields added to the request for the instance that continues. Raises `msgspec.MsgspecError` and
         `OverflowError` if the marks of the last instance were invalid."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer so far; 0: they are not told."""
+        return 0
+
     def restart(self) -> None:
         """Another instance sends the rest; what was held back of the last one's is dropped."""
         self.error, self._partial = b"", b""
@@ -173,6 +178,11 @@ class Progress(EventPassage):
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
             self.hopeless = True
             self._marks.clear()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer so far; an event that has several counts as one until it is read."""
+        return len(self._tokens) + len(self._marks)
 
     def _read_marks(self) -> None:
         for mark in self._marks:

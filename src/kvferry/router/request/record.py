@@ -1,6 +1,7 @@
-"""What is noted about one request: the record of its decision, metrics, spans, and what its times teach the estimates.
+"""What is noted about one request: the record of its decision, metrics, spans, what its times teach the estimates, and
+what who scales the fleet is told.
 
-LegChanges nothing of what becomes of the request. Times of the record are wall-clock times, those of legs are on the
+Changes nothing of what becomes of the request. Times of the record are wall-clock times, those of legs are on the
 router's monotonic clock.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from kvferry.core.messages.timeline import Timeline
+from kvferry.core.messages.traffic import RequestObservation
 from kvferry.observe.tracing import Attributes, Span
 from kvferry.router.choice.decisions import Attempt, PrefillUsage
 from kvferry.router.choice.policies.base import Asked
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _EVENT_BYTES = 240
 """Of one token in a stream, about: what decoding takes is counted by bytes, as answers are not read."""
+_TEXT_BYTES = 4.0
+"""Of one token in an answer that is sent as a whole, about."""
 _MOST_ATTEMPTS = 64
 
 
@@ -32,6 +36,10 @@ class RequestRecord:
         self._clock, self._metrics, self._estimates = services.clock, services.metrics, chooser.estimates
         self._asked = asked
         self.decision = chooser.record(request.path, asked, request.request_id, request.arrived)
+        self._seen = RequestObservation(request.arrived, asked.num_tokens, asked.num_tokens, streams=asked.streams)
+        chooser.traffic.note(self._seen)
+        self.num_tokens = 0
+        """Of the answer, if its instance tells; `Delivery` writes it."""
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
         self._span: Span | None = None
@@ -53,8 +61,12 @@ class RequestRecord:
         now = self._clock.wall()
         if kind == "prefill":
             self.decision.prefill_sent = now
+            self._seen.prefill, self._seen.uncached = instance.name, self.uncached(instance)
         elif kind == "decode":
             self.decision.decode_sent = now
+            self._seen.decode = instance.name
+            if not self._seen.prefill:
+                self._seen.uncached = self.uncached(instance)
         return None if self._span is None else self._span.child(kind, now, {"kvferry.instance": instance.name})
 
     def failed(self, leg: Leg, reason: str = "") -> None:
@@ -78,6 +90,7 @@ class RequestRecord:
         computed = usage.prompt_tokens - usage.cached_tokens if usage.prompt_tokens else leg.work.uncached
         estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
         estimates.tokenized(self._asked.num_bytes, usage.prompt_tokens)
+        self._see_prefill(leg, usage, computed)
         if self._answered is not None:  # the client had its first token by then
             estimates.hand_off.add(self._answered.work.uncached, 0.0)
         if leg.span is not None:
@@ -90,10 +103,22 @@ class RequestRecord:
                     leg.span.part(name, begun, ended)
             leg.span.end(decision.prefill_answered, {"kvferry.cached_tokens": usage.cached_tokens})
 
+    def _see_prefill(self, leg: Leg, usage: PrefillUsage, computed: float) -> None:
+        seen, told = self._seen, usage.timeline
+        if usage.prompt_tokens:
+            seen.prompt_tokens, seen.uncached = usage.prompt_tokens, int(computed)
+        seen.prefill_tokens, seen.prefill_s = leg.work.ahead + computed, leg.ended_at - leg.begun_at
+        if told is not None and told.prefill_started is not None and told.prefill_done is not None:
+            seen.prefill_tokens, seen.prefill_s = computed, told.prefill_done - told.prefill_started
+
     def answered(self, leg: Leg, prefill: Leg | None) -> None:
         """An answer for the client has begun; if it streams, with its first token. `prefill`: P's leg, whose KV it
         has."""
-        self.decision.first_byte = self._clock.wall()
+        self.decision.first_byte = now = self._clock.wall()
+        if self._asked.streams and leg.has_served:
+            self._seen.first_s = now - self.decision.arrived
+            if prefill is not None:
+                self._seen.hand_off_s = max(0.0, leg.first_byte_at - prefill.ended_at) if prefill.ended_at else 0.0
         if not (self._asked.streams and leg.work.decodes and leg.has_served):
             return
         estimates, work = self._estimates, leg.work
@@ -106,10 +131,17 @@ class RequestRecord:
 
     def over(self, legs: list[Leg], num_bytes: int) -> None:
         """The request is over, and so are its legs. `num_bytes` of a whole answer were sent to the client, or 0."""
-        decision, last = self.decision, legs[-1] if legs else None
-        if num_bytes and last is not None and last.work.decodes and last.first_byte_at and self._asked.streams:
+        decision, last, seen = self.decision, legs[-1] if legs else None, self._seen
+        seen.state = "done" if num_bytes else "failed"
+        if num_bytes and last is not None and last.work.decodes and last.first_byte_at:
             seconds = last.ended_at - last.first_byte_at
-            self._estimates.decoded(last.work.num_beside, num_bytes / _EVENT_BYTES, seconds)
+            if self._asked.streams:
+                num_tokens = self.num_tokens or num_bytes / _EVENT_BYTES
+                self._estimates.decoded(last.work.num_beside, num_tokens, seconds)
+                seen.answer_s, seen.output_tokens = seconds, num_tokens
+            else:
+                seen.output_tokens = min(num_bytes / _TEXT_BYTES, self._asked.max_tokens or 1e9)
+            seen.beside = last.work.num_beside
         decision.done = now = self._clock.wall()
         self._metrics.phases(decision.phases())
         if self._span is not None:

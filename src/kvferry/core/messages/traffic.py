@@ -1,0 +1,72 @@
+"""What a router has seen of requests, for who decides how many instances there are to be."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MOST_OBSERVED = 4096
+"""Requests that a router remembers."""
+
+TRAFFIC_PATH = "/kvferry/traffic"
+PLAN_PATH = "/kvferry/plan"
+
+
+class RequestObservation(msgspec.Struct, array_like=True):
+    """One request, from when it was placed; filled while it is served. Seconds; 0 or None: not known (yet).
+
+    `arrived`: since 1970. `uncached`: tokens of the prompt that were expected to be computed. `prefill_s`: of
+    `prefill_tokens`, computed on a prefill instance; where it does not report its own times, what waited there before
+    it is included. `first_s`: from arrival to the answer's first byte. `hand_off_s`: from the end of prefill to the
+    first byte. `answer_s`: from the first byte to the last, of `output_tokens` tokens, with `beside` answers on the
+    instance. `prefill`, `decode`: names of the instances."""
+
+    arrived: float
+    prompt_tokens: int
+    uncached: int
+    state: Literal["running", "done", "failed"] = "running"
+    streams: bool = False
+    prefill: str = ""
+    decode: str = ""
+    prefill_s: float | None = None
+    prefill_tokens: float = 0.0
+    first_s: float | None = None
+    hand_off_s: float | None = None
+    answer_s: float | None = None
+    output_tokens: float = 0.0
+    beside: float = 0.0
+
+
+class TrafficReport(msgspec.Struct, frozen=True):
+    """GET /kvferry/traffic: one router's. `now`: its clock, seconds since 1970. `num_arrived`: requests for a
+    completion since it began, counted before anything else is done about them. `num_waiting`: that wait for an instance
+    to start. `requests`: the last ones that were placed, the oldest first."""
+
+    now: float
+    num_arrived: int
+    num_waiting: int
+    requests: list[RequestObservation]
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """One decision about a fleet. `at`: seconds since 1970."""
+
+    at: float
+    what: str
+    why: str
+
+
+class FleetPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """GET /kvferry/plan: what a fleet is to be, and why. `desired`: instances by role. `disaggregate_from`: uncached
+    tokens from which prompts are computed on prefill instances; None: routers decide. `attained`: the share of requests
+    that is expected within the targets. `starts_s`: how long an instance takes to start; above 0, requests wait for one
+    where none is there. `recommends`: the counts are only said, and not carried out."""
+
+    desired: dict[str, int]
+    disaggregate_from: int | None = None
+    attained: float | None = None
+    goal: float | None = None
+    starts_s: float = 0.0
+    recommends: bool = False
+    decisions: tuple[Decided, ...] = ()

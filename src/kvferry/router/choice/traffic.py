@@ -1,0 +1,31 @@
+"""The requests that a router has seen: how many came, and how long the phases of the last ones took. Owns a ring."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from kvferry.core.messages.traffic import MOST_OBSERVED, RequestObservation, TrafficReport
+
+
+class Traffic:
+    """Of one router. `num_waiting`: requests that wait for an instance to start."""
+
+    def __init__(self) -> None:
+        self._ring: deque[RequestObservation] = deque(maxlen=MOST_OBSERVED)
+        self._num_arrived = 0
+        self.num_waiting = 0
+
+    def arrive(self) -> None:
+        """A client asks for a completion; whether it gets one is not known yet."""
+        self._num_arrived += 1
+
+    def note(self, observation: RequestObservation) -> None:
+        """A request is placed; the rest is filled in later."""
+        self._ring.append(observation)
+
+    def encode(self, now: float, seconds: float) -> bytes:
+        """A `TrafficReport` as JSON, with the requests that came in the last `seconds`."""
+        requests = [one for one in self._ring if one.arrived >= now - seconds]
+        return msgspec.json.encode(TrafficReport(now, self._num_arrived, self.num_waiting, requests))

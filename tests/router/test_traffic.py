@@ -1,0 +1,99 @@
+"""What a router tells who scales the fleet, and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import msgspec
+
+from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
+from kvferry.http.client.signed_client import bearer
+from kvferry.http.server.config import HttpConfig
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing
+from router.test_declaring import KEY, SOON, Fields, declare, declared
+from router.test_hand_off import BODY, a_decode, a_prefill, get, post
+from router.test_membership import post as post_here
+from router.test_seen import telling
+
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
+
+
+async def report(url: str, query: str = "") -> TrafficReport:
+    status, text = await get(url, f"/kvferry/traffic{query}")
+    assert status == 200
+    return msgspec.json.decode(text, type=TrafficReport)
+
+
+async def test_a_request_is_reported_with_its_lengths_and_times() -> None:
+    p, d = a_prefill(telling), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential", disaggregate_from="0") as (_, url):
+        await post(url, {**BODY, "stream": True})
+        told = await report(url)
+    assert told.num_arrived == 1
+    (one,) = told.requests
+    assert (one.state, one.prefill, one.decode, one.streams) == ("done", "prefill-0", "decode-0", True)
+    assert (one.prompt_tokens, one.uncached) == (40, 8)
+    assert (one.prefill_tokens, one.prefill_s) == (8, 1.5), "as P says itself"
+    assert one.first_s is not None
+    assert one.answer_s is not None
+    assert min(one.first_s, one.output_tokens, one.beside) > 0
+
+
+async def test_demand_is_counted_when_it_arrives_and_not_when_it_is_served() -> None:
+    """dynamo #8861: what an overloaded fleet does not finish was no demand."""
+    d = Peer("decode", answer_when_told, facts=DECODE)
+    async with instances(d), routing([], [d.url], max_in_flight=2) as (_, url):
+        running = [asyncio.create_task(post(url, {**BODY, "stream": True})) for _ in range(6)]
+        while (told := await report(url)).num_arrived < 6:
+            await asyncio.sleep(0.01)
+        assert {one.state for one in told.requests} == {"running"}
+        assert len(told.requests) == 2, "the others are not placed yet, and count all the same"
+        d.go.set()
+        await asyncio.gather(*running)
+
+
+async def test_only_what_came_lately_is_asked_for() -> None:
+    d = a_decode()
+    async with instances(d), routing([], [d.url]) as (_, url):
+        await post(url, BODY)
+        assert len((await report(url, "?seconds=0")).requests) == 0
+        assert (await get(url, "/kvferry/traffic?seconds=x"))[0] == 400
+
+
+async def test_a_plan_is_shown_counted_and_followed() -> None:
+    """Prompts below the controller's threshold are computed on decode instances, from the next request on."""
+    plan = FleetPlan(
+        desired={"prefill": 3, "decode": 2},
+        disaggregate_from=100_000,
+        attained=0.995,
+        decisions=(Decided(1.0, "deflect", "because"),),
+    )
+    decode, prefill = Peer("decode", answer, facts=DECODE), Peer("prefill", telling, facts=CONCURRENT)
+    async with instances(decode, prefill), routing([], [], HTTP, **{**SOON, "disaggregate_from": "auto"}) as (_, url):
+        assert json.loads(await shown(url, "/kvferry/plan")) == {}
+        wanted = [declared("d", decode), declared("p", prefill, "prefill")]
+        assert await declare_with(url, plan, wanted) == 200
+        assert msgspec.json.decode(await shown(url, "/kvferry/plan"), type=FleetPlan) == plan
+        metrics = await shown(url, "/metrics")
+        assert 'kvferry_fleet_desired_instances{role="prefill"} 3.0' in metrics
+        assert await post_here(url) == 200
+        assert not prefill.calls
+        assert await declare_with(url, None, wanted) == 200
+        assert await post_here(url) == 200
+        assert len(prefill.calls) == 1
+        assert "kvferry_fleet_desired_instances{" not in await shown(url, "/metrics")
+
+
+async def declare_with(url: str, plan: FleetPlan | None, wanted: list[Fields]) -> int:
+    status, _ = await declare(url, *wanted, plan=msgspec.to_builtins(plan))
+    return status
+
+
+async def shown(url: str, path: str) -> str:
+    """As operators see it."""
+    name, value = (one.decode() for one in bearer(KEY))
+    async with aiohttp.ClientSession(headers={name: value}) as session, session.get(url + path) as response:
+        assert response.status == 200
+        return await response.text()
