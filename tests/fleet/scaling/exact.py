@@ -7,7 +7,7 @@ import heapq
 from dataclasses import dataclass, field
 from random import Random
 
-from kvferry.fleet.scaling.predictor import Targets, Topology
+from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.traffic import PhaseTimes
 
 
@@ -71,7 +71,7 @@ class DecodeInstance:
 
 def simulate(
     times: PhaseTimes,
-    targets: Targets,
+    targets: LatencyTargets,
     topology: Topology,
     requests: list[tuple[float, float, int]],
 ) -> tuple[float, float, float]:

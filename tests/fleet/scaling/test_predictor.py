@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fleet.scaling.exact import poisson, simulate
-from kvferry.fleet.scaling.predictor import ALL_WHOLE, Predictor, Targets, Topology, Wait, erlang_c
+from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, Wait, erlang_c
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_line
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
-TARGETS = Targets(ttft_s=1.0, itl_s=0.045)
+TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.045)
 
 
 def predicted(rate: float, topology: Topology, requests: list[tuple[float, float, int]]) -> Predictor:
@@ -125,7 +125,7 @@ def test_no_instances_and_no_requests() -> None:
 
 def test_a_target_below_what_one_step_takes_is_never_attained() -> None:
     workload = Workload.of(0.1, [(100.0, 10.0)])
-    found = Predictor(workload, TIMES, Targets(ttft_s=10.0, itl_s=0.01)).predict(Topology(50, 50))
+    found = Predictor(workload, TIMES, LatencyTargets(ttft_s=10.0, itl_s=0.01)).predict(Topology(50, 50))
     assert (found.ttft, found.itl, found.attained) == (pytest.approx(1.0), 0.0, 0.0)
 
 
@@ -133,7 +133,7 @@ def test_memory_bounds_how_many_answers_run() -> None:
     """Kept of KV on each decode instance; what prefill instances have is of no help."""
     workload = Workload.of(4.0, [(100.0, 200.0)])
     roomy, tight = (
-        Predictor(workload, PhaseTimes(0.01, 1e-5, 0.02, 1e-4, most_sequences=most), Targets(1.0, 0.05))
+        Predictor(workload, PhaseTimes(0.01, 1e-5, 0.02, 1e-4, most_sequences=most), LatencyTargets(1.0, 0.05))
         for most in (64, 8)
     )
     assert roomy.predict(Topology(1, 1)).attained > 0.99

@@ -28,7 +28,7 @@ ALL_WHOLE = math.inf
 
 
 @dataclass(frozen=True)
-class Targets:
+class LatencyTargets:
     """A request's, in seconds: to its first token, and between two tokens in the mean."""
 
     ttft_s: float
@@ -79,7 +79,7 @@ class PoolPrediction:
 class Predictor:
     """Predicts for one workload. What a pool of some size does is computed once: a fleet's prediction joins two."""
 
-    def __init__(self, workload: Workload, times: PhaseTimes, targets: Targets) -> None:
+    def __init__(self, workload: Workload, times: PhaseTimes, targets: LatencyTargets) -> None:
         self.workload, self.times, self.targets = workload, times, targets
         self._prefill: dict[tuple[int, float], PoolPrediction] = {}
         self._decode: dict[tuple[int, float], PoolPrediction] = {}
