@@ -20,7 +20,7 @@ from typing import Any
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.store.base import Block, KVStore, Read
-from kvferry.store.lmcache_client import _request
+from kvferry.store.media.lmcache_client import _request
 from kvferry.store.table import find_store
 
 BATCH = 32

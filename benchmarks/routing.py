@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.core.clock import Clock, ManualClock
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import make_cached_order
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_order import make_cached_order
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.choice.policies.base import Asked, Options, PolicyContext

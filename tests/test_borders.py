@@ -20,7 +20,7 @@ TORCH_FREE = [
     "kvferry.transport.fabric.base",
     "kvferry.store.eviction.reuse",
     "kvferry.store.trace.comparison",
-    "kvferry.engine.block_pool",
+    "kvferry.engine.blocks.block_pool",
     "kvferry.engine.config",
     "kvferry.engine.core",
     "kvferry.engine.model.patch_names",

@@ -28,7 +28,8 @@ from support.pairs import Pair, pair_of
 
 SCHEDULER = "kvferry.engine.scheduler:Scheduler."
 EXTERNAL = "kvferry.engine.external_kv:ExternalKV."
-POOL = "kvferry.engine.block_pool:BlockPool."
+POOL = "kvferry.engine.blocks.block_pool:BlockPool."
+SEQUENCE_BLOCKS = "kvferry.engine.blocks.sequence_blocks:SequenceBlocks."
 LOCAL = "kvferry.engine.executor.local:"
 P2P = "kvferry.connectors.p2p."
 BUFFER = "kvferry.transport.lookup_buffer."
@@ -58,7 +59,10 @@ ALONE = [
     *(EXTERNAL + name for name in ("plan_between_steps", "released", "completed")),
     *(POOL + name for name in ("match", "acquire", "allocate", "publish", "num_free_after_acquiring")),
     "kvferry.engine.queues:SequenceQueues.start",
-    *("kvferry.engine.sequence_blocks:SequenceBlocks." + name for name in ("cached", "reserve", "extend", "publish")),
+    *(
+        "kvferry.engine.blocks.sequence_blocks:SequenceBlocks." + name
+        for name in ("cached", "reserve", "extend", "publish")
+    ),
     "kvferry.engine.limits:SchedulerLimits.end_of",
     "kvferry.engine.sequence:Sequence.hashes",
     "kvferry.engine.sequence:Sequence.num_blocks_for",

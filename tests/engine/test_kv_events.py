@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from kvferry.core.blocks.block_hash import extend_hashes, root_hash
 from kvferry.core.clock import ManualClock
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.kv_events.messages import BlockRemoved, BlockStored
 from kvferry.kv_events.publisher import KVEventPublisher

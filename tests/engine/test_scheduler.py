@@ -35,8 +35,8 @@ from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Tick
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step import Sampled, Step

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.store.eviction.learned import UNKNOWN_OUTPUT, Learned
 from kvferry.store.eviction.reuse import Reuse
-from kvferry.store.memory_index import MAX_ANSWER_TOKENS
+from kvferry.store.media.memory_index import MAX_ANSWER_TOKENS
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of, names_of

@@ -19,7 +19,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
-from kvferry.store.file_room import path_of
+from kvferry.store.media.file_room import path_of
 from kvferry.store.table import BUILTIN
 
 Folder = Annotated[

@@ -35,8 +35,8 @@ from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.kept import TierShare
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import make_cached_order
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_order import make_cached_order
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.kv_events import BlockEvents

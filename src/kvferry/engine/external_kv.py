@@ -31,7 +31,7 @@ from kvferry.connectors.api import (
 from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.sequence import Meeting, Sequence, Status
 from kvferry.engine.step import Chunk
 from kvferry.observe.figures import counter, counter_by, gauge

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvferry.engine.kv_cache import KVCache
+from kvferry.engine.blocks.kv_cache import KVCache
 from kvferry.engine.model.attention import LayerHooks, PagedContext, attention_context
 from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch

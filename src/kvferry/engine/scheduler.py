@@ -44,12 +44,12 @@ from kvferry.core.errors import (
 )
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
 from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Sequence, Status
-from kvferry.engine.sequence_blocks import SequenceBlocks
 from kvferry.engine.step import Chunk, Sampled, Step
 from kvferry.observe.figures import counter, gauge
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvferry.engine.block_pool import BlockPoolStatistics
+from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
 from kvferry.observe.figures import computed_gauge, counter

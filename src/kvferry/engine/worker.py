@@ -29,8 +29,8 @@ from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, RequestFailed
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.core.settings.units import parse_bytes
+from kvferry.engine.blocks.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.config import EngineConfig
-from kvferry.engine.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.model.loader import LoadedModel, Progress, load_model
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken

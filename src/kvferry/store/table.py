@@ -17,17 +17,17 @@ from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.table import eviction_class
 from kvferry.store.url import StoreUrl, parse_store_url, read_options
 
-VALKEY = "kvferry.store.valkey:ValkeyStore"
+VALKEY = "kvferry.store.media.valkey:ValkeyStore"
 BUILTIN = {
-    "memory": "kvferry.store.memory:MemoryStore",
-    "file": "kvferry.store.file:FileStore",
+    "memory": "kvferry.store.media.memory:MemoryStore",
+    "file": "kvferry.store.media.file:FileStore",
     "valkey": VALKEY,
-    "valkeys": "kvferry.store.valkey:TlsValkeyStore",
+    "valkeys": "kvferry.store.media.valkey:TlsValkeyStore",
     "unix": VALKEY,
-    "lmcache": "kvferry.store.lmcache:LMCacheStore",
-    "mooncake": "kvferry.store.mooncake:MooncakeStore",
+    "lmcache": "kvferry.store.media.lmcache:LMCacheStore",
+    "mooncake": "kvferry.store.media.mooncake:MooncakeStore",
     "redis": VALKEY,
-    "rediss": "kvferry.store.valkey:TlsValkeyStore",
+    "rediss": "kvferry.store.media.valkey:TlsValkeyStore",
 }
 EXTENSIONS = ExtensionPoint("store", BUILTIN, "kvferry.stores")
 MAX_TIERS = 8

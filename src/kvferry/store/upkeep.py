@@ -17,8 +17,8 @@ from typing import IO
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import access_of
 from kvferry.store.codecs.base import NAME
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, block_files, folder_name
-from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, note_files, remove_file, write_file
+from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, block_files, folder_name
+from kvferry.store.media.files import TEMPORARY_SUFFIX, is_stale, note_files, remove_file, write_file
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
 
 MAX_RECORD_BYTES = 2**32

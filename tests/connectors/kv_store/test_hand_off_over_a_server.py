@@ -13,8 +13,8 @@ from kvferry.connectors.kv_store.markers import MARKER_S, SKEW_S, BadMarker, Mar
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeaseEnded, ProtocolError, StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import Ticket
+from kvferry.store.media.valkey import _note_key
 from kvferry.store.table import find_store
-from kvferry.store.valkey import _note_key
 from kvferry.transport.transfer_loop import TransferLoop
 from support.ports import free_port
 from support.valkey_server import BINARIES, ValkeyServer, server_binary

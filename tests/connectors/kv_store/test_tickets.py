@@ -12,7 +12,7 @@ from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.messages.instance_facts import TicketKinds
 from kvferry.core.settings.transfer_config import KVRole, KVTransferConfig
-from kvferry.store import memory
+from kvferry.store.media import memory
 
 FILE, VALKEY, MEMORY = "file:/kv", "valkey://a:1", "memory:8MiB"
 

@@ -19,7 +19,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import uniform_draw
-from kvferry.engine.block_pool import BlockPoolStatistics
+from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.store import file
 from kvferry.store.base import Block, Put, Read
+from kvferry.store.media import file
 
 Result = TypeVar("Result")
 

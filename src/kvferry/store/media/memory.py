@@ -21,11 +21,11 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.core.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
-from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
-from kvferry.store.memory_index import ArenaSlot, MemoryIndex, table_bytes
-from kvferry.store.memory_notes import LEAST_NOTES, NOTE_BYTES, SHARE, MemoryNotes, notes_bytes, num_notes
+from kvferry.store.media.arena import Arena, meeting_id
+from kvferry.store.media.memory_index import ArenaSlot, MemoryIndex, table_bytes
+from kvferry.store.media.memory_notes import LEAST_NOTES, NOTE_BYTES, SHARE, MemoryNotes, notes_bytes, num_notes
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 

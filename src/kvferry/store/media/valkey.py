@@ -20,10 +20,10 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, require_short_note
+from kvferry.store.media.valkey_client import ValkeyOptions, make_client, make_pool, translated_errors
+from kvferry.store.media.valkey_scripts import FORGET, PIN, USE_AND_EVICT
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
-from kvferry.store.valkey_client import ValkeyOptions, make_client, make_pool, translated_errors
-from kvferry.store.valkey_scripts import FORGET, PIN, USE_AND_EVICT
 
 BATCH_BYTES = 8 * 2**20
 """Most bytes of blocks in one pipeline: a longer one waits in the server's memory, which costs more than the round

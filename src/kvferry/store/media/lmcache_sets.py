@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from kvferry.core.blocks.block_hash import BlockHash
-from kvferry.store.lmcache_client import DamagedValue, LMCacheClient
+from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient
 
 MAX_INDEX_BYTES = 4096
 """A longer value is not read as an index."""

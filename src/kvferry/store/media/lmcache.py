@@ -39,8 +39,8 @@ from kvferry.store.base import (
     StoreOptions,
     require_short_note,
 )
-from kvferry.store.lmcache_client import MAX_BYTES, DamagedValue, LMCacheClient
-from kvferry.store.lmcache_sets import LMCachePlace, LMCacheSets, PlaceAddress
+from kvferry.store.media.lmcache_client import MAX_BYTES, DamagedValue, LMCacheClient
+from kvferry.store.media.lmcache_sets import LMCachePlace, LMCacheSets, PlaceAddress
 from kvferry.store.record import CorruptBlock, read_label
 from kvferry.store.threads import Stop, Threads
 

@@ -4,8 +4,8 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import make_cached_order
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_order import make_cached_order
 from kvferry.store.eviction.table import POLICIES
 
 

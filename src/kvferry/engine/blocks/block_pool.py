@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import LeakError
-from kvferry.engine.cached_order import CachedOrder, ReleaseOrder
+from kvferry.engine.blocks.cached_order import CachedOrder, ReleaseOrder
 from kvferry.engine.kv_events import BlockEvents
 from kvferry.observe.figures import computed_gauge, counter, gauge
 

@@ -18,12 +18,12 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store import upkeep
 from kvferry.store.codecs.table import make_codec
-from kvferry.store.files import _machine
+from kvferry.store.media.files import _machine
 from kvferry.store.record import RecordFormat
 from support.examples import examples
 
-STORES = str(Path(__file__).parent / "support")
-SUPPORT = str(Path(__file__).parents[1] / "transport" / "support")
+STORES = str(Path(__file__).parents[1] / "support")
+SUPPORT = str(Path(__file__).parents[2] / "transport" / "support")
 
 
 def name_of(index: int) -> bytes:
@@ -373,7 +373,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-sys.path[:0] = [sys.argv[2], sys.argv[3], sys.argv[3] + "/support"]
+sys.path[:0] = [sys.argv[2], sys.argv[3], sys.argv[3] + "/../media"]
 from kv_support import make_layout
 from test_file import block_of, name_of
 from sync_store import FileStore
@@ -386,7 +386,7 @@ for index in range(int(sys.argv[4])):
 
 
 def start_writer(root: Path, num_blocks: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(root), SUPPORT, str(Path(__file__).parent), str(num_blocks)]
+    command = [sys.executable, "-c", WRITER, str(root), SUPPORT, STORES, str(num_blocks)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import Put
-from kvferry.store.lmcache import LMCacheStore
-from kvferry.store.lmcache_client import DamagedValue, LMCacheClient, _request
-from kvferry.store.lmcache_sets import MAX_INDEX_BYTES, LMCachePlace, PlaceAddress
+from kvferry.store.media.lmcache import LMCacheStore
+from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient, _request
+from kvferry.store.media.lmcache_sets import MAX_INDEX_BYTES, LMCachePlace, PlaceAddress
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
@@ -130,7 +130,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
 
 
 async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.lmcache.TOUCH_S", 0.0)
+    monkeypatch.setattr("kvferry.store.media.lmcache.TOUCH_S", 0.0)
     async with store_at(port, "?max_bytes=20002") as store:
         for index in range(store._sets.ways):
             await store.put([block_of(index)])
@@ -190,7 +190,7 @@ async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> Non
 
 
 async def test_notes_in_one_place_are_not_taken_for_one_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.lmcache.NUM_NOTE_PLACES", 1)
+    monkeypatch.setattr("kvferry.store.media.lmcache.NUM_NOTE_PLACES", 1)
     async with store_at(port) as store:
         await store.write_note("a", b"one", 60.0)
         await store.write_note("b", b"two", 60.0)

@@ -3,7 +3,7 @@ import torch
 
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
-from kvferry.engine.kv_cache import KVCache, choose_num_blocks
+from kvferry.engine.blocks.kv_cache import KVCache, choose_num_blocks
 from kvferry.transport.shared_memory import SharedSegment, owned_segment_names
 
 LAYOUT = KVLayout(

@@ -19,7 +19,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.store.codecs.base import NAME
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
-from kvferry.store.files import TEMPORARY_SUFFIX, is_stale, remove_file
+from kvferry.store.media.files import TEMPORARY_SUFFIX, is_stale, remove_file
 
 SUFFIX, PIN_SUFFIX = ".kv", ".pin"
 PLAIN = "none"

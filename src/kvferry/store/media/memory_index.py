@@ -25,9 +25,9 @@ import numpy as np
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.store.arena import RESERVED_BYTES, Arena
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
+from kvferry.store.media.arena import RESERVED_BYTES, Arena
 
 _SLOT = np.dtype(
     [

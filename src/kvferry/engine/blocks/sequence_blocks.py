@@ -6,7 +6,7 @@ budgets or connectors.
 
 from __future__ import annotations
 
-from kvferry.engine.block_pool import BlockPool
+from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.sequence import Sequence
 
 

@@ -30,8 +30,8 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import ACCESS, FileAccess
 from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
-from kvferry.store.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
-from kvferry.store.files import (
+from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
+from kvferry.store.media.files import (
     NotAFile,
     NoteFiles,
     is_readable,

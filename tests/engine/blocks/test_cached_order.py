@@ -2,8 +2,8 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError, LeakError, UnknownName
-from kvferry.engine.block_pool import BlockPool
-from kvferry.engine.cached_order import ReleaseOrder, make_cached_order
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.cached_order import ReleaseOrder, make_cached_order
 from kvferry.engine.config import EngineConfig
 from kvferry.store.eviction.table import POLICIES
 

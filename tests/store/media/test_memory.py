@@ -12,7 +12,7 @@ import pytest
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.store.base import Put
-from kvferry.store.memory import MemoryStore
+from kvferry.store.media.memory import MemoryStore
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, block_of, names_of
 
