@@ -122,3 +122,15 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
             assert (found, bool(told["message"])) == (status, True)
         assert (await declare(url, key="another"))[0] == 401
         assert [one.name for one in router.services.pools] == ["a"]
+
+
+async def test_an_operator_neither_removes_nor_reassigns_what_a_controller_decides_about() -> None:
+    one, own = a_decode(), a_decode()
+    async with instances(one, own), routing([], [], HTTP, **SOON) as (_, url):
+        await declare(url, declared("a", one))
+        await change(url, "add", role="decode", url=own.url)
+        for what, more in (("remove", {"force": True}), ("role", {"role": "prefill"})):
+            status, told = await change(url, what, instance="a", **more)
+            assert status == 409
+            assert "belongs to a fleet" in told["error"]["message"]
+        assert (await change(url, "remove", instance="decode-0", force=True))[0] == 200

@@ -122,6 +122,7 @@ class Membership:
         """Remove a drained instance; with `force`, one that still works. Raises `UnknownInstance` and
         `InstanceConflict`."""
         instance = self.find(named)
+        self._require_own(instance)
         if not force and not instance.drained:
             raise InstanceConflict(
                 f"{instance} is not drained; drain it first and wait, or remove it by force (--force)"
@@ -135,6 +136,7 @@ class Membership:
         before = self.find(named)
         if before.role == role:
             return before
+        self._require_own(before)
         if before.draining:
             raise InstanceConflict(f"{before} is being drained; add it with its new role when that is done")
         facts = before.facts
@@ -199,6 +201,14 @@ class Membership:
         state = old.state
         self.follow()
         self._pools.member(member).takes_after(old, state)
+
+    def _require_own(self, instance: Instance) -> None:
+        """Raise `InstanceConflict` if a fleet's controller decides about it: it would undo what is done here."""
+        if any(one.declared and one.id == instance.member for one in self._state.members()):
+            raise InstanceConflict(
+                f"{instance} belongs to a fleet, whose controller decides what becomes of it; see `kvferry fleet scale"
+                " --help`"
+            )
 
     def find(self, named: str) -> Instance:
         """The instance with this name or URL. Raises `UnknownInstance`."""
