@@ -7,7 +7,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,25 +16,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.alongside import ENDPOINT, run_alongside
 from kvferry.cli.bars import make_bars
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.documents import Document, read_documents
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
-from kvferry.cli.serve import serve
-from kvferry.cli.warming import NotWarmed, Outcome, Server, find_instances, warm_all
+from kvferry.cli.fleet_settings import Told
+from kvferry.cli.warming import Outcome, Server, find_instances, warm_all
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.display import Display, make_display
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context
-from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 
@@ -119,7 +115,7 @@ def warm(
             _require_alone(what)
             asyncio.run(warm_up(what.url))
         else:
-            asyncio.run(_with_engine(_told(what, engine, logs), warm_up))
+            asyncio.run(run_alongside("warm", _told(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -179,52 +175,6 @@ def _told(what: Warm, engine: Any, log: LogConfig) -> Told:
         listen=Listen(port=0),
         log=log,
     )
-
-
-async def _with_engine(told: Told, warm_up: WarmUp) -> None:
-    """Run the engine and the requests to it side by side; whichever is done ends the other."""
-    DigestCache()  # logs what is wrong with it, if anything
-    up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    token = fleet_token()
-    fleet = AttendedFleet(
-        fleet_of("warm", told),
-        partial(local_recipe, token=token, command=serve),
-        _Quiet(make_display(told.log), up),
-        token=token,
-        grace_s=told.listen.grace_s,
-    )
-    serving = asyncio.create_task(fleet.run())
-    warming = asyncio.create_task(_warm_up_when_up(up, warm_up))
-    try:
-        await asyncio.wait([serving, warming], return_when=asyncio.FIRST_COMPLETED)
-        if not warming.done():
-            if await serving in (0, 130):
-                raise KeyboardInterrupt
-            raise NotWarmed("the engine exited; its last log lines give the reason")
-        warming.result()
-    finally:
-        warming.cancel()
-        fleet.stop()
-        await asyncio.wait([serving, warming])
-
-
-async def _warm_up_when_up(up: asyncio.Future[str], warm_up: WarmUp) -> None:
-    await warm_up(await up)
-
-
-class _Quiet:
-    """A display that does not show that requests are answered; it sets `up` instead."""
-
-    def __init__(self, inner: Display, up: asyncio.Future[str]) -> None:
-        self._inner, self._up = inner, up
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def up(self, url: str) -> None:
-        self._inner.close()
-        if not self._up.done():
-            self._up.set_result(url)
 
 
 # What is shown.

@@ -15,6 +15,7 @@ from cyclopts.config import Env
 
 from kvferry import __version__
 from kvferry.cli.cache import cache
+from kvferry.cli.calibrate import calibrate
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
@@ -74,6 +75,7 @@ add_render_to(fleet)
 app.command(fleet)
 app.command(cache)
 app.command(simulate, sort_key=8)
+app.command(calibrate, sort_key=9)
 
 
 @app.meta.default

@@ -64,6 +64,8 @@ def simulate(
     The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
     pass, bytes on a wire and the start of a process are times:
 
+        kvferry calibrate MODEL --write times.json
+
         kvferry simulate chat.toml --trace trace.jsonl --slo ttft=2s,itl=50ms --times times.json
     """
     part = TracePart(trace, from_s, for_s, speed)

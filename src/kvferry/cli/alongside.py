@@ -1,0 +1,73 @@
+"""A fleet that is started for one job, and stopped when that is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from kvferry.cli.attended import AttendedFleet
+from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.serve import serve
+from kvferry.core.errors import Unavailable
+from kvferry.fleet.display import Display, make_display
+from kvferry.models.digest_cache import DigestCache
+
+ENDPOINT = ""
+"""The name under which a job finds the fleet's own endpoint, beside those of its instances."""
+
+Job = Callable[[Mapping[str, str]], Coroutine[Any, Any, None]]
+"""Gets the URLs of the instances by name, and that of the fleet."""
+
+
+async def run_alongside(name: str, told: Told, job: Job) -> None:
+    """Run a fleet and a job beside it, which begins when the fleet is up; whichever is done ends the other. Raises what
+    the job raises, and `Unavailable` if the fleet ends first."""
+    DigestCache()  # logs what is wrong with it, if anything
+    up: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
+    token = fleet_token()
+    fleet = AttendedFleet(
+        fleet_of(name, told),
+        partial(local_recipe, token=token, command=serve),
+        _Quiet(make_display(told.log), up),
+        token=token,
+        grace_s=told.listen.grace_s,
+    )
+    serving = asyncio.create_task(fleet.run())
+    working = asyncio.create_task(_when_up(up, job))
+    try:
+        await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            if await serving in (0, 130):
+                raise KeyboardInterrupt
+            raise Unavailable("the engine exited; its last log lines give the reason")
+        working.result()
+    finally:
+        working.cancel()
+        fleet.stop()
+        await asyncio.wait([serving, working])
+
+
+async def _when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
+    await job(await up)
+
+
+class _Quiet:
+    """A display that does not show that requests are answered; it sets `up` instead."""
+
+    def __init__(self, inner: Display, up: asyncio.Future[Mapping[str, str]]) -> None:
+        self._inner, self._up = inner, up
+        self._urls: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def ready(self, name: str, url: str) -> None:
+        self._urls[name] = url
+        self._inner.ready(name, url)
+
+    def up(self, url: str) -> None:
+        self._inner.close()
+        if not self._up.done():
+            self._up.set_result({**self._urls, ENDPOINT: url})

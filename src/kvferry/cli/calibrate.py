@@ -1,0 +1,144 @@
+"""`kvferry calibrate`: how long a model's steps take on this machine, for the simulator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from kvferry.cli.alongside import ENDPOINT, run_alongside
+from kvferry.cli.calibration import Calibration, InstanceLimits, Texts, facts_of
+from kvferry.cli.checks import check_before_start
+from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
+from kvferry.cli.demo.requests import Endpoint
+from kvferry.cli.flags import complete
+from kvferry.cli.fleet_settings import Told
+from kvferry.cli.simulate import SEED, progress
+from kvferry.cli.warming import Server
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.keys import http_secret
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.signed_client import SignedClient
+from kvferry.observe.logs import LogConfig, set_up_logging
+from kvferry.router.config import RouterConfig
+from kvferry.sim.times import MachineTimes, write_times
+
+HANDED_OVER = 512
+"""Tokens from which on the router of a calibration hands over; shorter prompts show what the router itself costs."""
+UNKNOWN_START_S = 5.0
+"""Of an instance that runs already."""
+_NAME = "calibrated"
+
+
+def calibrate(
+    model: Annotated[
+        str,
+        Parameter(
+            help="A model, of which a prefill and a decode instance are started; or the http:// URL of an instance."
+        ),
+    ],
+    *,
+    write: Annotated[Path, Parameter(help="Write the times to this file, for --times.")] = Path("times.json"),
+    seed: Annotated[int, Parameter(help="Decides which prompts are sent.")] = 0,
+    engine: EngineFlags = ENGINE,
+    log: LogFlags = LOG,
+) -> int:
+    """Measure how long steps, hand-offs and the start of an instance take, and write them for the simulator.
+
+    Takes about a minute with a small model. Nothing else should run on the machine meanwhile:
+
+        kvferry calibrate kvferry/tiny-python --write times.json
+
+    An instance that runs already is measured without hand-offs, and beside whatever it does now. The flags of the
+    engine then say how it was started:
+
+        kvferry calibrate http://10.0.0.3:8001 --max-num-batched-tokens 1024
+    """
+    SEED.require("--seed", seed)
+    if not write.absolute().parent.is_dir():
+        raise ConfigError(f"--write {write}: there is no folder {write.absolute().parent}")
+    logs = complete(LogConfig, log)
+    set_up_logging(logs, "calibrate")
+    try:
+        if model.startswith(("http://", "https://")):
+            found = asyncio.run(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed))
+        else:
+            found = _started(complete(EngineConfig, engine, model=model), logs, seed)
+    except ConfigError:
+        raise
+    except KvferryError as error:
+        raise ConfigError(str(error)) from error
+    write_times(write, found)
+    Console(highlight=False).print(in_words(found, write), soft_wrap=True)
+    return 0
+
+
+def in_words(found: MachineTimes, path: Path) -> str:
+    """What was measured, for people."""
+    step, transfer, error = found.step, found.transfer, found.step_error
+    return (
+        f"{found.model} on {found.machine}\n"
+        f"step: {step.base_s * 1e3:.3f} ms, {step.prefill_token_s * 1e6:.2f} µs a token of prefill,"
+        f" {step.decode_sequence_s * 1e6:.1f} µs a sequence that decodes, {step.context_token_s * 1e9:.1f} ns a token"
+        f" of context, {step.prefill_pair_s * 1e9:.2f} ns a pair of tokens in prefill\n"
+        f"request: {step.request_s * 1e3:.2f} ms, and {transfer.latency_s * 1e3:.2f} ms a hop\n"
+        f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s; start: {found.start_s:.1f} s\n"
+        f"fit of {error.num_samples} measured steps: off by {error.p50:.1%} (median), {error.p90:.1%} (P90),"
+        f" {error.largest:.1%} at most\n"
+        f"written to {path}"
+    )
+
+
+def _started(engine: EngineConfig, log: LogConfig, seed: int) -> MachineTimes:
+    """Measure P and D that are started for this."""
+    told = Told(
+        spec=FleetSpec(prefill=1, decode=1),
+        engine=engine,
+        instance=InstanceSpec(served_model_name=(_NAME,)),
+        router=RouterConfig(disaggregate_from=str(HANDED_OVER), hand_off="sequential"),
+        listen=Listen(port=0),
+        log=log,
+    )
+    check_before_start(told.engine, told.choice, told.listen, told.access, told.spec, told.router)
+    begun = SYSTEM_CLOCK.monotonic()
+    found: list[MachineTimes] = []
+
+    async def job(urls: Mapping[str, str]) -> None:
+        start_s = SYSTEM_CLOCK.monotonic() - begun
+        decode = next(url for name, url in urls.items() if name.startswith("decode"))
+        found.append(await _measured(decode, urls[ENDPOINT], engine, seed, start_s))
+
+    asyncio.run(run_alongside(_NAME, told, job))
+    return found[0]
+
+
+async def _running(url: str, engine: EngineConfig, seed: int) -> MachineTimes:
+    """Measure an instance that runs."""
+    return await _measured(url, None, engine, seed, UNKNOWN_START_S)
+
+
+async def _measured(url: str, router: str | None, engine: EngineConfig, seed: int, start_s: float) -> MachineTimes:
+    async with HttpClient(who="this command") as client:
+        facts = await facts_of(Server(SignedClient(client, http_secret([])), url))
+        instance = Endpoint(client, url)
+        with progress("measuring") as on_progress:
+            calibration = Calibration(
+                instance,
+                None if router is None else Endpoint(client, router),
+                InstanceLimits(facts, engine.max_num_seqs, engine.max_num_batched_tokens),
+                await Texts.read(instance, facts.max_model_len, seed),
+                on_progress,
+            )
+            await calibration.measure()
+    default = EngineConfig(model=engine.model)
+    settings = {name: str(value) for name, value in vars(engine).items() if getattr(default, name) != value}
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    return calibration.times(facts.model_names[0] if router is None else engine.model, day, start_s, settings)
