@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -87,5 +87,10 @@ def _look_through(body: dict[str, Any], refused: frozenset[str]) -> int:
     raise InvalidRequest(_TOO_DEEP)
 
 
-def _containers(values: Iterable[Any]) -> list[Any]:
+_CONTAINERS = frozenset((dict, list))
+
+
+def _containers(values: Collection[Any]) -> list[Any]:
+    if _CONTAINERS.isdisjoint(map(type, values)):  # a prompt of token ids is one long list
+        return []
     return [one for one in values if isinstance(one, (dict, list))]

@@ -102,11 +102,10 @@ class EngineCore:
             )
         if self.transfer is not None:
             self._require_role(request, self.transfer)
-        known = range(self.model.vocab_size)
-        if any(
-            token not in known for tokens in (request.prompt_token_ids, request.answer_token_ids) for token in tokens
-        ):
-            raise InvalidRequest(f"the prompt has token ids outside the vocabulary of {len(known)}", param="prompt")
+        vocab_size = self.model.vocab_size
+        for tokens in (request.prompt_token_ids, request.answer_token_ids):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+                raise InvalidRequest(f"the prompt has token ids outside the vocabulary of {vocab_size}", param="prompt")
         if request.sampling.seed is None:
             seed = entropy.token_bits(63) if self.config.seed is None else self.config.seed
             request.sampling = msgspec.structs.replace(request.sampling, seed=seed)

@@ -19,6 +19,7 @@ from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConnectorLost
+from kvferry.core.request import EngineOutput
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
@@ -28,8 +29,8 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.step import Chunk, Sampled
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
-from kvferry.sim.kv import KVContents, sample
-from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.kv import KVContents, counted_token, sample
+from kvferry.sim.loop import SimLoop, SimProcess, Simulation
 from kvferry.sim.times import StepTimes, StepWork
 from kvferry.sim.transfers import SimMemory, SimTransferLoop
 from kvferry.transport.memory import BlockGeometry, Region
@@ -47,7 +48,11 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
     until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector; `engine`: further
-    settings of `EngineConfig`."""
+    settings of `EngineConfig`.
+
+    `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only on
+    seed and position. `tokens_at_once`: so many tokens of an answer leave an instance together, all but its first.
+    """
 
     num_blocks: int = 2048
     block_size: int = 32
@@ -64,6 +69,8 @@ class SimInstanceSpec:
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    has_contents: bool = True
+    tokens_at_once: int = 1
 
     def layout(self) -> KVLayout:
         """Of the only rank."""
@@ -108,7 +115,7 @@ class SimExecutor(Executor):
         self.spec, self.layout = spec, spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
-        self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size)
+        self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size) if spec.has_contents else None
         context = ConnectorContext(transfer, self.layout, auth_token, process.simulation, saves_are_complete=True)
         self.side = P2pWorkerSide(context, SimTransferLoop(process.thread("transfer")))
         geometry = BlockGeometry.dense(self.layout, spec.num_blocks)
@@ -159,10 +166,11 @@ class SimExecutor(Executor):
                     side.discard()
         finally:
             plans.begun(self._num_begun)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
-            self.contents.compute(sequence.block_ids, chunk.start, tokens)
+        if self.contents is not None:
+            for chunk in chunks:
+                sequence = chunk.sequence
+                tokens = sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]
+                self.contents.compute(sequence.block_ids, chunk.start, tokens)
         return saves and bool(chunks)
 
     def _begin_one(self, plan: StepPlan) -> None:
@@ -175,13 +183,15 @@ class SimExecutor(Executor):
 
     def _end(self, chunks: Sequence[Chunk]) -> StepResult:
         self.side.flush()
-        sampled: dict[str, Sampled] = {}
-        for chunk in chunks:
-            if chunk.samples:
-                sequence, length = chunk.sequence, chunk.start + chunk.num_tokens
-                attended = self.contents.attended(sequence.block_ids, length)
-                sampled[sequence.request_id] = Sampled(sample(attended, sequence.seed, length, self.spec.vocab_size))
+        sampled = {chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll())
+
+    def _sample(self, chunk: Chunk) -> int:
+        sequence, length = chunk.sequence, chunk.start + chunk.num_tokens
+        if self.contents is None:
+            return counted_token(sequence.seed, length, self.spec.vocab_size)
+        attended = self.contents.attended(sequence.block_ids, length)
+        return sample(attended, sequence.seed, length, self.spec.vocab_size)
 
     def on_report(self, wake: Callable[[], None]) -> None:
         self.side.on_report(wake)
@@ -196,6 +206,48 @@ class SimExecutor(Executor):
         self.side.close()
 
 
+class _Batches:
+    """Outputs of one engine that leave it some tokens at a time: owns those that are held back.
+
+    The first output of a request, and its last with all before it, are never held. When each token of a batch was
+    computed is told to the client that measures it (`Simulation.token_times`).
+    """
+
+    def __init__(self, most: int, simulation: Simulation) -> None:
+        self._most, self._simulation = most, simulation
+        self._held: dict[str, EngineOutput] = {}
+        self._times: dict[str, list[float]] = {}
+
+    def pass_on(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Those that leave now."""
+        leaving, now = [], self._simulation.now
+        for output in outputs:
+            name = output.request_id
+            held = self._held.get(name)
+            if held is None:
+                if output.finish_reason is None:
+                    self._held[name] = EngineOutput(request_id=name)
+                    self._times[name] = []
+                leaving.append(output)
+                continue
+            times = self._times[name]
+            times += [now] * len(output.token_ids)
+            if held.token_ids:
+                output.token_ids = held.token_ids + output.token_ids
+                output.logprobs = held.logprobs + output.logprobs
+            if output.finish_reason is None and len(output.token_ids) < self._most:
+                self._held[name] = output
+                continue
+            leaving.append(output)
+            if len(times) > 1 and (told := self._simulation.token_times.get(name.rsplit("-", 2)[0])) is not None:
+                told.append(times)  # by the answer's id: see `engine.server.planning`
+            if output.finish_reason is None:
+                self._held[name], self._times[name] = EngineOutput(request_id=name), []
+            else:
+                del self._held[name], self._times[name]
+        return leaving
+
+
 class SimEngine(SteppedEngine):
     """An engine whose steps are made by a task on a loop of its own."""
 
@@ -207,6 +259,11 @@ class SimEngine(SteppedEngine):
         self._ended: asyncio.Future[None]
         self._is_stepping = False
         self.is_between_steps = True
+        at_once = executor.spec.tokens_at_once
+        self._batches = _Batches(at_once, process.simulation) if at_once > 1 else None
+
+    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+        super()._hand_over(outputs if self._batches is None else self._batches.pass_on(outputs))
 
     def start(self) -> None:
         """Begin stepping."""
@@ -257,7 +314,7 @@ class SimEngine(SteppedEngine):
         try:
             chunks = next(stepping)
             while True:
-                if chunks:
+                if chunks and self._process.simulation.is_noting:
                     about = " ".join(f"{one.sequence.order}:{one.start}+{one.num_tokens}" for one in chunks)
                     self._process.simulation.note(f"{self._process.name} computes {about}")
                 try:

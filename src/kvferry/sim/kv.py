@@ -83,6 +83,11 @@ def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int,
     return answer
 
 
+def counted_token(seed: int, position: int, vocab_size: int) -> int:
+    """The token at this position where no KV is looked at."""
+    return (seed + position) % vocab_size
+
+
 class KVContents:
     """What is in the KV blocks of one instance: `[layers, blocks, block_size]`."""
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
+_LINES_AT_ONCE = 64
+_FEW_TIMERS = 256
 _FEW_TASKS = 256
 _LAST_WORDS = 8
 """How often a coroutine is closed that waits for something when it is to end."""
@@ -47,18 +49,26 @@ class EventLog:
 
     def __init__(self, *, keep: bool = False) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
-        self.num_events = 0
+        self.num_events = self._num_digested = 0
         self.last: deque[str] = deque(maxlen=None if keep else _LAST_EVENTS)
 
     def note(self, now: float, what: str) -> None:
         """Something has happened."""
-        line = f"{now!r} {what}"
-        self._digest.update(line.encode())
         self.num_events += 1
-        self.last.append(line)
+        self.last.append(f"{now!r} {what}")
+        if self.num_events % _LINES_AT_ONCE == 0:
+            self._digest_last(_LINES_AT_ONCE)
+
+    def _digest_last(self, number: int) -> None:
+        lines = self.last if len(self.last) == number else list(self.last)[len(self.last) - number :]
+        self._digest.update("\n".join(lines).encode())
+        self._num_digested = self.num_events
 
     def digest(self) -> str:
-        """Equal for two runs exactly if all events were the same, at the same times, in the same order."""
+        """Equal for two runs exactly if all events were the same, at the same times, in the same order. Ask at the
+        end: what is noted afterwards counts as another run's would that was asked at the same place."""
+        if self._num_digested != self.num_events:
+            self._digest_last(self.num_events - self._num_digested)
         return self._digest.hexdigest()
 
 
@@ -118,18 +128,23 @@ class SimProcess:
 class Simulation:
     """Owns the virtual time, the timers, the ready callbacks of all loops, and the random numbers."""
 
-    def __init__(self, seed: int, *, keep_log: bool = False) -> None:
+    def __init__(self, seed: int, *, keep_log: bool = False, has_log: bool = True) -> None:
         self.seed = seed
+        self.is_noting = has_log
+        """Whether what happens is noted: a long simulation goes without."""
         self.random = Random(f"kvferry {seed}")
         self.log = EventLog(keep=keep_log)
         self.now = 0.0
         self.num_callbacks = self.num_tasks = 0
         self.errors: list[dict[str, Any]] = []
         """What loops were told by `call_exception_handler`: errors that nobody waits for."""
-        self._timers: list[tuple[float, int, int, asyncio.TimerHandle, SimLoop]] = []
-        self._num_timers = 0
+        self._timers: list[tuple[float, float, int, SimHandle, SimLoop]] = []
+        self._num_timers = self._num_cancelled = 0
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
+        self.token_times: dict[str, deque[list[float]]] = {}
+        """By the id of an answer whose client measures it, of each batch of tokens that has left an engine: when each
+        token was computed."""
         self.after_callbacks: Callable[[], None] | None = None
         """Called each time that the time is about to move: for checks that are cheap."""
 
@@ -145,67 +160,94 @@ class Simulation:
 
     def note(self, what: str) -> None:
         """Something has happened: see `EventLog`."""
-        self.log.note(self.now, what)
+        if self.is_noting:
+            self.log.note(self.now, what)
 
     # What is to run.
 
-    def at(self, when: float, loop: SimLoop, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Call something on a loop at a time."""
-        return loop.call_at(when, callback, *args)
-
-    def add_timer(self, when: float, handle: asyncio.TimerHandle, loop: SimLoop) -> None:
+    def add_timer(self, when: float, handle: SimHandle, loop: SimLoop) -> None:
         """For `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
         self._num_timers += 1
-        heappush(self._timers, (when, self.random.getrandbits(24), self._num_timers, handle, loop))
+        heappush(self._timers, (when, self.random.random(), self._num_timers, handle, loop))
+
+    def timer_cancelled(self) -> None:
+        """For `SimHandle`. When most timers are cancelled, these are dropped: some are far in the future."""
+        self._num_cancelled += 1
+        if self._num_cancelled > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers):
+            self._timers = [one for one in self._timers if not one[3]._cancelled]
+            heapify(self._timers)
+            self._num_cancelled = 0
 
     def is_ready(self, loop: SimLoop) -> None:
         """This loop has something to run, and had nothing before."""
         self._ready.append(loop)
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), most_callbacks: int = 2**62) -> bool:
-        """Let everything happen until `done`, or the time `until`, or so many callbacks have run, which is when it
-        returns True. Raises `Stuck` if nothing more happens, and there is no `until`."""
+        """Let everything happen until it is `done`, which is looked at when the time is about to move, or the time is
+        `until`, or so many callbacks have run, which is when it returns True. Raises `Stuck` if nothing more happens,
+        and there is no `until`."""
         last = self.num_callbacks + most_callbacks
-        while not done() and self.now < until:
-            if self._ready:
-                self._run_one()
-            elif not self._advance(until):
+        while not self._run_ready(last):
+            if done() or self.now >= until:
+                return False
+            if not self._advance(until):
                 raise Stuck("nothing more happens, and something is still waited for")
-            if self.num_callbacks >= last:
-                return True
-        return False
+        return True
 
-    def _run_one(self) -> None:
-        """Run the next callback of a loop that has one."""
-        ready = self._ready
-        place = self.random.randrange(len(ready)) if len(ready) > 1 else 0
-        loop = ready[place]
-        if loop.process.stalled_until > self.now or not loop.process.is_alive:
-            ready[place] = ready[-1]
-            ready.pop()
-            loop.park()
-            return
-        self.num_callbacks += 1
-        if not loop.run_one():
-            ready[place] = ready[-1]
-            ready.pop()
+    def _run_ready(self, last: int) -> bool:
+        """Run all callbacks that are ready, the next one of a loop that is drawn each time. True: `num_callbacks` is
+        `last` now. The innermost loop of a simulation, and so all in one place."""
+        ready, draw, set_running = self._ready, self.random.random, asyncio._set_running_loop
+        running: SimLoop | None = None
+        try:
+            while ready:
+                place = int(draw() * len(ready)) if len(ready) > 1 else 0
+                loop = ready[place]
+                process = loop.process
+                if process.stalled_until > self.now or not process.is_alive:
+                    ready[place] = ready[-1]
+                    ready.pop()
+                    loop.park()
+                    continue
+                handle = loop.ready.popleft()
+                if not handle._cancelled:
+                    if loop is not running:
+                        running = loop
+                        set_running(loop)
+                    try:
+                        handle._context.run(handle._callback, *handle._args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - as in asyncio
+                        loop.call_exception_handler({"message": f"a callback failed: {error!r}", "exception": error})
+                    self.num_callbacks += 1
+                if not (loop.ready and process.is_alive):
+                    loop.is_listed = False
+                    place = place if ready[place] is loop else ready.index(loop)
+                    ready[place] = ready[-1]
+                    ready.pop()
+                if self.num_callbacks >= last:
+                    return True
+            return False
+        finally:
+            set_running(None)
 
     def _advance(self, until: float) -> bool:
         """Move the time to the next timer; what is due then becomes ready. False: there is none."""
         if self.after_callbacks is not None:
             self.after_callbacks()
         timers = self._timers
-        while timers and timers[0][3].cancelled():
+        while timers and timers[0][3]._cancelled:
             heappop(timers)
         if not timers and until == float("inf"):
             return False
-        if not timers or (when := timers[0][0]) > until:
+        if not timers or timers[0][0] > until:
             self.now = until
             return True
-        self.now = max(self.now, when)
-        while timers and timers[0][0] <= self.now:
+        now = self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
             _, _, _, handle, loop = heappop(timers)
-            if not handle.cancelled():
+            if not handle._cancelled:
                 loop.add_ready(handle)
         return True
 
@@ -265,11 +307,32 @@ def _close(task: SimTask) -> None:
 class SimTask(asyncio.Task[Any]):
     """asyncio keeps tasks in sets, and iterates over them: their order must not follow from addresses."""
 
-    number = 0
-    context: Context
+    def __init__(self, number: int, coro: Any, loop: SimLoop, name: str | None, context: Context) -> None:
+        self.number, self.context = number, context  # first: asyncio asks for the hash at once
+        super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self.number
+
+
+class SimHandle(asyncio.TimerHandle):
+    """A callback of a loop. As asyncio's, with less around it: most of a simulation's time goes into callbacks."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: SimLoop, context: Context
+    ) -> None:
+        self._when, self._callback, self._args, self._loop, self._context = when, callback, args, loop, context
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        """As of asyncio's."""
+        if not self._cancelled:
+            self._cancelled = True
+            self._callback = self._args = None
+            self._loop.simulation.timer_cancelled()
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -278,46 +341,34 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, simulation: Simulation, process: SimProcess, name: str) -> None:
         self.simulation, self.process, self.name = simulation, process, name
-        self._ready: deque[asyncio.Handle] = deque()
-        self._is_listed = self._is_parked = False
+        self.ready: deque[SimHandle] = deque()
+        """For the simulation, which runs them."""
+        self.is_listed = self._is_parked = False
+        """Whether the simulation has it among the loops that have something to run."""
         self._closed = False
-        self._readers: dict[Any, asyncio.Handle] = {}
         self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
 
     # Running.
 
-    def add_ready(self, handle: asyncio.Handle) -> None:
+    def add_ready(self, handle: SimHandle) -> None:
         """Run this behind what is ready already."""
         if not self.process.is_alive:
             return
-        self._ready.append(handle)
-        if not (self._is_listed or self._is_parked):
-            self._is_listed = True
+        self.ready.append(handle)
+        if not (self.is_listed or self._is_parked):
+            self.is_listed = True
             self.simulation.is_ready(self)
-
-    def run_one(self) -> bool:
-        """Run one callback, as this loop's thread would. False: none is left."""
-        handle = self._ready.popleft()
-        if not handle.cancelled():
-            asyncio._set_running_loop(self)
-            try:
-                handle._run()
-            finally:
-                asyncio._set_running_loop(None)
-        if self._ready and self.process.is_alive:
-            return True
-        self._is_listed = False
-        return False
 
     def park(self) -> None:
         """The process stands still, or has ended."""
-        self._is_listed = False
+        self.is_listed = False
         if not self.process.is_alive:
-            self._ready.clear()
+            self.ready.clear()
             return
         self._is_parked = True
-        wake = asyncio.TimerHandle(self.process.stalled_until, self._unpark, (), self, Context())
-        self.simulation.add_timer(self.process.stalled_until, wake, self.simulation_loop)
+        until = self.process.stalled_until
+        wake = SimHandle(until, self._unpark, (), self.simulation_loop, Context())
+        self.simulation.add_timer(until, wake, self.simulation_loop)
 
     @property
     def simulation_loop(self) -> SimLoop:
@@ -326,8 +377,8 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def _unpark(self) -> None:
         self._is_parked = False
-        if self._ready and self.process.is_alive:
-            self._is_listed = True
+        if self.ready and self.process.is_alive:
+            self.is_listed = True
             self.simulation.is_ready(self)
 
     # What asyncio calls.
@@ -346,33 +397,30 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+    ) -> SimHandle:
+        handle = SimHandle(0.0, callback, args, self, copy_context() if context is None else context)
         self.add_ready(handle)
         return handle
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> SimHandle:
         if self._closed:
             raise RuntimeError("Event loop is closed")
         return self.call_soon(callback, *args, context=context)
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> SimHandle:
         return self.call_at(self.simulation.now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    ) -> SimHandle:
+        handle = SimHandle(when, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
             self.simulation.add_timer(when, handle, self)
         return handle
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # it is passed over when its time comes
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -388,10 +436,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             coro.close()  # it never runs
         if context is None:
             context = copy_context()
-        task = SimTask(coro, loop=self, name=name, context=context)
-        task.context = context
         self.simulation.num_tasks += 1
-        task.number = self.simulation.num_tasks
+        task = SimTask(self.simulation.num_tasks, coro, self, name, context)
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # of processes that crash, all are
         self.process.keep_task(task)
         return task

@@ -301,8 +301,9 @@ class SimTransport(asyncio.Transport):
         if network.holds(self):
             return
         what = self._under_way.popleft()
-        about = what if what is _END or what is _RESET else f"{len(what)} {zlib.crc32(cast(bytes, what)):x}"
-        network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {about}")
+        if network.simulation.is_noting:
+            about = what if what is _END or what is _RESET else f"{len(what)} {zlib.crc32(cast(bytes, what)):x}"
+            network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {about}")
         if what is _RESET:
             self._unread.clear()
         if self._is_over or not self.process.is_alive:

@@ -306,7 +306,9 @@ class SimFabricPeer(FabricPeer):
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Copy some of the blocks on the way, the others at the end: whatever happens to them meanwhile is read."""
         random = self._network.simulation.random
-        pairs = list(zip(_blocks(self._theirs.geometry, remote), _blocks(self._ours.geometry, local), strict=True))
+        pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        if self._ours.contents is not None:
+            pairs = list(zip(_blocks(self._theirs.geometry, remote), _blocks(self._ours.geometry, local), strict=True))
         place = random.randrange(len(pairs) + 1)
         assert self._theirs.process is not None
         assert self._ours.process is not None
@@ -325,8 +327,8 @@ class SimFabricPeer(FabricPeer):
                 self._copy(part)
 
     def _copy(self, pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-        assert self._ours.contents is not None
-        assert self._theirs.contents is not None
+        if self._ours.contents is None or self._theirs.contents is None:
+            return
         by_layer: dict[int, tuple[list[int], list[int]]] = {}
         for (layer, theirs), (_, ours) in pairs:
             sources, targets = by_layer.setdefault(layer, ([], []))

@@ -10,9 +10,12 @@ import asyncio
 import gc
 import logging
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -27,7 +30,7 @@ from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
-from kvferry.sim.kv import right_tokens
+from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
 from kvferry.sim.network import Network, NetworkSpec
 
@@ -52,7 +55,8 @@ class RequestSpec:
 @dataclass(frozen=True)
 class WorldSpec:
     """A deployment. `by_role`: instances of a role that are not as `instance` says, of the same model. `patience_s`: a
-    request that takes longer has been forgotten by somebody."""
+    request that takes longer has been forgotten by somebody. `has_log`: events are noted, so that two runs can be
+    compared."""
 
     num_prefill: int = 1
     num_decode: int = 1
@@ -62,6 +66,7 @@ class WorldSpec:
     network: NetworkSpec = field(default_factory=NetworkSpec)
     router: dict[str, Any] = field(default_factory=dict)
     patience_s: float = 900.0
+    has_log: bool = True
 
 
 @dataclass
@@ -88,7 +93,7 @@ class World:
 
     def __init__(self, spec: WorldSpec, seed: int, *, keep_log: bool = False) -> None:
         self.spec = spec
-        self.simulation = Simulation(seed, keep_log=keep_log)
+        self.simulation = Simulation(seed, keep_log=keep_log, has_log=spec.has_log)
         self.network = Network(self.simulation, spec.network)
         self.instances: list[SimInstance] = []
         self.router: Router | None = None
@@ -98,6 +103,8 @@ class World:
         """Between two tokens of an answer."""
         self.logged: list[str] = []
         """Errors that kvferry's code has logged."""
+        self._to_come: Iterator[RequestSpec] = iter(())
+        self._next: RequestSpec | None = None
         self._num_unfinished = 0
         self._client: HttpClient | None = None
         self._has_client = False
@@ -187,20 +194,28 @@ class World:
     # Requests.
 
     def submit(self, requests: Iterable[RequestSpec]) -> None:
-        """Have the clients send these, each at its time."""
-        for spec in requests:
-            result = RequestResult(len(self.results), spec)
-            self.results.append(result)
-            self._num_unfinished += 1
-            self.clients.call_at(spec.at_s, self._begin, result)
+        """Have the clients send these, each at its time; they are in the order of their times, and are read one by
+        one."""
+        self._to_come = chain(self._to_come, requests)
+        if self._next is None:
+            self._await_next()
 
-    def _begin(self, result: RequestResult) -> None:
+    def _await_next(self) -> None:
+        self._next = next(self._to_come, None)
+        if self._next is not None:
+            self.clients.call_at(self._next.at_s, self._begin, self._next)
+
+    def _begin(self, spec: RequestSpec) -> None:
+        result = RequestResult(len(self.results), spec)
+        self.results.append(result)
+        self._num_unfinished += 1
         self.clients.create_task(self._request(result))
+        self._await_next()
 
     @property
     def is_done(self) -> bool:
         """Whether all requests have ended."""
-        return self._num_unfinished == 0
+        return self._num_unfinished == 0 and self._next is None
 
     @property
     def num_unfinished(self) -> int:
@@ -209,9 +224,9 @@ class World:
 
     def finish(self) -> bool:
         """Let time pass until all requests have ended; False if some have not, after all patience."""
-        last = max((one.spec.at_s for one in self.results), default=0.0)
-        left_s = max(0.0, last - self.simulation.now)
-        return self.run_until(lambda: self.is_done, left_s + self.spec.patience_s)
+        while self._next is not None:
+            self.run_until(lambda: self._next is None, self._next.at_s + 1.0 - self.simulation.now)
+        return self.run_until(lambda: self.is_done, self.spec.patience_s)
 
     async def _run_clients(self) -> None:
         self._stop_clients = asyncio.Event()
@@ -244,9 +259,12 @@ class World:
             "stream": True,
             "return_token_ids": True,
         }
-        reader = _Reader(self, result, begun)
+        name = f"request-{result.number}"
+        times = self.simulation.token_times[f"cmpl-{name}"] = deque()
+        reader = _Reader(self, result, begun, times)
+        headers = [*_JSON, (b"x-request-id", name.encode())]
         call = self._client.start(
-            Origin("router", _PORT), "POST", "/v1/completions", _JSON, msgspec.json.encode(body), connect_s=30.0
+            Origin("router", _PORT), "POST", "/v1/completions", headers, msgspec.json.encode(body), connect_s=30.0
         )
         try:
             await call.begun()
@@ -259,6 +277,7 @@ class World:
             result.outcome = "complete" if reader.is_done else "broken"
         finally:
             call.close()
+            del self.simulation.token_times[f"cmpl-{name}"]
             reader.judge()
 
     def end(self) -> bool:
@@ -295,8 +314,9 @@ class _Errors(logging.Handler):
 class _Reader:
     """The events of one answer. The tokens are compared at the end, all at once."""
 
-    def __init__(self, world: World, result: RequestResult, begun: float) -> None:
-        self._world, self._result, self._begun = world, result, begun
+    def __init__(self, world: World, result: RequestResult, begun: float, times: deque[list[float]]) -> None:
+        """`times`: see `Simulation.token_times`."""
+        self._world, self._result, self._begun, self._times = world, result, begun, times
         self._rest = b""
         self._tokens: list[int] = []
         self._last = 0.0
@@ -321,11 +341,16 @@ class _Reader:
         tokens = [token for choice in _DECODER.decode(event).choices for token in choice.token_ids or ()]
         if not tokens:
             return
+        arrivals = [now] * len(tokens)
+        if len(tokens) > 1 and self._times and len(self._times[0]) == len(tokens):
+            computed = self._times.popleft()  # the last of them arrives now, the others came as much earlier
+            arrivals = [max(self._last, now - (computed[-1] - one)) for one in computed]
         if result.first_s is None:
-            result.first_s = now - self._begun
+            result.first_s = arrivals[0] - self._begun
         else:
-            self._world.gaps_s.append(now - self._last)
-        self._last = now
+            self._world.gaps_s.append(arrivals[0] - self._last)
+        self._world.gaps_s.extend(map(sub, arrivals[1:], arrivals))
+        self._last = arrivals[-1]
         self._tokens += tokens
         result.num_tokens += len(tokens)
 
@@ -333,7 +358,11 @@ class _Reader:
         """Compare the tokens with what they should be."""
         spec, instance = self._result.spec, self._world.spec.instance
         number = len(self._tokens)
-        right = right_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
+        if instance.has_contents:
+            right = right_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
+        else:
+            places = range(len(spec.prompt), len(spec.prompt) + number)
+            right = [counted_token(spec.seed, place, instance.vocab_size) for place in places]
         self._result.is_right = self._tokens == right and number <= spec.max_tokens
 
 
