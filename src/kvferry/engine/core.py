@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 import msgspec
 
@@ -213,9 +212,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
             self.scheduler.fail_step(chunks, error)
             return StepResult({}, [])
-        result = replace(result, report=self.scheduler.settled(chunks, result.report))
-        self._report += result.report
-        return result
+        report = self.scheduler.settled(chunks, result.report)
+        self._report += report
+        return StepResult(result.sampled, report, result.failed)
 
     def _transferred(self) -> None:
         """Give the scheduler the report of transfers; if that raises, event by event, so that one event does not affect

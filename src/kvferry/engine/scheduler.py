@@ -13,8 +13,7 @@ An exception in one request's part of a step ends that request (`_isolated`) and
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvferry.connectors.api import (
@@ -70,6 +69,24 @@ class SchedulerStatistics:
     )
     num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.")
     num_prefix_hits: int = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+
+
+class _Isolated:
+    """Ends one sequence, and no other, if the body raises. A class, as it is entered for each chunk of each step."""
+
+    __slots__ = ("_scheduler", "_sequence")
+
+    def __init__(self, scheduler: Scheduler, sequence: Sequence) -> None:
+        self._scheduler, self._sequence = scheduler, sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._scheduler.failed_unexpectedly(self._sequence, error)
+        return True
 
 
 class Scheduler:
@@ -163,6 +180,12 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - the connector's error: this step is not made, the next one may be
             self.fail_step(chunks, error)
             return Step([])
+
+    def decoding(self) -> list[Sequence]:
+        """All running sequences, if each has one token to compute and no request waits for its turn: until something
+        happens, the next steps are alike, which a simulation makes use of. Else none."""
+        running = [] if self._queues.num_waiting else self._queues.running()
+        return running if all(one.num_missing_tokens == 1 and one.meeting is None for one in running) else []
 
     def plan_between_steps(self) -> StepPlan | None:
         """The plan that the worker sides carry out after `update`, before the next step; None: nothing."""
@@ -426,14 +449,13 @@ class Scheduler:
 
     # When something breaks.
 
-    @contextmanager
-    def _isolated(self, sequence: Sequence) -> Iterator[None]:
-        """End this sequence, and no other, if the body raises."""
-        try:
-            yield
-        except Exception as error:
-            log.exception("request %s failed unexpectedly", sequence.request_id)
-            self._fail(sequence, error)
+    def _isolated(self, sequence: Sequence) -> _Isolated:
+        return _Isolated(self, sequence)
+
+    def failed_unexpectedly(self, sequence: Sequence, error: Exception) -> None:
+        """An exception in this sequence's part of a step: end it, and no other."""
+        log.error("request %s failed unexpectedly", sequence.request_id, exc_info=error)
+        self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self.num_faults += 1

@@ -71,6 +71,7 @@ class Sequence:
         self._model_fingerprint, self._trained_context = model_fingerprint, trained_context
         self._hashes: list[BlockHash] = []
         self._hashed_as_long = False
+        self._root = root_hash(model_fingerprint, self.salt)
 
     @property
     def request_id(self) -> str:
@@ -112,9 +113,9 @@ class Sequence:
         so other names."""
         if self._hashed_as_long != self.is_long:
             self._hashes, self._hashed_as_long = [], self.is_long
-        fingerprint = f"{self._model_fingerprint}/long" if self.is_long else self._model_fingerprint
-        root = root_hash(fingerprint, self.salt)
-        extend_hashes(self._hashes, root, self.tokens, self._block_size)
+            fingerprint = f"{self._model_fingerprint}/long" if self.is_long else self._model_fingerprint
+            self._root = root_hash(fingerprint, self.salt)
+        extend_hashes(self._hashes, self._root, self.tokens, self._block_size)
         return self._hashes
 
     @property

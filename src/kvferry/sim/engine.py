@@ -6,9 +6,11 @@ Owns the executor, which replaces the model by `sim.kv`, and the task that makes
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -24,6 +26,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
+from kvferry.engine.sequence import Sequence as EngineSequence
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.step import Chunk, Sampled
@@ -36,6 +39,8 @@ from kvferry.sim.transfers import SimMemory, SimTransferLoop
 from kvferry.transport.memory import BlockGeometry, Region
 
 MODEL = "simulated"
+_FEW_STEPS = 3
+"""Fewer are not worth making together."""
 Role = Literal["prefill", "decode", "both"]
 KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
     "prefill": "kv_producer",
@@ -50,8 +55,9 @@ class SimInstanceSpec:
     until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector; `engine`: further
     settings of `EngineConfig`.
 
-    `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only on
-    seed and position. `tokens_at_once`: so many tokens of an answer leave an instance together, all but its first.
+    `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only
+    on seed and position, and `tokens_at_once` may be more than 1: so many tokens of an answer leave an instance
+    together, all but its first, and steps that only decode are made together.
     """
 
     num_blocks: int = 2048
@@ -153,6 +159,25 @@ class SimExecutor(Executor):
         self.busy_s += seconds
         return seconds
 
+    def decode_seconds(self, sequences: Sequence[EngineSequence], number: int) -> list[float]:
+        """How long the next steps take if in each these sequences decode and nothing else happens."""
+        num_new = sum(one.request_id not in self._running for one in sequences)
+        context, found = sum(one.num_computed_tokens + 1 for one in sequences), []
+        for place in range(number):
+            read = context + place * len(sequences)
+            work = StepWork(decode_sequences=len(sequences), context_tokens=read, num_new=0 if place else num_new)
+            found.append(self.spec.times.seconds(work))
+        return found
+
+    def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float) -> StepResult:
+        """A step of sequences that decode, in no time; the news of transfers are left to the next one that takes
+        some."""
+        self._running = frozenset(chunk.sequence.request_id for chunk in chunks)
+        self.busy_s += seconds
+        if plans.waiting:
+            self._begin(chunks, plans)
+        return StepResult({chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks}, [])
+
     def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
         """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
         side, saves = self.side, False
@@ -218,9 +243,9 @@ class _Batches:
         self._held: dict[str, EngineOutput] = {}
         self._times: dict[str, list[float]] = {}
 
-    def pass_on(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+    def pass_on(self, outputs: list[EngineOutput], computed_at: float) -> list[EngineOutput]:
         """Those that leave now."""
-        leaving, now = [], self._simulation.now
+        leaving = []
         for output in outputs:
             name = output.request_id
             held = self._held.get(name)
@@ -231,7 +256,7 @@ class _Batches:
                 leaving.append(output)
                 continue
             times = self._times[name]
-            times += [now] * len(output.token_ids)
+            times += [computed_at] * len(output.token_ids)
             if held.token_ids:
                 output.token_ids = held.token_ids + output.token_ids
                 output.logprobs = held.logprobs + output.logprobs
@@ -240,7 +265,7 @@ class _Batches:
                 continue
             leaving.append(output)
             if len(times) > 1 and (told := self._simulation.token_times.get(name.rsplit("-", 2)[0])) is not None:
-                told.append(times)  # by the answer's id: see `engine.server.planning`
+                told.append((self._simulation.now, times))  # by the answer's id: see `engine.server.planning`
             if output.finish_reason is None:
                 self._held[name], self._times[name] = EngineOutput(request_id=name), []
             else:
@@ -263,7 +288,9 @@ class SimEngine(SteppedEngine):
         self._batches = _Batches(at_once, process.simulation) if at_once > 1 else None
 
     def _hand_over(self, outputs: list[EngineOutput]) -> None:
-        super()._hand_over(outputs if self._batches is None else self._batches.pass_on(outputs))
+        if self._batches is not None:
+            outputs = self._batches.pass_on(outputs, self._process.simulation.now)
+        super()._hand_over(outputs)
 
     def start(self) -> None:
         """Begin stepping."""
@@ -298,6 +325,8 @@ class SimEngine(SteppedEngine):
                 outputs = await self._step()
                 self.is_between_steps = True
                 self._hand_over(outputs)
+                if self._batches is not None:
+                    await self._decode_on(self._batches)
                 await self._rest()
         except Exception as failure:  # noqa: BLE001 - as in `AsyncEngine`
             self._process.simulation.errors.append(
@@ -325,6 +354,42 @@ class SimEngine(SteppedEngine):
                     chunks = stepping.send(result)
         except StopIteration as end:
             outputs: list[Any] = end.value
+            return outputs
+
+    async def _decode_on(self, batches: _Batches) -> None:
+        """If all sequences decode: wait until the last step before one of them ends, or until something happens, and
+        then make all steps that are over by then. Each is a step of the real engine, in no time."""
+        seconds = self._seconds_ahead()
+        if len(seconds) < _FEW_STEPS:
+            return
+        ends = list(accumulate(seconds, initial=self._thread.time()))[1:]
+        try:
+            async with asyncio.timeout_at(ends[-1]):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # that which is under way, too
+        await asyncio.sleep(ends[number - 1] - self._thread.time())
+        outputs: list[EngineOutput] = []
+        for end, step_s in zip(ends[:number], seconds, strict=False):
+            outputs += batches.pass_on(self._step_at_once(step_s), end)
+        super()._hand_over(outputs)
+
+    def _seconds_ahead(self) -> list[float]:
+        """How long each of the next steps takes in which nothing happens but that all sequences decode."""
+        running = self.engine.scheduler.decoding()
+        left = [one.request.sampling.max_tokens - one.num_output_tokens for one in running]
+        number = min(self._executor.spec.tokens_at_once, *left) - 1 if left else 0
+        return self._executor.decode_seconds(running, number)
+
+    def _step_at_once(self, seconds: float) -> list[EngineOutput]:
+        stepping = self.engine.stepping()
+        try:
+            chunks = next(stepping)
+            while True:
+                chunks = stepping.send(self._executor.decode(chunks, self.engine.plans, seconds))
+        except StopIteration as end:
+            outputs: list[EngineOutput] = end.value
             return outputs
 
     async def _rest(self) -> None:

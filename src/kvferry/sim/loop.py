@@ -142,9 +142,9 @@ class Simulation:
         self._num_timers = self._num_cancelled = 0
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
-        self.token_times: dict[str, deque[list[float]]] = {}
-        """By the id of an answer whose client measures it, of each batch of tokens that has left an engine: when each
-        token was computed."""
+        self.token_times: dict[str, deque[tuple[float, list[float]]]] = {}
+        """By the id of an answer whose client measures it: when each batch of its tokens has left the engine, and when
+        each token was computed."""
         self.after_callbacks: Callable[[], None] | None = None
         """Called each time that the time is about to move: for checks that are cheap."""
 
@@ -315,6 +315,10 @@ class SimTask(asyncio.Task[Any]):
         return self.number
 
 
+def _nothing() -> None:
+    """What a cancelled callback does."""
+
+
 class SimHandle(asyncio.TimerHandle):
     """A callback of a loop. As asyncio's, with less around it: most of a simulation's time goes into callbacks."""
 
@@ -331,7 +335,7 @@ class SimHandle(asyncio.TimerHandle):
         """As of asyncio's."""
         if not self._cancelled:
             self._cancelled = True
-            self._callback = self._args = None
+            self._callback, self._args = _nothing, ()
             self._loop.simulation.timer_cancelled()
 
 

@@ -16,6 +16,7 @@ import errno
 import zlib
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, cast
@@ -32,6 +33,8 @@ _FIRST_PORT = 32768
 _Mark = Literal["end", "reset"]
 _END: Final = "end"
 _RESET: Final = "reset"
+_NO_CONTEXT = Context()
+"""In which what comes from outside happens."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,8 @@ class SimTransport(asyncio.Transport):
         arrival = network.arrival(self.peer.process.host, self.process.host, num_bytes)
         self._last_arrival = max(arrival, self._last_arrival)
         self._under_way.append(what)
-        network.loop.call_at(self._last_arrival, self.arrive)
+        loop = network.loop if self._loop is None or not self.process.is_alive else self._loop
+        loop.call_at(self._last_arrival, self.arrive, context=_NO_CONTEXT)
 
     def arrive(self) -> None:
         """The oldest of what is on its way is here, unless the hosts are cut off from each other."""
@@ -311,7 +315,10 @@ class SimTransport(asyncio.Transport):
             return
         self._unread.append(what)
         if self._loop is not None and (self._reads or what is _RESET) and len(self._unread) == 1:
-            self._loop.call_soon(self._read)
+            if asyncio._get_running_loop() is self._loop:
+                self._read()
+            else:
+                self._loop.call_soon(self._read)
 
     def _unexpected(self, what: bytes | _Mark) -> None:
         """Of a connection that is over: the other end hears that, if there is a machine to say it."""

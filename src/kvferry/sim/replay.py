@@ -6,7 +6,7 @@ Owns the figures of one run. What runs is `sim.world`; what it costs in time, `s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -153,12 +153,11 @@ class TraceReplay:
             errors=world.logged[:_REASONS],
         )
 
-    def _requests(self, first_s: float) -> list[RequestSpec]:
+    def _requests(self, first_s: float) -> Iterator[RequestSpec]:
         vocab_size = self._spec.instance.vocab_size
-        return [
-            RequestSpec(first_s + one.at_s, TracePrompt(one, number, self._seed, vocab_size), one.answer_tokens, number)
-            for number, one in enumerate(self._arrivals)
-        ]
+        for number, one in enumerate(self._arrivals):
+            prompt = TracePrompt(one, number, self._seed, vocab_size)
+            yield RequestSpec(first_s + one.at_s, prompt, one.answer_tokens, number)
 
     def _run(self, world: World, first_s: float, on_progress: Callable[[float], None]) -> float:
         """Returns how long it took, in virtual seconds."""
@@ -166,7 +165,7 @@ class TraceReplay:
         while not world.is_done and world.simulation.now < until:
             world.run_until(lambda: world.is_done, _LOOK_EVERY_S)
             self._look(world)
-            on_progress(1 - world.num_unfinished / len(world.results))
+            on_progress(world.num_ended / len(self._arrivals))
         return world.simulation.now - first_s
 
     def _look(self, world: World) -> None:

@@ -218,9 +218,9 @@ class World:
         return self._num_unfinished == 0 and self._next is None
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended."""
-        return self._num_unfinished
+    def num_ended(self) -> int:
+        """Requests that have ended."""
+        return len(self.results) - self._num_unfinished
 
     def finish(self) -> bool:
         """Let time pass until all requests have ended; False if some have not, after all patience."""
@@ -314,7 +314,9 @@ class _Errors(logging.Handler):
 class _Reader:
     """The events of one answer. The tokens are compared at the end, all at once."""
 
-    def __init__(self, world: World, result: RequestResult, begun: float, times: deque[list[float]]) -> None:
+    def __init__(
+        self, world: World, result: RequestResult, begun: float, times: deque[tuple[float, list[float]]]
+    ) -> None:
         """`times`: see `Simulation.token_times`."""
         self._world, self._result, self._begun, self._times = world, result, begun, times
         self._rest = b""
@@ -342,9 +344,9 @@ class _Reader:
         if not tokens:
             return
         arrivals = [now] * len(tokens)
-        if len(tokens) > 1 and self._times and len(self._times[0]) == len(tokens):
-            computed = self._times.popleft()  # the last of them arrives now, the others came as much earlier
-            arrivals = [max(self._last, now - (computed[-1] - one)) for one in computed]
+        if len(tokens) > 1 and self._times and len(self._times[0][1]) == len(tokens):
+            left, computed = self._times.popleft()  # each would have come as much earlier as it was computed
+            arrivals = [max(self._last, now - (left - one)) for one in computed]
         if result.first_s is None:
             result.first_s = arrivals[0] - self._begun
         else:

@@ -265,6 +265,8 @@ class EntryTable:
         return _Entry(next(self._generations), self._clock.monotonic() + self.bounds.unsealed_s, lease_s)
 
     def _expire(self) -> None:
+        if not self._entries:
+            return
         now = self._clock.monotonic()
         for key in [key for key, entry in self._entries.items() if entry.deadline <= now]:
             self._end(key, "expired")
