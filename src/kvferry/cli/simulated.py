@@ -34,6 +34,9 @@ ASSUMED = MachineTimes(
 """Where no times are given: of no machine that exists."""
 
 
+_TOKENS_AT_ONCE = 16
+
+
 def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
     """The deployment that a spec describes, with these times. Raises `ConfigError` for what is not simulated."""
     _require_simulated(fleet)
@@ -113,5 +116,7 @@ def _instance(engine: EngineConfig, times: MachineTimes, options: dict[str, Any]
         times=times.step,
         start_s=times.start_s,
         options=options,
+        has_contents=False,
+        tokens_at_once=_TOKENS_AT_ONCE,
         engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
     )

@@ -169,14 +169,15 @@ class SimExecutor(Executor):
             found.append(self.spec.times.seconds(work))
         return found
 
-    def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float) -> StepResult:
-        """A step of sequences that decode, in no time; the news of transfers are left to the next one that takes
-        some."""
+    def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float, *, is_last: bool) -> StepResult:
+        """A step of sequences that decode, in no time. `is_last`: of several that are made together; transfers cannot
+        have moved before, or fewer steps would have been made."""
         self._running = frozenset(chunk.sequence.request_id for chunk in chunks)
         self.busy_s += seconds
         if plans.waiting:
             self._begin(chunks, plans)
-        return StepResult({chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks}, [])
+        sampled = {chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks if chunk.samples}
+        return StepResult(sampled, self.side.poll() if is_last else [])
 
     def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
         """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
@@ -371,8 +372,9 @@ class SimEngine(SteppedEngine):
         number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # that which is under way, too
         await asyncio.sleep(ends[number - 1] - self._thread.time())
         outputs: list[EngineOutput] = []
-        for end, step_s in zip(ends[:number], seconds, strict=False):
-            outputs += batches.pass_on(self._step_at_once(step_s), end)
+        for place in range(number):
+            made = self._step_at_once(seconds[place], is_last=place == number - 1)
+            outputs += batches.pass_on(made, ends[place])
         super()._hand_over(outputs)
 
     def _seconds_ahead(self) -> list[float]:
@@ -382,12 +384,12 @@ class SimEngine(SteppedEngine):
         number = min(self._executor.spec.tokens_at_once, *left) - 1 if left else 0
         return self._executor.decode_seconds(running, number)
 
-    def _step_at_once(self, seconds: float) -> list[EngineOutput]:
+    def _step_at_once(self, seconds: float, *, is_last: bool) -> list[EngineOutput]:
         stepping = self.engine.stepping()
         try:
             chunks = next(stepping)
             while True:
-                chunks = stepping.send(self._executor.decode(chunks, self.engine.plans, seconds))
+                chunks = stepping.send(self._executor.decode(chunks, self.engine.plans, seconds, is_last=is_last))
         except StopIteration as end:
             outputs: list[EngineOutput] = end.value
             return outputs

@@ -41,7 +41,7 @@ _COLLECT_EVERY = 200_000
 """Callbacks between two collections of garbage, so that these come at the same places in each run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One request of a trace. `leaves_after_s`: when the client gives it up, if it does."""
 
@@ -69,7 +69,7 @@ class WorldSpec:
     has_log: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestResult:
     """What became of a request. `ends`: how many times it ended. Times in seconds from its arrival; `first_s` and
     `end_s` None: it had no token, or no end."""

@@ -1,0 +1,112 @@
+"""How fast is the simulator, and does its memory grow?
+
+    python benchmarks/simulator.py azure_2023_code.csv --instances 100 --requests 100000
+
+The trace is repeated until there are so many requests, `--speed` times as fast as it was recorded. Figures are of one
+process on one core: requests a second of CPU time, how many virtual seconds pass in one, and the resident memory after
+each tenth of the requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.replay import Spread
+from kvferry.sim.traffic import Arrival, TracePrompt, faster, read_traffic
+from kvferry.sim.world import RequestSpec, World, WorldSpec
+from report import print_machine, save
+
+SEED = 1
+INSTANCE = SimInstanceSpec(num_blocks=8192)
+FAST = replace(INSTANCE, has_contents=False, tokens_at_once=16)
+
+
+def main() -> None:
+    """Run one simulation, print its figures and keep them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--instances", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--speed", type=float, default=40.0)
+    parser.add_argument("--prefill", type=float, default=0.4, help="share of the instances that prefill")
+    parser.add_argument("--exact", action="store_true", help="with contents of blocks, token by token, with all events")
+    arguments = parser.parse_args()
+    print_machine()
+    num_prefill = round(arguments.prefill * arguments.instances)
+    spec = WorldSpec(
+        num_prefill=num_prefill,
+        num_decode=arguments.instances - num_prefill,
+        instance=INSTANCE if arguments.exact else FAST,
+        has_log=arguments.exact,
+    )
+    arrivals = faster(read_traffic(arguments.trace), arguments.speed)
+    figures = _run(spec, arrivals, arguments.requests)
+    for name, value in figures.items():
+        print(f"{name}: {value}")
+    settings = {name: str(value) for name, value in vars(arguments).items()}
+    print(save("simulator", settings, figures))
+
+
+def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> dict[str, Any]:
+    world, tenth = World(spec, SEED), max(1, number // 10)
+    memory_mib: list[int] = []
+    with world.running():
+        begun, first_s = time.process_time(), world.simulation.now
+        world.submit(_requests(arrivals, number, first_s, spec.instance.vocab_size))
+        for part in range(1, 11):
+            while not world.is_done and world.num_ended < part * tenth:
+                world.run_until(lambda: world.is_done or world.num_ended >= part * tenth, spec.patience_s)  # noqa: B023
+            memory_mib.append(_resident_mib())
+            print(f"{world.num_ended} requests, {time.process_time() - begun:.1f} s, {memory_mib[-1]} MiB", flush=True)
+        cpu_s, virtual_s = time.process_time() - begun, world.simulation.now - first_s
+        wrong = sum(not one.is_right for one in world.results)
+    complete = [one for one in world.results if one.outcome == "complete"]
+    return {
+        "requests": len(world.results),
+        "complete": len(complete),
+        "wrong": wrong,
+        "tokens": sum(one.num_tokens for one in complete),
+        "cpu_s": round(cpu_s, 1),
+        "virtual_s": round(virtual_s, 1),
+        "requests_per_s": round(len(world.results) / cpu_s, 1),
+        "times_real": round(virtual_s / cpu_s, 2),
+        "instance_seconds_per_s": round(virtual_s * len(world.instances) / cpu_s),
+        "memory_mib": memory_mib,
+        "ttft_s": vars_of(Spread.of([one.first_s or 0.0 for one in complete])),
+        "itl_s": vars_of(Spread.of(world.gaps_s)),
+        "errors": world.logged[:3],
+    }
+
+
+def vars_of(spread: Spread) -> dict[str, float]:
+    """Rounded."""
+    return {name: round(getattr(spread, name), 5) for name in ("p50", "p90", "p99", "mean")}
+
+
+def _requests(arrivals: Sequence[Arrival], number: int, first_s: float, vocab_size: int) -> Iterator[RequestSpec]:
+    length_s = arrivals[-1].at_s + 1.0
+    made = 0
+    for turn in count():
+        for one in arrivals:
+            if made == number:
+                return
+            at_s = first_s + turn * length_s + one.at_s
+            yield RequestSpec(at_s, TracePrompt(one, made, SEED, vocab_size), one.answer_tokens, made)
+            made += 1
+
+
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+if __name__ == "__main__":
+    main()
