@@ -1,0 +1,44 @@
+"""Starts the process of a member, whose output and messages go to the files of its folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from kvferry.fleet.backends.local.child import ChildProcess, spawn
+from kvferry.fleet.backends.local.folder import MemberFolder
+from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.cpu import Cores
+from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.ready import READY_FLAG
+
+Leash = Literal["none", "self", "group"]
+"""What ends with the process that starts it: see `launcher`."""
+
+
+@contextmanager
+def opened(folder: MemberFolder) -> Iterator[tuple[int, int]]:
+    """Descriptors for its log and for its messages. Raises `OSError`."""
+    log = os.open(folder.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        messages = os.open(folder.messages, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            yield log, messages
+        finally:
+            os.close(messages)
+    finally:
+        os.close(log)
+
+
+def start_process(spec: ProcessSpec, cores: Cores, folder: MemberFolder, leash: Leash) -> ChildProcess:
+    """A new process that runs the member's program on these cores (none: on all). Raises `OSError`."""
+    with opened(folder) as (log, messages):
+        command = (*spec.command, READY_FLAG, str(messages)) if spec.foreign is None else spec.command
+        return spawn(
+            launching(command, cores, leash, str(folder.process)),
+            spec.full_environment(),
+            output=log,
+            inherits=(messages, *spec.descriptors),
+        )

@@ -1,0 +1,258 @@
+"""What runs in a process of Ray's: the owner of one member's process.
+
+The member is a child that the kernel kills when this process ends, in whatever way, so no member is left without an
+owner. When the member ends first, this process stays, and says why to who asks. Its controller may come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from ray.util import get_node_ip_address
+
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.keys import Verifier
+from kvferry.fleet.backends.local.backend import memory_folder
+from kvferry.fleet.backends.local.child import started_at
+from kvferry.fleet.backends.local.folder import About, MemberFolder
+from kvferry.fleet.backends.local.member import LocalMember
+from kvferry.fleet.backends.local.starting import start_process
+from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, Recipe
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.cpu import thread_variables
+from kvferry.fleet.process import ProcessSpec, RouterGroup
+from kvferry.http.server.listen import authority
+
+_ORDERED_S = 60.0
+"""How long after its start an actor waits to be told what to run. A controller that died in between never says so."""
+_NEWS_S = 30.0
+"""How long a question for news waits for some."""
+_MOST_TOLD = 1000
+_ANY = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an actor is to run. It is sent to the actor alone, since `make_recipe` has the fleet's token: what an actor
+    is created with, Ray keeps. `placement`: the hexadecimal id of its placement group, and its bundle there."""
+
+    member: MemberSpec
+    fleet: WantedFleet
+    make_recipe: Callable[[WantedFleet], Recipe]
+    number: int
+    num_cpus: float
+    token: str
+    placement: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the member's log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The member has done `fraction` (0 to 1) of its start, and is now doing `what`."""
+
+    what: str
+    fraction: float
+
+
+Told = Line | Progress
+
+
+@dataclass(frozen=True)
+class News:
+    """`member`: as it is now. `told`: what it has said since, oldest first; some are left out if there were many.
+    `number`: what to ask with the next time."""
+
+    member: Member
+    told: tuple[Told, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: of the instance.
+    `news`: the member as it is, without what it has said so far."""
+
+    answer: bytes
+    number: int
+    placement: tuple[str, int] | None
+    news: News
+
+
+class MemberActor:
+    """Owns the member's process and folder. All methods run on one event loop."""
+
+    def __init__(self) -> None:
+        self._unordered = threading.Timer(_ORDERED_S, os._exit, (1,))
+        self._unordered.daemon = True
+        self._unordered.start()
+        self._order: Order | None = None
+        self._verifier: Verifier | None = None
+        self._failure: Member | None = None
+        self._member: LocalMember | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._told: deque[tuple[int, Told]] = deque(maxlen=_MOST_TOLD)
+        self._num_changes = 0
+        self._changed = asyncio.Event()
+
+    async def begin(self, order: Order) -> None:
+        """Start the member. If that is impossible, it counts as one that has ended."""
+        self._unordered.cancel()
+        self._order = order
+        self._verifier = Verifier(order.token, order.member.name)
+        try:
+            spec, about, folder = self._prepare(order)
+            self._member = LocalMember(folder, about, spec.foreign, self, self._wake)
+            child = start_process(spec, (), folder, leash="self" if spec.foreign is None else "group")
+        except (KvferryError, OSError) as error:
+            member = order.member
+            self._failure = Member(
+                member.name,
+                member.role,
+                member.revision,
+                MemberState.ENDED,
+                unit=member.unit,
+                reason=str(error),
+                is_misconfigured=isinstance(error, ConfigError),
+            )
+        else:
+            self._watching = asyncio.create_task(self._member.watch(child))
+        self._wake()
+
+    async def who(self, nonce: str) -> Identity | None:
+        """Who it is; None: it was not told what to run."""
+        if self._order is None or self._verifier is None:
+            return None
+        answer = msgspec.json.encode(self._verifier.answer(nonce))
+        return Identity(answer, self._order.number, self._order.placement, News(self._view(), (), self._num_changes))
+
+    async def news(self, number: int) -> News:
+        """What is new since the news with this number; waits for some, but not for ever."""
+        if number == self._num_changes:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NEWS_S):
+                    await self._changed.wait()
+        told = tuple(one for at, one in self._told if at > number)
+        return News(self._view(), told, self._num_changes)
+
+    async def assign(self, role: MemberRole) -> None:
+        """Note the member's role."""
+        if self._member is not None:
+            self._member.assign(role=role)
+            self._wake()
+
+    async def stop(self, grace_s: float) -> None:
+        """End the member; returns when it is gone."""
+        if self._member is not None:
+            await self._member.stop(grace_s)
+            self._member.folder.remove()
+
+    # What the member says (`Watcher`).
+
+    def line(self, name: str, text: str) -> None:
+        """See `Watcher`."""
+        self._tell(Line(text))
+
+    def progress(self, name: str, what: str, fraction: float) -> None:
+        """See `Watcher`."""
+        self._tell(Progress(what, fraction))
+
+    def ready(self, name: str, url: str) -> None:
+        """The view says so."""
+
+    def _tell(self, told: Told) -> None:
+        self._told.append((self._num_changes + 1, told))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._num_changes += 1
+        self._changed.set()
+
+    # The member.
+
+    def _prepare(self, order: Order) -> tuple[ProcessSpec, About, MemberFolder]:
+        """What to run, on this node. Raises `KvferryError` or `OSError`."""
+        member, root = order.member, own_folder()
+        recipe = order.make_recipe(order.fleet).on_node(node_address())
+        if member.role == "router":
+            group = root / "routers"
+            group.mkdir(mode=0o700, exist_ok=True)
+            spec = recipe.router_member(member.name, RouterGroup(group, (), node_address()))
+        else:
+            spec = recipe.instance(member.name, member.role, order.number, ())
+            threads = thread_variables(tuple(range(int(order.num_cpus))))
+            spec = replace(spec, environment={**spec.environment, **threads})
+        about = About(
+            name=member.name,
+            role=member.role,
+            revision=member.revision,
+            unit=member.unit,
+            number=order.number,
+            cores=(),
+            is_foreign=spec.foreign is not None,
+            url="" if spec.foreign is None else spec.foreign.url,
+            bootstrap_port=spec.bootstrap_port,
+        )
+        folder = MemberFolder(root / "member")
+        folder.make(about)
+        return spec, about, folder
+
+    def _view(self) -> Member:
+        if self._failure is not None or self._member is None:
+            assert self._failure is not None
+            return self._failure
+        seen = self._member.view
+        return replace(seen, url=reachable(seen.url, node_address()))
+
+
+def node_address() -> str:
+    """The address at which other nodes reach this one."""
+    return str(get_node_ip_address())
+
+
+def reachable(url: str, address: str) -> str:
+    """The URL of a server on this node; one that listens everywhere is reached at `address`."""
+    parts = urlsplit(url)
+    if parts.hostname not in _ANY or parts.port is None:
+        return url
+    return f"{parts.scheme}://{authority(address, parts.port)}"
+
+
+def own_folder() -> Path:
+    """A folder for this process, on no disk, that only its user can read. Those of processes that have ended without a
+    word are removed."""
+    root = Path(memory_folder() or tempfile.gettempdir()) / f"kvferry-{os.getuid()}-ray"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.lstat().st_uid != os.getuid() or root.is_symlink():
+        raise ConfigError(f"{root} is not this user's alone; remove it")
+    for other in root.iterdir():
+        if not _is_used(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+    own = root / f"{os.getpid()}-{started_at(os.getpid())}"
+    own.mkdir(mode=0o700)
+    return own
+
+
+def _is_used(name: str) -> bool:
+    pid, _, started = name.partition("-")
+    try:
+        return started_at(int(pid)) == int(started)
+    except (OSError, ValueError):
+        return False

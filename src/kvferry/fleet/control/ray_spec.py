@@ -1,0 +1,41 @@
+"""`[backend.ray]`: what the members of a fleet on Ray need of their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.options import read_options, unknown_key
+
+ActorRole = Literal["prefill", "decode", "both", "router"]
+_ROLES: tuple[ActorRole, ...] = ("prefill", "decode", "both", "router")
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=2**20)]
+
+
+class ActorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[backend.ray.prefill]`, `[backend.ray.decode]`, `[backend.ray.both]`, `[backend.ray.router]`: what a member of
+    this role needs of its node."""
+
+    cpus: Amount = 1.0
+    """CPUs, which are also the threads that it computes with."""
+    gpus: Amount | None = None
+    """GPUs. Default: one for each rank of an instance, if the cluster has any."""
+    resources: dict[str, Amount] = {}
+    """Further resources of Ray's nodes, such as { fast_network = 1 }."""
+
+
+def read_ray(given: Mapping[str, Any]) -> dict[ActorRole, ActorSpec]:
+    """The table `[backend.ray]`. Raises `ConfigError` that names the key, and the nearest one that exists."""
+    found: dict[ActorRole, ActorSpec] = {}
+    for name, one in given.items():
+        role = next((role for role in _ROLES if role == name), None)
+        if role is None:
+            raise ConfigError(unknown_key(f"backend.ray.{name}", name, _ROLES))
+        if not isinstance(one, dict):
+            raise ConfigError(f"backend.ray.{name} must be a table")
+        found[role] = read_options(ActorSpec, one, f"backend.ray.{name}")
+    return found
