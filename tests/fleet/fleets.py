@@ -37,6 +37,9 @@ class Programs:
     def num_routers(self) -> int:
         return self.fleet.router.count or 0
 
+    def on_node(self, host: str) -> Programs:
+        return self
+
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         return self.makes[role](name)
 

@@ -13,7 +13,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
-from kvferry.fleet.control.backend import BackendContext, Member, Recipe
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
@@ -49,7 +49,8 @@ class AttendedFleet:
         self._fleet, self._make_recipe, self._display = fleet, make_recipe, display
         self._token, self._grace_s, self._fork_server = token, grace_s + END_MARGIN_S, fork_server
         self._controller: Controller | None = None
-        self._backend: LocalBackend | None = None
+        self._backend: FleetBackend | None = None
+        self._hurrying = set[asyncio.Task[None]]()
         self._was_asked: EndAsked | None = None
         self._hurried = False
 
@@ -72,7 +73,7 @@ class AttendedFleet:
         ledger = Ledger(folder / "ledger")
         ledger.want(self._fleet)
         context = BackendContext(folder, self._make_recipe, self._display, outlives=False, token=self._token)
-        backend = self._backend = LocalBackend(context, fork_server=self._fork_server)
+        backend = self._backend = self._make_backend(context)
         async with Front(self._token) as front:
             controller = self._controller = Controller(
                 ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s
@@ -83,16 +84,17 @@ class AttendedFleet:
                 try:
                     end = await controller.run()
                     code = self._report(end, is_up=controller.is_up)
-                    await self._bring_down(backend)
+                    await controller.bring_down()
+                    await asyncio.gather(*self._hurrying)
                 finally:
                     await backend.close()
                     controller.close()
         return EXIT_KILLED if self._hurried else code
 
-    async def _bring_down(self, backend: LocalBackend) -> None:
-        backend.close_address()
-        assert self._controller is not None
-        await self._controller.bring_down()
+    def _make_backend(self, context: BackendContext) -> FleetBackend:
+        if self._fork_server is not None:
+            return LocalBackend(context, fork_server=self._fork_server)
+        return backend_class(self._fleet.backend.kind)(context)
 
     def _report(self, end: End, *, is_up: bool) -> int:
         match end:
@@ -147,7 +149,8 @@ class AttendedFleet:
         elif number == signal.SIGINT and not self._hurried:
             self._hurried = True
             self._display.note("killing everything")
-            self._backend.kill_all()
+            for one in self._backend.members():
+                self._hurrying.add(asyncio.create_task(self._backend.stop(one.name, 0.0)))
 
 
 def run_attended(

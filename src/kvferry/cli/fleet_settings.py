@@ -16,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import to_arguments
-from kvferry.fleet.control.spec import EngineSpec, Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import Backend, EngineSpec, Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -26,7 +26,17 @@ from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-_SPECS_OWN = ("--prefill", "--decode", "--engine", "--engine-python", "--host", "--port", "--workers")
+_SPECS_OWN = (
+    "--prefill",
+    "--decode",
+    "--engine",
+    "--engine-python",
+    "--host",
+    "--port",
+    "--workers",
+    "--backend",
+    "--address",
+)
 """Flags of `kvferry serve` that a spec says in its own words."""
 
 
@@ -66,14 +76,14 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
         ),
         args=(
             *_changed(told.instance, InstanceSpec(), "kv_transfer_config"),
-            *_changed(spec, FleetSpec(), "prefill", "decode"),
+            *_changed(spec, FleetSpec(), "prefill", "decode", "backend", "address"),
             *_changed(told.log, LogConfig()),
             *_changed(listen, Listen(), "host", "port"),
             *((f"--tls-ca={told.access.tls_ca}",) if told.access.tls_ca is not None else ()),
         ),
         role=roles,
         router=RouterSpec(
-            count=told.router.workers if spec.is_split else 0,
+            count=told.router.workers if spec.is_split or spec.backend != "local" else 0,
             host=listen.host,
             port=listen.port,
             args=(
@@ -83,6 +93,7 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
             ),
         ),
         failure=failing(told.restarts),
+        backend=Backend(kind=spec.backend, address=spec.address),
     )
 
 

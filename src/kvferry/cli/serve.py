@@ -84,6 +84,10 @@ def serve(
     One of vLLM's own connectors:
 
         kvferry serve MODEL --engine vllm --prefill 1 --kv-transfer-config '{"kv_connector":"NixlConnector"}'
+
+    On a Ray cluster that this machine is in:
+
+        kvferry serve MODEL --prefill 2 --decode 2 --backend ray
     """
     told = Told(
         spec=complete(FleetSpec, fleet),
@@ -97,7 +101,7 @@ def serve(
         limits=complete(HttpLimits, limits),
         restarts=complete(RestartPolicy, restarts),
     )
-    if not told.spec.is_split and told.choice.engine == "kvferry":
+    if not told.spec.is_split and told.choice.engine == "kvferry" and told.spec.backend == "local":
         return _serve_one(told, ready_fd)
     token = fleet_token()
     wanted = fleet_of("kvferry", told)

@@ -20,6 +20,7 @@ from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
+from kvferry.fleet.vllm.resources import DEVICES
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -59,6 +60,9 @@ class LocalRecipe:
     hidden: frozenset[str] = frozenset()
     """Environment variables that children do not inherit: those that set flags, since children get every flag as an
     argument."""
+    node: str = ""
+    """Address of the node of a cluster that members run on, whose scheduler gives them devices; empty: they are all on
+    this machine."""
 
     def check(self) -> None:
         """Raise `ConfigError` if settings are wrong, as far as that is known before anything is started."""
@@ -90,12 +94,18 @@ class LocalRecipe:
     def num_routers(self) -> int:
         """How many routers share the address."""
         told = self.fleet.router.count
+        if self.node:
+            return 1 if told is None else told
         return (_ROUTERS if len(self.cores) >= self.num_instances + _ROUTERS else 1) if told is None else told
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where the routers listen."""
         return self._routers.addresses if self.num_routers else []
+
+    def on_node(self, host: str) -> LocalRecipe:
+        """The same for members on this node of a cluster, which others reach at `host`."""
+        return replace(self, node=host)
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
         """What to run for a router."""
@@ -115,7 +125,7 @@ class LocalRecipe:
     ) -> ProcessSpec:
         instances, settings, is_alone = self.instances, self.engine, not self.num_routers
         if self.num_routers or instances.kv_transfer_config:
-            text = transfer_for_member(instances.kv_transfer_config or DEFAULT, started_as, name, number)
+            text = transfer_for_member(instances.kv_transfer_config or DEFAULT, started_as, name, number, self.node)
             instances = replace(instances, kv_transfer_config=text)
         told = self.fleet.role.get(role)
         if told is not None and told.tensor_parallel_size > 1:
@@ -152,9 +162,10 @@ class LocalRecipe:
             host=listen.host,
             port=listen.port,
             cores=cores,
-            environment={TOKEN_VARIABLE: self.token, **self._vllm_logging()},
+            environment={TOKEN_VARIABLE: self.token, **self._vllm_logging(), **self._given_devices()},
             hidden=self.hidden,
             arguments=() if told is None else told.args,
+            node=self.node,
         )
         has_bootstrap = servers.has_bootstrap and role == "prefill"
         bootstrap_port = free_ports(1)[0] if has_bootstrap else None
@@ -173,7 +184,7 @@ class LocalRecipe:
 
     def _behind_the_routers(self, number: int) -> Listen:
         """Where instance `number` listens."""
-        return replace(self.listen, host=LOOPBACK, port=self.spec.instance_port(number))
+        return replace(self.listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
 
     @cached_property
     def _servers(self) -> VllmInstances:
@@ -186,6 +197,10 @@ class LocalRecipe:
         """Sets vLLM's log level, unless the user has."""
         level = {_VLLM_LOG_LEVEL: self.log.log_level.upper()}
         return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
+
+    def _given_devices(self) -> dict[str, str]:
+        """Those of a cluster's scheduler, which are not divided once more."""
+        return {DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {}
 
     @cached_property
     def _routers(self) -> RouterPlan:

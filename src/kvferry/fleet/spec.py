@@ -91,8 +91,18 @@ class FleetSpec:
     """Port of the first instance's own endpoint, for scraping its /metrics. Prefill instances come first, then decode
     instances, each on the next port. Default: any free ports; the addresses are printed at start."""
 
+    backend: Literal["local", "ray"] = "local"
+    """Where the instances and the router are: processes of this machine, or actors of a Ray cluster that this machine
+    is in."""
+
+    address: str = ""
+    """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
+    in."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.address and self.backend != "ray":
+            raise ConfigError("--address is for --backend ray")
         if self.prefill + self.decode > MOST_INSTANCES:
             raise ConfigError(
                 f"--prefill and --decode ask for {self.prefill + self.decode} instances on this machine; at most"

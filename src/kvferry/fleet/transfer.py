@@ -72,8 +72,9 @@ def transfer_for(text: str, role: InstanceRole) -> str:
     return _encode(raw)
 
 
-def transfer_for_member(text: str, role: InstanceRole, name: str, index: int) -> str:
-    """Like `transfer_for`, for instance `index` of several on one machine.
+def transfer_for_member(text: str, role: InstanceRole, name: str, index: int, node: str = "") -> str:
+    """Like `transfer_for`, for instance `index` of several on one machine, or on the nodes of a cluster: this one is on
+    the node with the address `node`, where the others fetch KV.
 
     What must differ between them is changed: `engine_id` gets the instance's name, and a fixed `kv_port` is increased
     by `index`. Raises `ConfigError`, also if that goes too far.
@@ -83,6 +84,8 @@ def transfer_for_member(text: str, role: InstanceRole, name: str, index: int) ->
         raw["engine_id"] = f"{raw['engine_id']}-{name}"
     if raw.get("kv_port"):
         raw["kv_port"] += index
+    if node:
+        raw = {"kv_ip": node, **raw}
     parse_transfer_config(own := _encode(raw))
     return own
 

@@ -83,6 +83,10 @@ class Programs:
         """None."""
         return 0
 
+    def on_node(self, host: str) -> Programs:
+        """They are the same everywhere."""
+        return self
+
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """The program that a name means."""
         what = name.partition("-")[0]

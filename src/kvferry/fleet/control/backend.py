@@ -98,6 +98,10 @@ class Recipe(Protocol):
     def addresses(self) -> Sequence[tuple[str, int]]:
         """Where the routers listen: hosts and ports; none without routers."""
 
+    def on_node(self, host: str) -> Recipe:
+        """The same for members on this node of a cluster, whose scheduler gives them devices, and which others reach
+        at `host`."""
+
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """What to run for an instance. `number` is one that no other member has. Raises `KvferryError`."""
 
@@ -164,6 +168,9 @@ class FleetBackend(ABC):
     @abstractmethod
     async def assign(self, name: str, role: MemberRole) -> None:
         """Note that a member has another role from now on. Does nothing for a name that is not here."""
+
+    def ends(self) -> None:
+        """Everything is about to be ended, and nothing more is started: nobody is to wait for what will not come."""
 
     @abstractmethod
     async def close(self) -> None:

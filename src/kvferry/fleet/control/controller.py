@@ -200,6 +200,7 @@ class Controller:
 
     async def bring_down(self) -> None:
         """End all members: routers first, so that they can finish their answers while instances still serve."""
+        self._backend.ends()
         members = self._backend.members()
         for is_router in (True, False):
             await self._end_all([one.name for one in members if (one.role == "router") is is_router])

@@ -21,6 +21,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
+from kvferry.fleet.control.ray_spec import ActorRole, ActorSpec, read_ray
 
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -29,7 +30,12 @@ MemberRole = Literal["prefill", "decode", "both", "router"]
 """What a process of the fleet is for."""
 
 BACKENDS = ExtensionPoint(
-    "backend.kind", {"local": "kvferry.fleet.backends.local.backend:LocalBackend"}, "kvferry.backends"
+    "backend.kind",
+    {
+        "local": "kvferry.fleet.backends.local.backend:LocalBackend",
+        "ray": "kvferry.fleet.backends.ray.backend:RayBackend",
+    },
+    "kvferry.backends",
 )
 """Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
@@ -161,12 +167,17 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
     kind: str = "local"
-    """`local`: processes of this machine; `kubernetes`: pods, whose manifests `kvferry fleet render` writes; or a
-    backend of your own, by its entry point or as `package.module:Class`."""
+    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, whose manifests `kvferry
+    fleet render` writes; or a backend of your own, by its entry point or as `package.module:Class`."""
+    address: str = ""
+    """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
+    in."""
     options: dict[str, Any] = {}
     """`[backend.options]`: those of a backend of your own."""
     kubernetes: KubernetesSpec | None = None
     """What pods need to be told."""
+    ray: dict[ActorRole, ActorSpec] = {}
+    """What members on Ray need of their nodes, by role."""
 
 
 class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -278,18 +289,22 @@ def _table(where: str, value: object) -> Mapping[str, Any]:
 
 
 def _backend(given: Mapping[str, Any]) -> Backend:
-    pods = given.get("kubernetes")
-    told = read_options(Backend, {key: value for key, value in given.items() if key != "kubernetes"}, "backend")
+    pods, actors = given.get("kubernetes"), given.get("ray")
+    told = read_options(
+        Backend, {key: value for key, value in given.items() if key not in ("kubernetes", "ray")}, "backend"
+    )
     BACKENDS.require_known(told.kind, "kubernetes")
     if told.options and told.kind in (*BACKENDS.table, "kubernetes"):
         raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
     if (told.kind == "kubernetes") != (pods is not None):
         raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')
-    return (
-        told
-        if pods is None
-        else msgspec.structs.replace(told, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
-    )
+    if told.kind != "ray" and (told.address or actors is not None):
+        raise ConfigError(f'backend.{"address" if told.address else "ray"} is for kind = "ray", not for {told.kind}')
+    if actors is not None:
+        return msgspec.structs.replace(told, ray=read_ray(_table("backend.ray", actors)))
+    if pods is not None:
+        return msgspec.structs.replace(told, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
+    return told
 
 
 def _role(name: str) -> Role:

@@ -54,6 +54,8 @@ class InstancePlace:
     hidden: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
     """Further ones of this instance's role."""
+    node: str = ""
+    """Address of its node, if the others may be on other machines."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class VllmInstances:
         # The usage then contains the number of cached prompt tokens; the log does not show every health check.
         command += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
         if self.transfer is not None:
-            own = for_member(self.transfer, place.role, place.name, place.index)
+            own = for_member(self.transfer, place.role, place.name, place.index, place.node)
             command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
         if self.found.on_cpu:
             command += cpu_memory_arguments(self.arguments, self.number)

@@ -14,7 +14,8 @@ _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _MOST_BYTES = 4 * 2**30
 """Most KV cache that a server gets by default: vLLM allocates and zeroes it at once."""
-_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The variable with the GPUs that a process may use."""
 
 
 def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[str]:
@@ -34,7 +35,7 @@ def device_variables(index: int, num_instances: int) -> dict[str, str]:
     devices = visible_devices(os.environ)
     if num_instances < 2 or not devices:
         return {}
-    return {_DEVICES_VARIABLE: ",".join(share_devices(devices, index, num_instances))}
+    return {DEVICES: ",".join(share_devices(devices, index, num_instances))}
 
 
 def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Sequence[str]:
@@ -48,7 +49,7 @@ def share_devices(devices: Sequence[str], index: int, num_instances: int) -> Seq
 
 def visible_devices(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
     """The GPUs that this process may use: those in CUDA_VISIBLE_DEVICES, or all NVIDIA devices."""
-    if _DEVICES_VARIABLE in environment:
-        return [one.strip() for one in environment[_DEVICES_VARIABLE].split(",") if one.strip() not in ("", "-1")]
+    if DEVICES in environment:
+        return [one.strip() for one in environment[DEVICES].split(",") if one.strip() not in ("", "-1")]
     found = (re.fullmatch(r"nvidia(\d+)", entry.name) for entry in folder.iterdir())
     return [str(number) for number in sorted(int(match[1]) for match in found if match)]

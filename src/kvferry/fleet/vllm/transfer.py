@@ -170,11 +170,15 @@ def require_registrable(transfer: dict[str, Any], role: Role) -> None:
             require_kv_role(hand_off_role(config), role)
 
 
-def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int) -> dict[str, Any]:
-    """The configuration of instance `index`: the user's settings, and what must differ between instances.
+def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int, node: str = "") -> dict[str, Any]:
+    """The configuration of instance `index`: the user's settings, and what must differ between instances. `node`: the
+    address of its node, where others fetch KV of kvferry's connectors; vLLM's own are told by variables.
 
     `kv_load_failure_policy` is `recompute` unless the user sets it, as in kvferry's own engine.
     """
+    if node and transfer["kv_connector"].startswith(_PREFIX):
+        extra = transfer.get("kv_connector_extra_config", {})
+        transfer = {**transfer, "kv_connector_extra_config": {"kv_ip": node, **extra}}
     own = {"kv_load_failure_policy": "recompute", **_with_roles(_as_vllm_takes_it(transfer), role)}
     if own.get("engine_id"):
         own["engine_id"] = f"{own['engine_id']}-{name}"

@@ -18,16 +18,15 @@ from urllib.parse import urlsplit
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.engine.server.registrar import Registrar
 from kvferry.fleet.asking import serves
-from kvferry.fleet.backends.local.child import ChildProcess, spawn
+from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.backends.local.launcher import launching
 from kvferry.fleet.backends.local.member import Ended, LocalMember
+from kvferry.fleet.backends.local.starting import Leash, opened, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.cpu import Cores, cores_of
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
-from kvferry.fleet.ready import READY_FLAG
 from kvferry.http.server.listen import BACKLOG, reserve
 
 logger = logging.getLogger(__name__)
@@ -152,9 +151,15 @@ class LocalBackend(FleetBackend):
             member.assign(role=role)
             self.changed.set()
 
+    def ends(self) -> None:
+        """From now on, no connection waits for a router that will not come."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
     async def close(self) -> None:
         """Members go on if they outlive this process; otherwise those that are left are ended now."""
-        self.close_address()
+        self.ends()
         for _, task in self._registrars.values():
             task.cancel()
         if not self._outlives:
@@ -169,12 +174,6 @@ class LocalBackend(FleetBackend):
             await self._fork_server.close()
 
     # What is beyond a backend's methods.
-
-    def close_address(self) -> None:
-        """From now on, no connection waits for a router that will not come."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
 
     def kill_all(self) -> None:
         """End every process now."""
@@ -196,29 +195,16 @@ class LocalBackend(FleetBackend):
         return next(one for one in range(len(used) + 1) if one not in used)
 
     async def _launch(self, spec: ProcessSpec, cores: Cores, folder: MemberFolder) -> ChildProcess:
-        log = os.open(folder.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        messages = os.open(folder.messages, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        environment = spec.full_environment()
-        try:
-            if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
-                arguments = spec.command[len(PROGRAM) :]
+        if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
+            arguments, environment = spec.command[len(PROGRAM) :], spec.full_environment()
+            with opened(folder) as (log, messages):
                 forked = await self._fork_server.fork(
                     arguments, environment, cores, log=log, ready=messages, process=folder.process
                 )
-                if forked is not None:
-                    return forked
-            own = spec.foreign is None
-            command = (*spec.command, READY_FLAG, str(messages)) if own else spec.command
-            leash = "none" if self._outlives else "self" if own else "group"
-            return spawn(
-                launching(command, cores, leash, str(folder.process)),
-                environment,
-                output=log,
-                inherits=(messages, *spec.descriptors),
-            )
-        finally:
-            os.close(log)
-            os.close(messages)
+            if forked is not None:
+                return forked
+        leash: Leash = "none" if self._outlives else "self" if spec.foreign is None else "group"
+        return start_process(spec, cores, folder, leash)
 
     def _watch(self, member: LocalMember, child: ChildProcess) -> None:
         member.child = child  # so that it can be stopped before its task begins

@@ -101,7 +101,15 @@ def spawn(
         for one in inherits:
             os.set_inheritable(one, True)
         streams = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, target, 1), (os.POSIX_SPAWN_DUP2, target, 2)]
-        return ChildProcess(os.posix_spawn(command[0], [*command], environment, file_actions=streams, setsid=True))
+        pid = os.posix_spawn(
+            command[0],
+            [*command],
+            environment,
+            file_actions=streams,
+            setsid=True,
+            setsigmask=(),  # a process of Ray's has blocked some
+        )
+        return ChildProcess(pid)
     finally:
         for one in inherits:
             os.set_inheritable(one, False)

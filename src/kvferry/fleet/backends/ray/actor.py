@@ -28,6 +28,7 @@ from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
+from kvferry.fleet.backends.ray.placing import Bundle
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, Recipe
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.cpu import thread_variables
@@ -45,7 +46,7 @@ _ANY = ("0.0.0.0", "::")
 @dataclass(frozen=True)
 class Order:
     """What an actor is to run. It is sent to the actor alone, since `make_recipe` has the fleet's token: what an actor
-    is created with, Ray keeps. `placement`: the hexadecimal id of its placement group, and its bundle there."""
+    is created with, Ray keeps. `bundle`: the member's place in its unit's placement group."""
 
     member: MemberSpec
     fleet: WantedFleet
@@ -53,7 +54,7 @@ class Order:
     number: int
     num_cpus: float
     token: str
-    placement: tuple[str, int] | None = None
+    bundle: Bundle | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Identity:
 
     answer: bytes
     number: int
-    placement: tuple[str, int] | None
+    bundle: Bundle | None
     news: News
 
 
@@ -140,7 +141,7 @@ class MemberActor:
         if self._order is None or self._verifier is None:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))
-        return Identity(answer, self._order.number, self._order.placement, News(self._view(), (), self._num_changes))
+        return Identity(answer, self._order.number, self._order.bundle, News(self._view(), (), self._num_changes))
 
     async def news(self, number: int) -> News:
         """What is new since the news with this number; waits for some, but not for ever."""
@@ -194,7 +195,7 @@ class MemberActor:
         if member.role == "router":
             group = root / "routers"
             group.mkdir(mode=0o700, exist_ok=True)
-            spec = recipe.router_member(member.name, RouterGroup(group, (), node_address()))
+            spec = recipe.router_member(member.name, RouterGroup(group, ()))
         else:
             spec = recipe.instance(member.name, member.role, order.number, ())
             threads = thread_variables(tuple(range(int(order.num_cpus))))

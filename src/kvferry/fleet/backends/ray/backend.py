@@ -1,0 +1,394 @@
+"""Members are actors of a Ray cluster, each of which owns the member's process on its node.
+
+The actors of a fleet have a namespace of their own, where a later controller finds them; each proves that it holds the
+fleet's token. What is known of a member is what its actor has last said: asking nobody, `members` answers at once, even
+while a node hangs or Ray's control service (GCS) is gone. A node that is lost is known by Ray's own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.util import list_named_actors, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from kvferry.core import entropy
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import AuthenticationFailed, ConfigError
+from kvferry.core.keys import Signer
+from kvferry.fleet.backends.ray.actor import Identity, Line, MemberActor, News, Order, Progress
+from kvferry.fleet.backends.ray.connection import Connection, answer, answer_of, in_thread
+from kvferry.fleet.backends.ray.placing import Bundle, free_index, make_group, needs_of, strategy_of
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+
+logger = logging.getLogger(__name__)
+
+_ASK_S = 10.0
+"""How long Ray's control service, or an actor that should answer at once, may take."""
+_KILLED_S = 10.0
+"""How long an actor may take, beyond the grace, to say that its member is gone."""
+_AGAIN_S = 0.5
+_LOOK_S = 5.0
+"""How often it is looked whether Ray's control service answers."""
+_SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
+"""vLLM's flags for an instance of which each node runs a part."""
+
+
+class RayMember:
+    """What is known of one member; `actor` is the handle of its actor."""
+
+    def __init__(self, actor: Any, view: Member, number: int, bundle: Bundle | None) -> None:
+        self.actor, self.view, self.number, self.bundle = actor, view, number, bundle
+        self.has_begun = False
+        """Its actor is placed, and knows what to run."""
+        self.is_lost = False
+        """Its actor is no more."""
+        self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
+        self.last_news = -1
+
+
+class RayBackend(FleetBackend):
+    """Owns the handles of the actors, and one task for each that hears what its actor says."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._fleet: WantedFleet
+        self._members: dict[str, RayMember] = {}
+        self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
+        """Of units."""
+        self._grouping = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._to_kill: list[Any] = []
+        """Handles of actors that could not be ended yet."""
+        self._is_connected = False
+
+    @property
+    def num_routers(self) -> int:
+        """One, on the node of the controller."""
+        return 1
+
+    def use(self, fleet: WantedFleet) -> None:
+        """Start members for this fleet from now on. Raises `ConfigError`."""
+        if (fleet.router.count or 0) > 1:
+            raise ConfigError("router.count: on Ray, a fleet has one router; leave it out")
+        for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
+            if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
+                raise ConfigError(f"{flag}: on Ray, all ranks of an instance are on one node; leave it out")
+        self.context.make_recipe(fleet)
+        self._fleet = fleet
+
+    async def open(self) -> None:
+        """Connect to the cluster, and find the members that an earlier controller has left."""
+        await Connection.open(self._fleet.backend.address, self._namespace)
+        self._is_connected = True
+        try:
+            names = await in_thread(self._find_names, _ASK_S)
+            await asyncio.gather(*(self._find(name) for name in names))
+            await in_thread(self._remove_groups_of_nobody, _ASK_S)
+        except (TimeoutError, RayError) as error:
+            raise ConfigError(f"Ray does not say which members this fleet has: {error}") from error
+        self._begin_task(self._watch_control_service())
+
+    def members(self) -> Sequence[Member]:
+        """As their actors have last said."""
+        return [one.view for one in self._members.values()]
+
+    async def start(self, member: MemberSpec) -> None:
+        """Create an actor, which starts the member when Ray has placed it. Raises `NotStarted`."""
+        if member.name in self._members:
+            raise NotStarted(f"{member.name} is there already")
+        fleet, context = self._fleet, self.context
+        number = -1 if member.role == "router" else self._free_number()
+        view = Member(member.name, member.role, member.revision, MemberState.STARTING, unit=member.unit)
+        here = self._members[member.name] = RayMember(None, view, number, None)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                if member.unit and fleet.unit is not None:
+                    here.bundle = await self._bundle(member)
+                needs = await in_thread(lambda: needs_of(fleet, member.role), _ASK_S)
+                here.actor = await in_thread(
+                    lambda: (
+                        ray.remote(MemberActor)
+                        .options(
+                            **needs.options,
+                            name=f"{member.name}.{entropy.token_hex(4)}",
+                            namespace=self._namespace,
+                            lifetime="detached" if context.outlives else None,
+                            max_restarts=0,
+                            scheduling_strategy=strategy_of(member.role, here.bundle),
+                        )
+                        .remote()
+                    ),
+                    _ASK_S,
+                )
+        except (TimeoutError, RayError, ValueError) as error:
+            self._forget(member.name, here)
+            why = f"Ray does not answer within {_ASK_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise NotStarted(f"no actor can be created: {why}") from error
+        except BaseException:
+            self._forget(member.name, here)
+            raise
+        if here.forgotten.is_set():  # it was told to end before it had an actor
+            await self._kill(here.actor)
+            return
+        context.watcher.progress(member.name, f"waiting for a node with {needs}", 0.0)
+        order = Order(member, fleet, context.make_recipe, here.number, needs.cpus, context.token, here.bundle)
+        self._begin_task(self._look_after(here, order, str(needs)))
+        self.changed.set()
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """Ask the actor to end the member, and end the actor, whether it answers or not."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        if member.has_begun and not member.is_lost:
+            ended = answer_of(member.actor.stop.remote(grace_s))
+            forgotten = asyncio.create_task(member.forgotten.wait())
+            within_s = grace_s + _KILLED_S if grace_s else _ASK_S
+            try:
+                await asyncio.wait([ended, forgotten], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                forgotten.cancel()
+        if not member.forgotten.is_set():
+            self._forget(name, member)
+            if member.actor is not None:
+                await self._kill(member.actor)
+            await self._release_unit(member.view.unit)
+
+    async def assign(self, name: str, role: MemberRole) -> None:
+        """Note a member's role, also with its actor, for later controllers."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        member.view = replace(member.view, role=role)
+        self.changed.set()
+        if not member.is_lost and member.actor is not None:
+            with suppress(TimeoutError, RayError):
+                await answer(member.actor.assign.remote(role), _ASK_S)
+
+    async def close(self) -> None:
+        """Members go on if they outlive this process; otherwise those that are left are ended now."""
+        if not self._is_connected:
+            return
+        if self.context.outlives:
+            await self._wait_until_begun()
+        else:
+            await asyncio.gather(*(self.stop(name, 0.0) for name in [*self._members]))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._is_connected = False
+        await Connection.close()
+
+    # Starting.
+
+    @property
+    def _namespace(self) -> str:
+        return f"kvferry-{self._fleet.name}"
+
+    def _free_number(self) -> int:
+        used = {one.number for one in self._members.values()}
+        return next(one for one in range(len(used) + 1) if one not in used)
+
+    async def _bundle(self, member: MemberSpec) -> Bundle:
+        async with self._grouping:
+            if member.unit not in self._groups:
+                name = f"{self._namespace}/{member.unit}.{entropy.token_hex(4)}"
+                fleet, outlives = self._fleet, self.context.outlives
+                self._groups[member.unit] = await in_thread(lambda: make_group(fleet, name, outlives=outlives), _ASK_S)
+            group, roles = self._groups[member.unit]
+            used = [one.bundle.index for one in self._members.values() if one.bundle and one.view.unit == member.unit]
+            index = free_index(roles, member.role, used)
+            if index is None:
+                raise NotStarted(f"{member.unit} has no place for one more {member.role}")
+            bundle = Bundle(group, index, roles)
+            self._members[member.name].bundle = bundle
+            return bundle
+
+    async def _look_after(self, member: RayMember, order: Order | None, needs: str) -> None:
+        """Have the actor start its member, and hear what it says, until it is no more."""
+        try:
+            if order is not None:
+                await self._have_begun(member, order, needs)
+            while not member.forgotten.is_set():
+                try:
+                    self._hear(member, await answer(member.actor.news.remote(member.last_news), None))
+                except ActorUnavailableError:
+                    await asyncio.sleep(_AGAIN_S)
+        except (RayError, TimeoutError) as error:
+            self._is_no_more(member, _why(error))
+        except Exception as error:
+            # The edge: what one actor answers must not keep the others from being looked after.
+            logger.exception("what the actor of %s answers is not understood", member.view.name)
+            self._is_no_more(member, f"its actor answers {type(error).__name__}: {error}")
+
+    async def _have_begun(self, member: RayMember, order: Order, needs: str) -> None:
+        begun = answer_of(member.actor.begin.remote(order))
+        limit_s = 0.9 * seconds(order.fleet.failure.start)  # so that this reason is given, and not the loop's own
+        await asyncio.wait([begun], timeout=limit_s)
+        if not begun.done():
+            raise TimeoutError(f"Ray has found no node for it in {limit_s:.0f} s; it needs {needs}")
+        member.begun.set()
+        begun.result()
+        member.has_begun = True
+
+    def _hear(self, member: RayMember, news: News) -> None:
+        name, watcher, before = member.view.name, self.context.watcher, member.view
+        member.last_news = news.number
+        for told in news.told:
+            match told:
+                case Line(text):
+                    watcher.line(name, text)
+                case Progress(what, fraction):
+                    watcher.progress(name, what, fraction)
+        if news.member != before:
+            member.view = news.member
+            if news.member.state is MemberState.SERVING is not before.state:
+                watcher.ready(name, news.member.url)
+            self.changed.set()
+
+    def _is_no_more(self, member: RayMember, reason: str) -> None:
+        member.is_lost = True
+        member.begun.set()
+        if member.view.state is not MemberState.ENDED:
+            member.view = replace(member.view, state=MemberState.ENDED, url="", reason=reason)
+        self.changed.set()
+
+    async def _wait_until_begun(self) -> None:
+        """An actor that does not know yet what to run would never be told."""
+        begun = [asyncio.create_task(one.begun.wait()) for one in self._members.values()]
+        if begun:
+            await asyncio.wait(begun, timeout=_ASK_S)
+        for task in begun:
+            task.cancel()
+
+    # Ending.
+
+    def _forget(self, name: str, member: RayMember) -> None:
+        member.forgotten.set()
+        if self._members.get(name) is member:
+            del self._members[name]
+        self.changed.set()
+
+    async def _kill(self, actor: Any) -> None:
+        """End an actor, and with it what it owns."""
+        try:
+            await in_thread(lambda: ray.kill(actor), _ASK_S)
+        except (TimeoutError, RayError) as error:
+            logger.warning("an actor cannot be ended yet: %s", _why(error))
+            self._to_kill.append(actor)
+
+    async def _release_unit(self, unit: str) -> None:
+        """Give back the placement group of a unit that has no members any more."""
+        if unit in self._groups and not any(one.view.unit == unit for one in self._members.values()):
+            group, _ = self._groups.pop(unit)
+            with suppress(TimeoutError, RayError):
+                await in_thread(lambda: remove_placement_group(group), _ASK_S)
+
+    # What an earlier controller has left.
+
+    def _find_names(self) -> list[str]:
+        found = list_named_actors(all_namespaces=True)
+        return [one["name"] for one in found if one["namespace"] == self._namespace]
+
+    async def _find(self, name: str) -> None:
+        """Take up an actor. One that was never told what to run is ended; one that does not answer is taken up when it
+        does."""
+        try:
+            actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
+        except ValueError:
+            return  # it has just ended
+        nonce = entropy.token_hex(16)
+        told = answer_of(actor.who.remote(nonce))
+        await asyncio.wait([told], timeout=_ASK_S)
+        if told.done():
+            with suppress(RayError):
+                await self._take_up(name, actor, nonce, told.result())
+        else:
+            logger.warning("the actor %s does not answer", name)
+            self._begin_task(self._take_up_later(name, actor, nonce, told))
+
+    async def _take_up_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
+        with suppress(RayError, ConfigError):
+            await asyncio.wait([told])
+            await self._take_up(name, actor, nonce, told.result())
+
+    async def _take_up(self, name: str, actor: Any, nonce: str, who: Identity | None) -> None:
+        """Raises `ConfigError` for an actor of somebody else."""
+        if who is None:
+            await self._kill(actor)
+            return
+        try:
+            Signer(self.context.token, nonce, who.answer)
+        except AuthenticationFailed as error:
+            raise ConfigError(f"the actor {name} of a fleet {self._fleet.name} is another's: {error}") from error
+        view = who.news.member
+        if view.name in self._members:  # it did not answer, and another one has its name by now
+            await self._kill(actor)
+            return
+        member = self._members[view.name] = RayMember(actor, view, who.number, who.bundle)
+        member.has_begun, member.last_news = True, who.news.number
+        member.begun.set()
+        if who.bundle is not None:
+            self._groups[view.unit] = who.bundle.group, who.bundle.roles
+        self._begin_task(self._look_after(member, None, ""))
+        self.changed.set()
+
+    def _remove_groups_of_nobody(self) -> None:
+        """A controller that died may have left placement groups that no actor is in."""
+        used = {group.id.hex() for group, _ in self._groups.values()}
+        for identity, one in placement_group_table().items():
+            is_ours = one["name"].startswith(f"{self._namespace}/") and one["state"] != "REMOVED"
+            if is_ours and identity not in used:
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
+
+    # Ray itself.
+
+    async def _watch_control_service(self) -> None:
+        """Say when Ray's control service is gone, and when it is back. Without it members go on, and none is started;
+        what could not be ended is ended when it is back."""
+        was_there = True
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            begun = SYSTEM_CLOCK.monotonic()
+            try:
+                await in_thread(ray.nodes, _ASK_S)
+                is_there = True
+            except (TimeoutError, RayError):
+                is_there = False
+            if is_there is not was_there:
+                was_there = is_there
+                after = f"has not answered for {SYSTEM_CLOCK.monotonic() - begun:.0f} s; members go on, none is started"
+                text = f"Ray's control service (GCS) {'answers again' if is_there else after}"
+                logger.warning("%s", text)
+                self.context.watcher.line("ray", text)
+            if is_there:
+                left, self._to_kill = self._to_kill, []
+                for actor in left:
+                    await self._kill(actor)
+
+    def _begin_task(self, task: Coroutine[Any, Any, None]) -> None:
+        begun = asyncio.create_task(task)
+        self._tasks.add(begun)
+        begun.add_done_callback(self._tasks.discard)
+
+
+def _why(error: Exception) -> str:
+    """Why a member is no more, in few words."""
+    text = str(error)
+    if not isinstance(error, ActorDiedError):
+        return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    if "node" in text and "worker process has died" not in text:
+        return "its node was lost"
+    if "creation task" in text:
+        return f"its actor cannot start: {text.strip().splitlines()[-1]}"
+    return "its actor was killed"

@@ -1,0 +1,87 @@
+"""What a member needs of a node, and where Ray is to place it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from kvferry.fleet.control.ray_spec import ActorSpec
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
+
+_STRATEGIES = {"same-host": "STRICT_PACK", "pack": "PACK", "spread": "SPREAD"}
+_LEAST_CPUS = 0.001
+"""Ray takes no bundle that needs nothing."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Resources of one member."""
+
+    cpus: float
+    gpus: float
+    resources: Mapping[str, float]
+
+    def __str__(self) -> str:
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return ", ".join(f"{number:g} {name}" for name, number in named.items() if number) or "nothing"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """As a bundle of a placement group."""
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: number for name, number in named.items() if number} or {"CPU": _LEAST_CPUS}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of an actor."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A member's place in its unit's placement group. `roles`: of all bundles."""
+
+    group: PlacementGroup
+    index: int
+    roles: tuple[MemberRole, ...]
+
+
+def needs_of(fleet: WantedFleet, role: MemberRole) -> Needs:
+    """What a member of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
+    told = fleet.backend.ray.get(role, ActorSpec())
+    if told.gpus is not None or role == "router":
+        gpus = told.gpus or 0.0
+    else:
+        ranks = fleet.role[role].tensor_parallel_size if role in fleet.role else 1
+        gpus = float(ranks) if ray.cluster_resources().get("GPU") else 0.0
+    return Needs(told.cpus, gpus, told.resources)
+
+
+def make_group(fleet: WantedFleet, name: str, *, outlives: bool) -> tuple[PlacementGroup, tuple[MemberRole, ...]]:
+    """A placement group for a unit, and the role of each of its bundles."""
+    assert fleet.unit is not None
+    roles = tuple(role for role, number in fleet.unit.members.items() for _ in range(number))
+    bundles = [needs_of(fleet, role).bundle for role in roles]
+    strategy = _STRATEGIES[fleet.unit.place]
+    return placement_group(bundles, strategy, name=name, lifetime="detached" if outlives else None), roles
+
+
+def free_index(roles: tuple[MemberRole, ...], role: MemberRole, used: Iterable[int]) -> int | None:
+    """A bundle of this role that no member of the unit has."""
+    taken = set(used)
+    return next((index for index, one in enumerate(roles) if one == role and index not in taken), None)
+
+
+def strategy_of(role: MemberRole, bundle: Bundle | None) -> Any:
+    """Routers are on the node of their controller, which clients know; a member of a unit is in its bundle; other
+    instances are spread, so that a node that is lost takes few with it."""
+    if role == "router":
+        return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    if bundle is not None:
+        return PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
+    return "SPREAD"

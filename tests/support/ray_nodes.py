@@ -1,0 +1,52 @@
+"""A Ray cluster for tests: its nodes are processes of this machine, each with an address of its own in 127.0.0.0/8."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
+
+_MEMORY_BYTES = 80 * 2**20
+
+
+class Nodes:
+    """The cluster. The first node, which has Ray's control service, is the head."""
+
+    def __init__(self, cpus: int) -> None:
+        self._cpus = cpus
+        self.cluster: Any = cluster_utils.Cluster()
+        self._num = 0
+        self.head = self.add()
+
+    @property
+    def address(self) -> str:
+        """Of the control service."""
+        return str(self.cluster.address)
+
+    def add(self) -> Any:
+        """One more node."""
+        self._num += 1
+        return self.cluster.add_node(
+            node_ip_address=f"127.0.1.{self._num}",
+            num_cpus=self._cpus,
+            object_store_memory=_MEMORY_BYTES,
+            include_dashboard=False,
+        )
+
+
+@contextmanager
+def ray_nodes(num: int = 1, *, cpus: int = 8) -> Iterator[Nodes]:
+    """A cluster of so many nodes. Nothing of it is left at the end."""
+    nodes = Nodes(cpus)
+    try:
+        for _ in range(num - 1):
+            nodes.add()
+        yield nodes
+    finally:
+        nodes.cluster.shutdown()
