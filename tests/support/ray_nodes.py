@@ -12,6 +12,10 @@ import pytest
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
+from kvferry.fleet.backends.local.child import started_at  # noqa: E402
+from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
+from kvferry.fleet.backends.ray.actor import root_folder  # noqa: E402
+
 _MEMORY_BYTES = 80 * 2**20
 
 
@@ -50,3 +54,22 @@ def ray_nodes(num: int = 1, *, cpus: int = 8) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.cluster.shutdown()
+
+
+def processes_of_members() -> dict[str, tuple[int, int]]:
+    """By the name of each member that an actor on this machine has: the actor's process, and the member's."""
+    found = {}
+    for folder in root_folder().glob("*/member"):
+        member = MemberFolder(folder)
+        about, pid = member.about(), member.pid()
+        if about is not None and pid is not None:
+            found[about.name] = int(folder.parent.name.partition("-")[0]), pid
+    return found
+
+
+def runs(pid: int, started: int) -> bool:
+    """Whether the process of this number and start time is there."""
+    try:
+        return started_at(pid) == started
+    except OSError:
+        return False

@@ -93,7 +93,7 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
             ),
         ),
         failure=failing(told.restarts),
-        backend=Backend(kind=spec.backend, address=spec.address),
+        backend=Backend(kind=spec.backend, address=spec.address or ""),
     )
 
 

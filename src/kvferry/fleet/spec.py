@@ -95,7 +95,7 @@ class FleetSpec:
     """Where the instances and the router are: processes of this machine, or actors of a Ray cluster that this machine
     is in."""
 
-    address: str = ""
+    address: str | None = None
     """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
     in."""
 

@@ -13,7 +13,7 @@ from support.ray_nodes import Nodes, ray_nodes
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

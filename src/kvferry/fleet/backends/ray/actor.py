@@ -120,6 +120,8 @@ class MemberActor:
         try:
             spec, about, folder = self._prepare(order)
             self._member = LocalMember(folder, about, spec.foreign, self, self._wake)
+            with suppress(PermissionError):  # Ray runs its workers at a low priority, which the member would inherit
+                os.setpriority(os.PRIO_PROCESS, 0, 0)
             child = start_process(spec, (), folder, leash="self" if spec.foreign is None else "group")
         except (KvferryError, OSError) as error:
             member = order.member
@@ -163,7 +165,7 @@ class MemberActor:
         """End the member; returns when it is gone."""
         if self._member is not None:
             await self._member.stop(grace_s)
-            self._member.folder.remove()
+            shutil.rmtree(self._member.folder.path.parent, ignore_errors=True)
 
     # What the member says (`Watcher`).
 
@@ -236,13 +238,19 @@ def reachable(url: str, address: str) -> str:
     return f"{parts.scheme}://{authority(address, parts.port)}"
 
 
-def own_folder() -> Path:
-    """A folder for this process, on no disk, that only its user can read. Those of processes that have ended without a
-    word are removed."""
+def root_folder() -> Path:
+    """Where the actors of this user on this node have their folders, on no disk. Raises `ConfigError` if another user
+    has made it."""
     root = Path(memory_folder() or tempfile.gettempdir()) / f"kvferry-{os.getuid()}-ray"
     root.mkdir(mode=0o700, exist_ok=True)
     if root.lstat().st_uid != os.getuid() or root.is_symlink():
         raise ConfigError(f"{root} is not this user's alone; remove it")
+    return root
+
+
+def own_folder() -> Path:
+    """A folder for this process. Those of processes that have ended without a word are removed."""
+    root = root_folder()
     for other in root.iterdir():
         if not _is_used(other.name):
             shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""What is particular to members on Ray: they end with their actors, and a fleet's actors are known by its token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.local.child import started_at
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, MemberSpec, MemberState, backend_class
+from kvferry.fleet.control.spec import Backend, RoleSpec, RouterSpec, Unit, WantedFleet
+from kvferry.testing.backends import Programs, UnheardWatcher, named, until
+from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as nodes:
+        ray.init(nodes.address, log_to_driver=False)
+        yield nodes
+        ray.shutdown()
+
+
+def wanted(nodes: Nodes, name: str) -> WantedFleet:
+    backend = Backend(kind="ray", address=nodes.address)
+    return WantedFleet(
+        name=name, model="m", mode="pooling", role={"both": RoleSpec()}, router=RouterSpec(count=0), backend=backend
+    )
+
+
+@asynccontextmanager
+async def opened(folder: Path, fleet: WantedFleet, token: str = "a token") -> AsyncIterator[FleetBackend]:
+    context = BackendContext(folder, lambda fleet: Programs(fleet, folder), UnheardWatcher(), token=token)
+    backend = backend_class("ray")(context)
+    backend.use(fleet)
+    async with asyncio.timeout(60):
+        try:
+            await backend.open()
+            yield backend
+        finally:
+            await backend.close()
+
+
+async def serving(backend: FleetBackend, name: str, unit: str = "") -> None:
+    await backend.start(MemberSpec(name, "both", "r", unit))
+    await until(backend, name, MemberState.SERVING)
+
+
+async def test_a_member_ends_with_its_actor_however_that_ends(nodes: Nodes, tmp_path: Path) -> None:
+    async with opened(tmp_path, wanted(nodes, "killed")) as backend:
+        await serving(backend, "stays-0")
+        actor, pid = processes_of_members()["stays-0"]
+        started = started_at(pid)
+        os.kill(actor, signal.SIGKILL)
+        member = await until(backend, "stays-0", MemberState.ENDED)
+        assert member.reason == "its actor was killed"
+        while runs(pid, started):
+            await asyncio.sleep(0.01)
+        await backend.stop("stays-0", 0.0)
+        assert list(backend.members()) == []
+
+
+async def test_who_has_another_token_does_not_take_up_what_is_there(nodes: Nodes, tmp_path: Path) -> None:
+    fleet = wanted(nodes, "token")
+    async with opened(tmp_path, fleet) as backend:
+        await serving(backend, "serves-0")
+    with pytest.raises(ConfigError, match="of a fleet token is another's"):
+        async with opened(tmp_path, fleet, "another token"):
+            pass
+    async with opened(tmp_path, fleet) as backend:
+        assert named(backend, "serves-0").state is MemberState.SERVING
+        await backend.stop("serves-0", 0.0)
+
+
+async def test_a_unit_has_a_placement_group_for_as_long_as_it_has_members(nodes: Nodes, tmp_path: Path) -> None:
+    unit = Unit(members={"both": 2}, place="same-host")
+    fleet = WantedFleet(
+        name="units", model="m", mode="replica", unit=unit, router=RouterSpec(count=0),
+        backend=Backend(kind="ray", address=nodes.address),
+    )  # fmt: skip
+    async with opened(tmp_path, fleet) as backend:
+        await asyncio.gather(serving(backend, "serves-0", "unit-0"), serving(backend, "serves-1", "unit-0"))
+        assert [(one["strategy"], len(one["bundles"])) for one in groups()] == [("STRICT_PACK", 2)]
+        await backend.stop("serves-0", 0.0)
+        await serving(backend, "serves-2", "unit-0")  # in the bundle that is free
+    async with opened(tmp_path, fleet) as backend:
+        assert len(groups()) == 1
+        await asyncio.gather(*(backend.stop(one.name, 0.0) for one in backend.members()))
+        assert groups() == []
+
+
+def groups() -> list[dict[str, object]]:
+    return [one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"]
