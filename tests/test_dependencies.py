@@ -26,6 +26,7 @@ OPTIONAL = {
     "opentelemetry",
     "pytest",
     "pytest_asyncio",
+    "ray",
     "valkey",
     "vllm",
     "zmq",

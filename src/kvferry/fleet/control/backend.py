@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from kvferry.core.dependencies import require_library
 from kvferry.core.errors import KvferryError
 from kvferry.fleet.control.spec import BACKENDS, MemberRole, WantedFleet
 from kvferry.fleet.cpu import Cores
@@ -179,5 +180,7 @@ class FleetBackend(ABC):
 
 def backend_class(kind: str) -> type[FleetBackend]:
     """The backend that a spec names. Raises `ConfigError`."""
+    if kind == "ray":
+        require_library("backend ray", "ray", "ray", ["ray"])
     found: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
     return found

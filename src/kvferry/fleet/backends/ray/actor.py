@@ -58,25 +58,25 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """A line of the member's log."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Progress:
+class MemberProgress:
     """The member has done `fraction` (0 to 1) of its start, and is now doing `what`."""
 
     what: str
     fraction: float
 
 
-Told = Line | Progress
+Told = LogLine | MemberProgress
 
 
 @dataclass(frozen=True)
-class News:
+class MemberNews:
     """`member`: as it is now. `told`: what it has said since, oldest first; some are left out if there were many.
     `number`: what to ask with the next time."""
 
@@ -86,14 +86,14 @@ class News:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ActorIdentity:
     """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: of the instance.
     `news`: the member as it is, without what it has said so far."""
 
     answer: bytes
     number: int
     bundle: Bundle | None
-    news: News
+    news: MemberNews
 
 
 class MemberActor:
@@ -138,14 +138,16 @@ class MemberActor:
             self._watching = asyncio.create_task(self._member.watch(child))
         self._wake()
 
-    async def who(self, nonce: str) -> Identity | None:
+    async def who(self, nonce: str) -> ActorIdentity | None:
         """Who it is; None: it was not told what to run."""
         if self._order is None or self._verifier is None:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))
-        return Identity(answer, self._order.number, self._order.bundle, News(self._view(), (), self._num_changes))
+        return ActorIdentity(
+            answer, self._order.number, self._order.bundle, MemberNews(self._view(), (), self._num_changes)
+        )
 
-    async def news(self, number: int) -> News:
+    async def news(self, number: int) -> MemberNews:
         """What is new since the news with this number; waits for some, but not for ever."""
         if number == self._num_changes:
             self._changed.clear()
@@ -153,7 +155,7 @@ class MemberActor:
                 async with asyncio.timeout(_NEWS_S):
                     await self._changed.wait()
         told = tuple(one for at, one in self._told if at > number)
-        return News(self._view(), told, self._num_changes)
+        return MemberNews(self._view(), told, self._num_changes)
 
     async def assign(self, role: MemberRole) -> None:
         """Note the member's role."""
@@ -170,12 +172,12 @@ class MemberActor:
     # What the member says (`Watcher`).
 
     def line(self, name: str, text: str) -> None:
-        """See `Watcher`."""
-        self._tell(Line(text))
+        """A line of its log, which is kept for who asks for news."""
+        self._tell(LogLine(text))
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """See `Watcher`."""
-        self._tell(Progress(what, fraction))
+        """How far its start is, which is kept too."""
+        self._tell(MemberProgress(what, fraction))
 
     def ready(self, name: str, url: str) -> None:
         """The view says so."""

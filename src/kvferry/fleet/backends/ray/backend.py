@@ -23,8 +23,8 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
-from kvferry.fleet.backends.ray.actor import Identity, Line, MemberActor, News, Order, Progress
-from kvferry.fleet.backends.ray.connection import Connection, answer, answer_of, in_thread
+from kvferry.fleet.backends.ray.actor import ActorIdentity, LogLine, MemberActor, MemberNews, MemberProgress, Order
+from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
 from kvferry.fleet.backends.ray.placing import Bundle, free_index, make_group, needs_of, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
@@ -87,7 +87,7 @@ class RayBackend(FleetBackend):
 
     async def open(self) -> None:
         """Connect to the cluster, and find the members that an earlier controller has left."""
-        await Connection.open(self._fleet.backend.address, self._namespace)
+        await RayConnection.open(self._fleet.backend.address, self._namespace)
         self._is_connected = True
         try:
             names = await in_thread(self._find_names, _ASK_S)
@@ -187,7 +187,7 @@ class RayBackend(FleetBackend):
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._is_connected = False
-        await Connection.close()
+        await RayConnection.close()
 
     # Starting.
 
@@ -241,14 +241,14 @@ class RayBackend(FleetBackend):
         begun.result()
         member.has_begun = True
 
-    def _hear(self, member: RayMember, news: News) -> None:
+    def _hear(self, member: RayMember, news: MemberNews) -> None:
         name, watcher, before = member.view.name, self.context.watcher, member.view
         member.last_news = news.number
         for told in news.told:
             match told:
-                case Line(text):
+                case LogLine(text):
                     watcher.line(name, text)
-                case Progress(what, fraction):
+                case MemberProgress(what, fraction):
                     watcher.progress(name, what, fraction)
         if news.member != before:
             member.view = news.member
@@ -322,7 +322,7 @@ class RayBackend(FleetBackend):
             await asyncio.wait([told])
             await self._take_up(name, actor, nonce, told.result())
 
-    async def _take_up(self, name: str, actor: Any, nonce: str, who: Identity | None) -> None:
+    async def _take_up(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
         """Raises `ConfigError` for an actor of somebody else."""
         if who is None:
             await self._kill(actor)

@@ -27,7 +27,7 @@ _SHUTDOWN_S = 10.0
 Result = TypeVar("Result")
 
 
-class Connection:
+class RayConnection:
     """Shared by all backends of the process; the last one closes it. One that was there before stays."""
 
     _num_users, _is_ours = 0, False
