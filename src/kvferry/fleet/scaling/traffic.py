@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
 
-MOST_LENGTHS = 512
+MOST_LENGTHS = 256
 """Requests whose lengths stand for all."""
 
 

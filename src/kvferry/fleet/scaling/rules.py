@@ -1,0 +1,130 @@
+"""What a scaler may do, and what it is to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvferry.fleet.scaling.predictor import LatencyTargets
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Instances that prefill, and instances that answer."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} P + {self.decode} D" if self.prefill else f"{self.decode} for both phases"
+
+
+NOTHING = Counts(0, 0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: of both,
+    weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of prefill
+    instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do both.
+    `deflect`: short prompts may be computed on decode instances. `switches`: (from, to) of roles that an instance can
+    change while it runs. `unit`: instances come in units of these.
+
+    `cool_down_s`: how long nothing is released after a change, and for how long the highest demand counts. `idle_s`:
+    after so long without a request nothing is kept; 0: never. `least_requests`: that must be known before anything is
+    decided."""
+
+    targets: LatencyTargets
+    least: Counts
+    most: Counts
+    budget: float
+    goal: float = 0.99
+    cost: Counts = Counts(1, 1)
+    fewest_per_decode: float = 0.0
+    most_per_decode: float = float("inf")
+    aggregate: bool = False
+    deflect: bool = True
+    switches: frozenset[tuple[str, str]] = frozenset()
+    unit: Counts | None = None
+    cool_down_s: float = 120.0
+    idle_s: float = 0.0
+    least_requests: int = 20
+
+    def price(self, counts: Counts) -> float:
+        """In ranks."""
+        return counts.prefill * self.cost.prefill + counts.decode * self.cost.decode
+
+    def allows(self, counts: Counts) -> bool:
+        """Whether these counts are within all bounds. One role is never without the other, unless `aggregate`."""
+        if counts == NOTHING:
+            return self.idle_s > 0 and self.least == NOTHING
+        if not counts.decode or not (counts.prefill or self.aggregate):
+            return False
+        if not self.least.prefill <= counts.prefill <= self.most.prefill:
+            return False
+        if not self.least.decode <= counts.decode <= self.most.decode:
+            return False
+        if counts.prefill and not (self.fewest_per_decode <= counts.prefill / counts.decode <= self.most_per_decode):
+            return False
+        return self.price(counts) <= self.budget
+
+    @cached_property
+    def topologies(self) -> tuple[Counts, ...]:
+        """All that are allowed and serve, the cheapest first."""
+        return tuple(sorted(self._all(), key=lambda one: (self.price(one), one.prefill)))
+
+    def _all(self) -> Iterator[Counts]:
+        if self.unit is not None:
+            most = max(self.most.prefill // max(1, self.unit.prefill), self.most.decode // max(1, self.unit.decode))
+            every = (Counts(self.unit.prefill * n, self.unit.decode * n) for n in steps(1, most))
+        else:
+            every = (
+                Counts(p, d)
+                for d in steps(max(1, self.least.decode), self.most.decode)
+                for p in steps(self.least.prefill, self.most.prefill)
+            )
+        yield from (one for one in every if self.allows(one))
+
+    def largest(self, among: Iterable[Counts]) -> list[Counts]:
+        """Those of which no other has at least as many of both roles."""
+        found: list[Counts] = []
+        for one in sorted(among, key=lambda one: (one.prefill, one.decode), reverse=True):
+            if not found or one.decode > found[-1].decode:
+                found.append(one)
+        return found
+
+    def can_become(self, here: Counts, there: Counts) -> bool:
+        """Whether one change leads there without serving less meanwhile than at either end: what becomes fewer in one
+        role and more in the other changes its role while it runs."""
+        p, d = there.prefill - here.prefill, there.decode - here.decode
+        if p < 0 < d:
+            return (PREFILL, DECODE) in self.switches
+        if d < 0 < p:
+            return (DECODE, PREFILL) in self.switches
+        return True
+
+    def nearest(self, counts: Counts) -> Counts:
+        """The allowed counts that differ least; the same if they are allowed."""
+        if self.allows(counts) or not self.topologies:
+            return counts
+        return min(
+            self.topologies,
+            key=lambda one: (abs(one.prefill - counts.prefill) + abs(one.decode - counts.decode), self.price(one)),
+        )
+
+
+def steps(least: int, most: int) -> list[int]:
+    """Numbers to try: each one up to 32, then in steps of about a sixteenth."""
+    found, number = [], least
+    while number <= most:
+        found.append(number)
+        number += max(1, number // 16 - 1)
+    return found if not found or found[-1] == most else [*found, most]

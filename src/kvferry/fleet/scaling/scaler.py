@@ -1,0 +1,266 @@
+"""How many instances of each role there are to be: the cheapest that keep the goal. A function: it remembers nothing
+but what it is given, so the same facts give the same decision.
+
+    nothing there     the first request brings one of each role
+    no request        for long: nothing is kept, of either role
+    too little known  nothing is changed
+    goal not kept     the cheapest change that keeps it: prompts are deflected to decode, instances change their role,
+                      new ones start
+    out of reach      what is nearest to the goal for the least; and it is said
+    goal kept         after a while, the cheapest that would have kept it all the time, with some to spare
+
+Nothing is asked of what instances hold or have in use, which says little about latency: all is predicted from what is
+asked for and how long it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from kvferry.fleet.scaling.demand import Demand
+from kvferry.fleet.scaling.predictor import Prediction, Predictor, Topology, quantiles_of
+from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+
+What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero", "wake", "unreachable", "limits"]
+
+_DEFLECTED = (0.25, 0.5, 0.75, 0.9)
+"""Shares of prompts that may be deflected."""
+_STICKY = 0.002
+"""By how much another threshold must be better to replace the one that is used."""
+_NEAREST = 0.005
+"""What is not nearer to a goal out of reach by so much is not worth an instance."""
+
+
+class ScalingMemory(msgspec.Struct, frozen=True):
+    """What is kept between decisions. `from_tokens`: uncached tokens from which prompts are computed on prefill
+    instances; None: as routers see fit. `changed_at`: when the counts were changed last."""
+
+    prefill: int
+    decode: int
+    from_tokens: int | None = None
+    changed_at: float = -1e18
+
+    @property
+    def counts(self) -> Counts:
+        """Instances wanted."""
+        return Counts(self.prefill, self.decode)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the requests. `workload`, `times`: None until `num_known` requests are enough. `idle_s`: since
+    the last one came. `num_waiting`: that wait for an instance to start."""
+
+    demand: Demand
+    num_known: int = 0
+    workload: Workload | None = None
+    times: PhaseTimes | None = None
+    idle_s: float = 0.0
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """`ready`: instances that serve; `draining`: that are leaving; `starts_s`: how long one takes to start."""
+
+    ready: Counts
+    draining: int = 0
+    starts_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is wanted from now on, and why, in one line. `attained`: the share of requests expected within the targets;
+    None: not known."""
+
+    memory: ScalingMemory
+    what: What
+    why: str
+    attained: float | None = None
+
+
+def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, now: float) -> Decision:
+    """The decision now, in seconds of the clock of `memory.changed_at`."""
+    here = memory.counts
+    if here == NOTHING:
+        return _wake(rules, memory, measured, now)
+    if not rules.allows(here):
+        there = rules.nearest(here)
+        if there != here:
+            return _changed(memory, there, now, "limits", f"{here} is not within the limits")
+    if rules.idle_s and measured.idle_s >= rules.idle_s and rules.allows(NOTHING):
+        return _changed(memory, NOTHING, now, "zero", f"no request for {measured.idle_s:.0f} s")
+    if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
+        why = f"{measured.num_known} of {rules.least_requests} requests are known that it takes to decide"
+        return Decision(memory, "measure", why)
+    soon = measured.demand.soon(seen.starts_s)
+    outlook = Outlook(rules, measured.workload.at(soon), measured.times)
+    memory, deflects = _threshold(memory, outlook, seen)
+    expected = outlook.best(here)
+    if expected.attained < rules.goal:
+        return _more(rules, memory, outlook, expected, now)
+    return _less(rules, memory, measured, seen, expected, now) or Decision(
+        memory,
+        "deflect" if deflects else "hold",
+        f"{deflects or 'enough'}: {outlook.told(here, expected)}",
+        expected.attained,
+    )
+
+
+class Outlook:
+    """What any counts would attain for one workload."""
+
+    def __init__(self, rules: Rules, workload: Workload, times: PhaseTimes) -> None:
+        self.rules, self.workload = rules, workload
+        self._predictor = Predictor(workload, times, rules.targets)
+        self._best: dict[Counts, float] = {}
+        self.thresholds = [0.0, *quantiles_of(workload.prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
+
+    def at(self, counts: Counts, from_tokens: float) -> Prediction:
+        """With this threshold."""
+        return self._predictor.predict(Topology(counts.prefill, counts.decode, from_tokens))
+
+    def best_threshold(self, counts: Counts) -> float:
+        """The one with which most is attained; the lowest of those that are as good."""
+        if not counts.prefill:
+            return 0.0
+        if counts not in self._best:
+            found = 0.0
+            for one in self.thresholds[1:]:
+                if _rank(self.at(counts, one)) > _rank(self.at(counts, found)):
+                    found = one
+            self._best[counts] = found
+        return self._best[counts]
+
+    def best(self, counts: Counts) -> Prediction:
+        """With the best threshold."""
+        return self.at(counts, self.best_threshold(counts))
+
+    def told(self, counts: Counts, expected: Prediction) -> str:
+        """In words."""
+        targets = self.rules.targets
+        within = f"TTFT {targets.ttft_s:g} s and ITL {1000 * targets.itl_s:g} ms"
+        return (
+            f"{_percent(expected.attained)} expected within {within}"
+            f" at {self.workload.rate:.2f} requests/s with {counts}"
+        )
+
+
+def _rank(one: Prediction) -> tuple[float, float]:
+    """Higher is better; of those that attain nothing, the one that is asked for the least."""
+    return round(one.attained, 3), -one.busiest
+
+
+def _threshold(memory: ScalingMemory, outlook: Outlook, seen: Situation) -> tuple[ScalingMemory, str]:
+    """Deflect prompts to decode where that helps the instances that serve now; says so if it is new."""
+    if not outlook.rules.deflect or not seen.ready.prefill or not seen.ready.decode:
+        return replace_from(memory, None), ""
+    used, best = float(memory.from_tokens or 0), 0.0
+    before = outlook.at(seen.ready, used)
+    if outlook.at(seen.ready, 0.0).attained < outlook.rules.goal:
+        best = outlook.best_threshold(seen.ready)
+        if not _is_better(outlook.at(seen.ready, best), before):
+            best = used
+    if best == used:
+        return memory, ""
+    if not best:
+        return replace_from(memory, None), "no prompts need to be deflected to decode any more"
+    told = f"prompts below {best:.0f} tokens go to decode (before: {_percent(before.attained)})"
+    return replace_from(memory, int(best)), told
+
+
+def _is_better(one: Prediction, other: Prediction) -> bool:
+    """Clearly so; of two that attain nothing, the one that is asked for less."""
+    return one.attained >= other.attained + _STICKY or (
+        one.attained >= other.attained and one.busiest < 0.9 * other.busiest and other.attained < _STICKY
+    )
+
+
+def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemory:
+    """With another threshold."""
+    return msgspec.structs.replace(memory, from_tokens=from_tokens)
+
+
+def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Prediction, now: float) -> Decision:
+    """The goal is not kept."""
+    here = memory.counts
+    least = rules.price(here)
+    reachable = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
+    largest = rules.largest((*reachable, here))  # more of either role is never worse
+    nearest = max(largest, key=lambda one: _rank(outlook.best(one)))
+    most = outlook.best(nearest)
+    found = _cheapest_that_holds(rules, outlook, here, reachable) if most.attained >= rules.goal else None
+    if found is not None:
+        instead = outlook.told(found, outlook.best(found))
+        what: What = "role" if rules.price(found) == least else "start"
+        why = f"{instead}; {_percent(expected.attained)} with {here}"
+        return _changed(memory, found, now, what, why, outlook.best(found).attained)
+    there = next((one for one in (here, *reachable) if _is_as_near(outlook.best(one), most)), nearest)
+    told = f"the goal of {_percent(rules.goal)} cannot be kept within the limits"
+    why = f"{told}: at most {outlook.told(there, outlook.best(there))}"
+    if there == here:
+        return Decision(memory, "unreachable", why, expected.attained)
+    return _changed(memory, there, now, "unreachable", why, outlook.best(there).attained)
+
+
+def _is_as_near(one: Prediction, most: Prediction) -> bool:
+    """Whether it attains as much as the best; where nothing is attained, whether its queues end, or are as long."""
+    if most.attained >= _NEAREST:
+        return one.attained >= most.attained - _NEAREST
+    return one.busiest <= max(0.9, most.busiest + 1e-9)
+
+
+def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: list[Counts]) -> Counts | None:
+    """Of those of the same price, the one that changes the fewest instances."""
+    found: list[Counts] = []
+    for one in among:  # the cheapest first
+        if found and rules.price(one) > rules.price(found[0]):
+            break
+        if outlook.best(one).attained >= rules.goal:
+            found.append(one)
+    moved = [abs(one.prefill - here.prefill) + abs(one.decode - here.decode) for one in found]
+    return found[moved.index(min(moved))] if found else None
+
+
+def _less(
+    rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, expected: Prediction, now: float
+) -> Decision | None:
+    """The goal is kept: maybe with fewer. What is there serves `here.total / there.total` times as much each then, at
+    the highest demand of the cool-down."""
+    here = memory.counts
+    if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != here:
+        return None
+    assert measured.workload is not None
+    assert measured.times is not None
+    calm = max(measured.demand.highest(rules.cool_down_s), measured.demand.soon(seen.starts_s))
+    outlook = Outlook(rules, measured.workload.at(calm), measured.times)
+    spare = replace(rules, goal=rules.goal + (1.0 - rules.goal) / 2.0)
+    cheaper = [one for one in rules.topologies if rules.price(one) < rules.price(here) and rules.can_become(here, one)]
+    there = _cheapest_that_holds(spare, outlook, here, cheaper)
+    if there is None:
+        return None
+    attained = outlook.best(there)
+    why = f"{outlook.told(there, attained)}, the most of the last {rules.cool_down_s:.0f} s; {here} are not needed"
+    return _changed(memory, there, now, "release", why, attained.attained)
+
+
+def _wake(rules: Rules, memory: ScalingMemory, measured: Measured, now: float) -> Decision:
+    if not measured.num_waiting and measured.idle_s >= min(rules.idle_s or 1e18, 60.0):
+        return Decision(memory, "hold", "no request: nothing is kept")
+    first = rules.topologies[0] if rules.topologies else NOTHING
+    return _changed(memory, first, now, "wake", f"{max(1, measured.num_waiting)} requests wait for an instance")
+
+
+def _changed(
+    memory: ScalingMemory, there: Counts, now: float, what: What, why: str, attained: float | None = None
+) -> Decision:
+    new = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode, changed_at=now)
+    return Decision(new, what, f"{memory.counts} → {there}: {why}", attained)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
