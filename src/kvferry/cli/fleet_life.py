@@ -111,6 +111,8 @@ def scale(
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     ledger = _existing(name)
     fleet = ledger.wanted().fleet
+    if fleet.scale is not None and not fleet.scale.recommend:
+        raise ConfigError(f"{name} has a table [scale], which decides about its counts; change min and max in its spec")
     for one in counts:
         what, _, number = one.partition("=")
         if not number.isdecimal():
@@ -363,6 +365,8 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
         return lines
     if seen.url:
         lines.append(f"  {seen.url}")
+    if seen.decided:
+        lines.append(f"  {'would be ' if fleet.scale and fleet.scale.recommend else ''}scaled: {seen.decided}")
     lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
     for role, one in seen.roles.items():
         figures = f"{one.desired:>6} {one.ready:>6} {one.updated:>8} {one.starting:>9} {one.draining:>9}"

@@ -17,7 +17,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import internal_error
-from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH
+from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Access, Guard
@@ -63,18 +63,15 @@ DECISIONS_PATH = "/kvferry/decisions"
 
 def wanted_decisions(request: HttpRequest) -> int:
     """The number in `?limit=`. Raises `InvalidRequest`."""
-    limit = parse_qs(request.query, max_num_fields=16).get("limit", ["100"])[0]
-    if not limit.isdecimal() or len(limit) > 9:
-        raise InvalidRequest("limit must be a number of requests, as in ?limit=100", param="limit")
-    return int(limit)
+    return wanted_number(request, "limit", 100)
 
 
-def wanted_seconds(request: HttpRequest) -> float:
-    """The number in `?seconds=`. Raises `InvalidRequest`."""
-    text = parse_qs(request.query, max_num_fields=16).get("seconds", ["300"])[0]
+def wanted_number(request: HttpRequest, name: str, default: int) -> int:
+    """The number in `?name=`. Raises `InvalidRequest`."""
+    text = parse_qs(request.query, max_num_fields=16).get(name, [str(default)])[0]
     if not text.isdecimal() or len(text) > 9:
-        raise InvalidRequest("seconds must be a number, as in ?seconds=60", param="seconds")
-    return float(text)
+        raise InvalidRequest(f"{name} must be a number, as in ?{name}=100", param=name)
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,9 @@ class Router:
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: how many requests came, their lengths, and the times of their phases."""
-        now = self.services.clock.wall()
-        response.send_json(self.services.chooser.traffic.encode(now, wanted_seconds(request)))
+        now, most = self.services.clock.wall(), wanted_number(request, "limit", MOST_OBSERVED)
+        seconds = wanted_number(request, "seconds", 300)
+        response.send_json(self.services.chooser.traffic.encode(now, seconds, most))
 
     async def show_plan(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/plan: how many instances the fleet's controller wants, and its last decisions; {}: there is no

@@ -24,7 +24,7 @@ from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route, Routes
-from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions, wanted_seconds
+from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions, wanted_number
 from kvferry.router.edge.admin import INSTANCES_PATH
 from kvferry.router.edge.summed import summed
 from kvferry.router.instances.shared_state import SharedState
@@ -108,9 +108,9 @@ class Others:
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: of all routers together."""
-        seconds, services = wanted_seconds(request), self._router.services
+        seconds, services = wanted_number(request, "seconds", 300), self._router.services
         own = services.chooser.traffic.encode(services.clock.wall(), seconds)
-        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds:.0f}")]
+        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds}")]
         reports = [msgspec.json.decode(one, type=TrafficReport) for one in texts]
         response.send_json(
             msgspec.json.encode(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
@@ -94,6 +95,9 @@ class MemoryFront(Front):
         self.draining: set[str] = set()
         self.busy: set[str] = set()
         self.stranger = ""
+        self.plan: FleetPlan | None = None
+        self.reported: Callable[[], TrafficReport | None] = lambda: None
+        """What routers say of requests."""
         self.answers = True
 
     async def why_not(self, router: str) -> str:
@@ -103,13 +107,21 @@ class MemoryFront(Front):
         return self._views() if self.answers else None
 
     async def declare(
-        self, routers: Sequence[str], instances: Iterable[Member], draining: Iterable[str]
+        self,
+        routers: Sequence[str],
+        instances: Iterable[Member],
+        draining: Iterable[str],
+        plan: FleetPlan | None = None,
     ) -> Mapping[str, View] | None:
         if not self.answers:
             return None
+        self.plan = plan
         self.declared = {one.name: (one.role, one.unit) for one in instances}
         self.draining = set(draining) & set(self.declared)
         return self._views()
+
+    async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
+        return self.reported()
 
     def _views(self) -> dict[str, View]:
         return {

@@ -1,6 +1,7 @@
 """The controller of one fleet: looks at what is there, asks `plan` for the next steps, and has the backend take them.
 
     look      what the backend knows of processes, and the routers of requests (`observer`)
+    scale     the counts follow what is asked for, if the fleet says so (`scaling`)
     declare   to the routers: these instances serve, and these are leaving
     plan      the steps from here to what is wanted, for instances and for routers (`loop`)
     act       each step is noted in the ledger first, and runs beside the others
@@ -38,6 +39,7 @@ from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer, routers_of
 from kvferry.fleet.control.report import is_settled, member_status, role_status, says_the_same
+from kvferry.fleet.control.scaling import Scaling
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 from kvferry.fleet.display import Display
 
@@ -123,6 +125,7 @@ class Controller:
         self._ledger, self._backend, self._front, self._display = ledger, backend, front, display
         self._clock, self._attended, self._grace_s = clock, attended, grace_s
         self._observer, self._hangs = Observer(front), HangWatch(clock, self._on_hung)
+        self._scaling = Scaling(ledger, clock)
         self._wanted: Wanted | None = None
         self._refused = ChangeRefused()
         self._failures: list[Failure] = []
@@ -244,11 +247,16 @@ class Controller:
         if wanted.deleted:
             self.end(EndAsked())
             return 0.0
-        fleet, front = wanted.fleet, wanted.fleet.front(self._backend.num_routers)
+        fleet = self._scaling.wanted(wanted.fleet)
+        front = fleet.front(self._backend.num_routers)
         members = list(self._backend.members())
-        await self._observer.declare(fleet, members)
+        await self._observer.declare(fleet, members, self._scaling.plan(fleet))
         now = self._clock.monotonic()
         seen = self._observer.observe(members, now)
+        if self._observer.has_routers and self._scaling.is_due(fleet):
+            reports = await self._observer.traffic(members)
+            instances = [one for one in seen if one.role != "router"]
+            await self._scaling.decide(fleet, instances, reports, self._observer.kv_tokens())
         steps = [
             *plan(front, [one for one in seen if one.role == "router"], self._failures, now),
             *plan(fleet, [one for one in seen if one.role != "router"], self._failures, now),
@@ -257,7 +265,7 @@ class Controller:
         taken = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
         staying = [one for one in members if one.name not in self._observer.stopping]
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
-        self._report(wanted, front, seen, members)
+        self._report(wanted.number, fleet, front, seen, members)
         is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
 
@@ -385,9 +393,16 @@ class Controller:
 
     # What is told.
 
-    def _report(self, wanted: Wanted, front: WantedFleet, seen: Sequence[Observed], members: Sequence[Member]) -> None:
-        """Write down how the fleet is, and tell who waits for it to be up."""
-        fleet, now = wanted.fleet, self._clock.monotonic()
+    def _report(
+        self,
+        number: int,
+        fleet: WantedFleet,
+        front: WantedFleet,
+        seen: Sequence[Observed],
+        members: Sequence[Member],
+    ) -> None:
+        """Write down how the fleet is, and tell who waits for it to be up. `number`: of the change that is followed."""
+        now = self._clock.monotonic()
         roles = {
             name: one for each in (fleet, front) for name, one in role_status(each, seen, self._failures, now).items()
         }
@@ -406,11 +421,12 @@ class Controller:
         status = FleetStatus(
             at=self._clock.wall(),
             pid=os.getpid(),
-            number=max(wanted.number, self._refused.number),
+            number=max(number, self._refused.number),
             url=url,
             roles=roles,
             members=member_status(seen, members, now),
             trouble=trouble,
+            decided=self._scaling.told,
             settled=not refused and is_settled((fleet, front), seen, roles),
         )
         if not says_the_same(status, self._status):

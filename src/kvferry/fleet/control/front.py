@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.messages.traffic import TRAFFIC_PATH, FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
@@ -19,8 +20,15 @@ from kvferry.http.client.signed_client import SignedClient
 logger = logging.getLogger(__name__)
 
 _PATH = "/kvferry/instances"
+Answered = TypeVar("Answered")
 _ASK_S = 5.0
 _MOST_BYTES = 64 * 2**20
+
+
+class ViewedFacts(msgspec.Struct, frozen=True):
+    """What an instance says about itself, as far as the fleet needs it."""
+
+    num_kv_tokens: int = 0
 
 
 class View(msgspec.Struct, frozen=True):
@@ -32,6 +40,7 @@ class View(msgspec.Struct, frozen=True):
     in_flight: int
     draining: bool
     drained: bool
+    facts: ViewedFacts | None = None
 
 
 class _Shown(msgspec.Struct):
@@ -67,11 +76,19 @@ class Front:
         """The instances that this router knows, by name; None if it does not answer."""
         return await self._ask(router, "GET", None)
 
+    async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
+        """What this router has seen of the last `most` requests of so many seconds; None if it does not answer."""
+        return await self._get(router, f"{TRAFFIC_PATH}?seconds={seconds:.0f}&limit={most}", TrafficReport)
+
     async def declare(
-        self, routers: Sequence[str], instances: Iterable[Member], draining: Iterable[str]
+        self,
+        routers: Sequence[str],
+        instances: Iterable[Member],
+        draining: Iterable[str],
+        plan: FleetPlan | None = None,
     ) -> Mapping[str, View] | None:
-        """These are the instances. `routers`: their URLs. Returns how they see the instances, by name; None if none
-        answers."""
+        """These are the instances, and what the fleet is to be. `routers`: their URLs. Returns how they see the
+        instances, by name; None if none answers."""
         leaving = set(draining)
         wanted = [
             {
@@ -84,7 +101,7 @@ class Front:
             }
             for one in instances
         ]
-        body = msgspec.json.encode({"instances": wanted})
+        body = msgspec.json.encode({"instances": wanted, "plan": plan})
         if self._tells_each:
             answers = await asyncio.gather(*(self._ask(router, "PUT", body) for router in routers))
             return _together([one for one in answers if one is not None])
@@ -92,6 +109,18 @@ class Front:
             if (views := await self._ask(router, "PUT", body)) is not None:
                 return views
         return None
+
+    async def _get(self, router: str, target: str, kind: type[Answered]) -> Answered | None:
+        origin = Origin.parse(router)
+        try:
+            status, _, answer = await self._client.ask(
+                origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=_MOST_BYTES
+            )
+            return msgspec.json.decode(answer, type=kind) if status == 200 else None
+        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.debug("the router at %s does not answer: %s", router, error)
+            self._client.forget(origin)
+            return None
 
     async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, View] | None:
         origin = Origin.parse(router)
@@ -130,4 +159,5 @@ def _worse(one: View, other: View) -> View:
         in_flight=one.in_flight + other.in_flight,
         draining=one.draining or other.draining,
         drained=one.drained and other.drained,
+        facts=one.facts or other.facts,
     )

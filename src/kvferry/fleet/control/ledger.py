@@ -3,6 +3,7 @@
     wanted.json       the fleet, and its earlier revisions; written by whoever changes it, under a lock
     history.jsonl     one step or event a line, the oldest first; bounded
     status.json       what the controller has seen last
+    scaled.json       the counts that a fleet with [scale] is to have now
     controller.lock   held by the controller that acts; another one waits
 
 Each file is replaced as a whole, or appended to by its one writer, so that a reader never sees half of one.
@@ -24,6 +25,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
 from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.scaling.scaler import ScalingMemory
 
 _MOST_HISTORY_BYTES = 4 * 2**20
 """Then the older half of the history is forgotten."""
@@ -61,6 +63,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     roles: dict[str, RoleStatus]
     members: tuple[MemberStatus, ...]
     trouble: tuple[str, ...] = ()
+    decided: str = ""
+    """By `[scale]`, in words."""
     settled: bool = False
 
 
@@ -138,6 +142,17 @@ class Ledger:
     def write_status(self, status: FleetStatus) -> None:
         """Replace what was seen before."""
         self._replace("status.json", status)
+
+    def write_scaled(self, memory: ScalingMemory) -> None:
+        """Replace the counts that were decided before."""
+        self._replace("scaled.json", memory)
+
+    def scaled(self) -> ScalingMemory | None:
+        """The counts that were decided last, of a fleet that is scaled by what is asked for; None: there are none."""
+        try:
+            return msgspec.json.decode((self.folder / "scaled.json").read_bytes(), type=ScalingMemory)
+        except (OSError, msgspec.MsgspecError):
+            return None
 
     def status(self) -> FleetStatus | None:
         """What a controller has seen last; None: there was none yet."""

@@ -5,12 +5,15 @@ Owns what was declared to the routers and what they answered, and since when eac
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import Observed, Phase
 from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 
 
 class Observer:
@@ -40,13 +43,25 @@ class Observer:
                 self.draining = {name for name, view in views.items() if view.draining}
                 return
 
-    async def declare(self, fleet: WantedFleet, members: Sequence[Member]) -> None:
-        """Tell the routers which instances serve, and which of them are leaving."""
+    async def declare(self, fleet: WantedFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
+        """Tell the routers which instances serve, which of them are leaving, and what the fleet is to be."""
         if routers := routers_of(members):
             serving = _admitted(fleet, members, set(self._views or ()))
-            self._views = await self._front.declare(routers, serving, self.draining)
+            self._views = await self._front.declare(routers, serving, self.draining, plan)
         else:
             self._views = None
+
+    async def traffic(self, members: Sequence[Member]) -> dict[str, TrafficReport]:
+        """What the routers that answer have seen of requests, by their URL."""
+        routers = routers_of(members)
+        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MOST_ASKED) for one in routers))
+        return {router: one for router, one in zip(routers, reports, strict=True) if one is not None}
+
+    def kv_tokens(self) -> int:
+        """The fewest tokens that the KV cache of a decode instance takes; 0: none has said so."""
+        views = (self._views or {}).values()
+        told = [one.facts.num_kv_tokens for one in views if one.role == "decode" and one.facts is not None]
+        return min((one for one in told if one), default=0)
 
     def begin(self, member: MemberSpec, now: float) -> None:
         """A member is being started."""

@@ -163,6 +163,43 @@ class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long an instance may take until its requests and tickets have ended; then it is stopped."""
 
 
+class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[scale]`: the counts follow what is asked for. The roles' `min` and `max` bound them; `count` is where it
+    begins."""
+
+    ttft: Duration
+    """Target of the time to the first token."""
+    itl: Duration
+    """Target of the mean time between two tokens of an answer."""
+    attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.99
+    """The share of requests that is to be within both."""
+    budget: Number | None = None
+    """Most ranks of all instances together. Default: what the roles' `max` allow."""
+    fewest_per_decode: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Prefill instances for each decode instance, at least."""
+    most_per_decode: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Prefill instances for each decode instance, at most. Default: any number."""
+    aggregate: bool = False
+    """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
+    deflect: bool = True
+    """Short prompts may be computed on decode instances where that keeps the targets."""
+    interval: Duration = "5s"
+    """How often it is decided."""
+    cool_down: Duration = "2m"
+    """How long nothing is released after a change; a lower demand must have lasted as long."""
+    idle: Duration = "0s"
+    """After so long without a request, no instance is kept, of any role; the next request starts them again. Every
+    `min` must be 0. "0s": never."""
+    starts: Duration = "30s"
+    """How long an instance takes to start, until it was measured."""
+    warm: Duration = "10s"
+    """What an instance does in its first seconds is not counted."""
+    least_requests: Positive = 20
+    """Requests that must have been measured before anything is decided."""
+    recommend: bool = False
+    """Only say what would be done."""
+
+
 class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
@@ -198,6 +235,7 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     roll: Roll = Roll()
     failure: Failing = Failing()
     backend: Backend = Backend()
+    scale: ScaleSpec | None = None
     stamp: str = ""
     """Another text makes another revision: `kvferry fleet roll` sets it, to replace everything by the same again."""
 
@@ -255,6 +293,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "unit": Unit,
     "roll": Roll,
     "failure": Failing,
+    "scale": ScaleSpec,
 }
 
 
@@ -337,6 +376,8 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
             raise ConfigError(f"role.{name}.can_be names the role itself")
     if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
         raise ConfigError(f"unit: count = {fleet.unit.count} is more than max = {fleet.unit.max}")
+    if fleet.scale is not None:
+        _check_scale(fleet, fleet.scale)
     if fleet.engine.connector and fleet.engine.kv_transfer_config:
         raise ConfigError("engine: connector and kv_transfer_config say the same; leave one of them out")
     if not fleet.roll.surge and not fleet.roll.unavailable:
@@ -345,3 +386,24 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
     if first > longest:
         raise ConfigError("failure.backoff: the first wait is longer than the longest")
     return fleet
+
+
+def _check_scale(fleet: WantedFleet, scale: ScaleSpec) -> None:
+    roles = set(fleet.role) if fleet.unit is None else set(fleet.unit.members)
+    if roles not in ({"prefill", "decode"}, {"both"}):
+        raise ConfigError(f"scale: the roles are prefill and decode, or both alone, not {', '.join(sorted(roles))}")
+    if scale.budget is None:
+        unbounded = [f"role.{name}" for name, one in fleet.role.items() if one.max is None]
+        if fleet.unit is not None and fleet.unit.max is None:
+            unbounded = ["unit"]
+        if unbounded:
+            raise ConfigError(f"scale: {unbounded[0]} needs max, or [scale] a budget: nothing bounds it")
+    if seconds(scale.ttft) <= 0 or seconds(scale.itl) <= 0 or seconds(scale.interval) <= 0:
+        raise ConfigError("scale: ttft, itl and interval must be more than 0")
+    if scale.most_per_decode is not None and scale.fewest_per_decode > scale.most_per_decode:
+        raise ConfigError("scale: fewest_per_decode is more than most_per_decode")
+    kept = [name for name, one in fleet.role.items() if one.min]
+    if seconds(scale.idle) and kept:
+        raise ConfigError(f"scale.idle stops all instances, and role.{kept[0]} keeps min = {fleet.role[kept[0]].min}")
+    if not fleet.router.count and fleet.router.count is not None:
+        raise ConfigError("scale: what is asked for is measured by routers; router.count = 0 has none")

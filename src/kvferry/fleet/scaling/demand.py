@@ -18,7 +18,7 @@ _MOST_GROWTH = 2.0
 class Demand:
     """Arrivals in bins of `bin_s` seconds each, the oldest first."""
 
-    counts: Sequence[int]
+    counts: Sequence[float]
     bin_s: float
 
     def mean(self, for_s: float) -> float:
@@ -54,7 +54,7 @@ class Demand:
         sums = (sum(counts[place : place + width]) for place in range(len(counts) - width + 1))
         return max(sums) / (width * self.bin_s)
 
-    def _last(self, for_s: float, skip: int = 0) -> Sequence[int]:
+    def _last(self, for_s: float, skip: int = 0) -> Sequence[float]:
         number = max(1, round(for_s / self.bin_s))
         end = len(self.counts) - skip
         return self.counts[max(0, end - number) : max(0, end)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 import msgspec
 
@@ -25,7 +26,8 @@ class Traffic:
         """A request is placed; the rest is filled in later."""
         self._ring.append(observation)
 
-    def encode(self, now: float, seconds: float) -> bytes:
-        """A `TrafficReport` as JSON, with the requests that came in the last `seconds`."""
-        requests = [one for one in self._ring if one.arrived >= now - seconds]
+    def encode(self, now: float, seconds: float, most: int = MOST_OBSERVED) -> bytes:
+        """A `TrafficReport` as JSON, with the last `most` requests of those that came in the last `seconds`."""
+        newest = islice(reversed(self._ring), most)
+        requests = [one for one in newest if one.arrived >= now - seconds][::-1]
         return msgspec.json.encode(TrafficReport(now, self._num_arrived, self.num_waiting, requests))

@@ -1,0 +1,248 @@
+"""A fleet's counts follow what is asked for: measures, decides, and keeps what was decided.
+
+Owns the counts of a fleet with `[scale]`. They outlive the controller in the ledger, beside what users want: the spec
+is not changed, and bounds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
+from kvferry.fleet.control.facts import Observed, Phase
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import MOST, MemberRole, RoleSpec, ScaleSpec, WantedFleet, seconds
+from kvferry.fleet.scaling.measuring import Measuring
+from kvferry.fleet.scaling.predictor import LatencyTargets
+from kvferry.fleet.scaling.rules import DECODE, NOTHING, PREFILL, Counts, Rules
+from kvferry.fleet.scaling.scaler import Decision, ScalingMemory, Situation, decide
+
+logger = logging.getLogger(__name__)
+
+_MOST_DECISIONS = 32
+
+
+class Scaling:
+    """Of one fleet, whether it has `[scale]` or not; without it, the counts are those of the spec."""
+
+    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        self._ledger, self._clock = ledger, clock
+        self._memory: ScalingMemory | None = ledger.scaled()
+        self._measuring: Measuring | None = None
+        self._decided_at = -1e18
+        self._decision: Decision | None = None
+        self._decisions = deque[Decided](maxlen=_MOST_DECISIONS)
+        self._starting: dict[str, float] = {}
+        self._starts_s: float | None = None
+
+    # What is wanted.
+
+    def wanted(self, fleet: WantedFleet) -> WantedFleet:
+        """The fleet with the counts that were decided."""
+        if fleet.scale is None:
+            self._memory = self._measuring = self._decision = None
+            return fleet
+        rules = rules_of(fleet, fleet.scale)
+        if self._memory is None:
+            there = counts_of(fleet)
+            self._memory = ScalingMemory(there.prefill, there.decode)
+        if fleet.scale.recommend:
+            return fleet
+        return _with_counts(fleet, rules.nearest(self._memory.counts))
+
+    def plan(self, fleet: WantedFleet) -> FleetPlan:
+        """What routers show, and follow. `fleet`: as `wanted` gives it."""
+        scale, memory = fleet.scale, self._memory
+        if scale is None or memory is None:
+            return FleetPlan(_by_role(fleet, counts_of(fleet)))
+        recommends = scale.recommend
+        counts = memory.counts if recommends else counts_of(fleet)
+        return FleetPlan(
+            desired=_by_role(fleet, counts),
+            disaggregate_from=None if recommends else memory.from_tokens,
+            attained=None if self._decision is None else self._decision.attained,
+            goal=scale.attainment,
+            starts_s=self._start_s(scale) if seconds(scale.idle) and not recommends else 0.0,
+            recommends=recommends,
+            decisions=tuple(self._decisions),
+        )
+
+    @property
+    def told(self) -> str:
+        """What was decided last, in words; empty if nothing was."""
+        return "" if self._decision is None else f"{self._decision.what}: {self._decision.why}"
+
+    # What is decided.
+
+    def is_due(self, fleet: WantedFleet) -> bool:
+        """Whether it is time to ask the routers and to decide again. A fleet that has nothing looks more often."""
+        if fleet.scale is None:
+            return False
+        asleep = self._memory is not None and self._memory.counts == NOTHING
+        interval_s = seconds(fleet.scale.interval)
+        return self._clock.monotonic() - self._decided_at >= (min(1.0, interval_s) if asleep else interval_s)
+
+    async def decide(
+        self,
+        fleet: WantedFleet,
+        seen: Sequence[Observed],
+        reports: Mapping[str, TrafficReport],
+        kv_tokens: int,
+    ) -> None:
+        """Decide by what the routers report. `seen`: the instances; `kv_tokens`: that one decode instance can keep."""
+        scale, now, wall = fleet.scale, self._clock.monotonic(), self._clock.wall()
+        if scale is None or self._memory is None:
+            return
+        self._decided_at = now
+        self._note_starts(seen)
+        if self._measuring is None:
+            self._measuring = Measuring(seconds(scale.interval), wall)
+        ready_at = {one.name: wall - (now - one.since) for one in seen if one.phase is Phase.READY}
+        self._measuring.note(reports, ready_at, wall, seconds(scale.warm))
+        if not reports:
+            return
+        memory = self._memory
+        if scale.recommend:
+            there = counts_of(fleet)
+            memory = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode)
+        measured = self._measuring.measured(kv_tokens, wall)
+        situation = Situation(
+            ready=_counted(one for one in seen if one.phase is Phase.READY),
+            draining=sum(one.phase is Phase.DRAINING for one in seen),
+            starts_s=self._start_s(scale),
+        )
+        rules = rules_of(fleet, scale)
+        self._take(await asyncio.to_thread(decide, rules, memory, measured, situation, wall), scale)
+
+    def _take(self, made: Decision, scale: ScaleSpec) -> None:
+        before, self._decision = self._decision, made
+        changes = self._memory is None or _told(made.memory) != _told(self._memory)
+        is_said = made.what == "unreachable" and (before is None or before.what != made.what)
+        if changes or is_said:
+            self._decisions.append(Decided(self._clock.wall(), made.what, made.why))
+            self._note("recommend" if scale.recommend else "scale", made.what, made.why)
+        if made.memory != self._memory:
+            self._memory = made.memory
+            try:
+                self._ledger.write_scaled(made.memory)
+            except OSError as error:
+                logger.warning("the counts cannot be kept: %s", error)
+
+    def _note(self, what: str, name: str, why: str) -> None:
+        logger.info("%s: %s: %s", what, name, why)
+        try:
+            self._ledger.note(what, name, why)
+        except OSError as error:
+            logger.warning("the history cannot be written: %s", error)
+
+    # Starts.
+
+    def _note_starts(self, seen: Sequence[Observed]) -> None:
+        """How long those took that serve now."""
+        for one in seen:
+            if one.phase is Phase.STARTING:
+                self._starting.setdefault(one.name, one.since)
+            elif (began := self._starting.pop(one.name, None)) is not None and one.phase is Phase.READY:
+                took_s = max(0.0, one.since - began)
+                before = self._starts_s
+                self._starts_s = took_s if before is None else max(took_s, 0.7 * before + 0.3 * took_s)
+        here = {one.name for one in seen}
+        self._starting = {name: since for name, since in self._starting.items() if name in here}
+
+    def _start_s(self, scale: ScaleSpec) -> float:
+        return seconds(scale.starts) if self._starts_s is None else self._starts_s
+
+
+def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
+    """What `[scale]` and the roles allow."""
+    targets = LatencyTargets(seconds(scale.ttft), seconds(scale.itl))
+    idle_s, cool_down_s = seconds(scale.idle), seconds(scale.cool_down)
+    cost, unit = Counts(1, 1), None
+    if fleet.unit is not None:
+        unit = _of_unit(fleet)
+        most_units = MOST if fleet.unit.max is None else fleet.unit.max
+        least, most = NOTHING, Counts(unit.prefill * most_units, unit.decode * most_units)
+    else:
+        nobody = RoleSpec(count=0, max=0)
+        p, d = fleet.role.get("prefill", nobody), fleet.role.get(_answering(fleet), nobody)
+        least = Counts(p.min, d.min)
+        most = Counts(_most(p, scale), _most(d, scale))
+        cost = Counts(p.tensor_parallel_size, d.tensor_parallel_size)
+    budget = float(scale.budget) if scale.budget is not None else float("inf")
+    return Rules(
+        targets=targets,
+        least=least,
+        most=most,
+        budget=min(budget, most.prefill * cost.prefill + most.decode * cost.decode),
+        goal=scale.attainment,
+        cost=cost,
+        fewest_per_decode=scale.fewest_per_decode,
+        most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
+        aggregate=scale.aggregate or _answering(fleet) == "both",
+        deflect=scale.deflect,
+        switches=frozenset(
+            (one, other)
+            for one, spec in fleet.role.items()
+            for other in spec.can_be
+            if {one, other} == {PREFILL, DECODE}
+        ),
+        unit=unit,
+        cool_down_s=cool_down_s,
+        idle_s=idle_s,
+        least_requests=scale.least_requests,
+    )
+
+
+def _told(memory: ScalingMemory) -> tuple[Counts, int | None]:
+    return memory.counts, memory.from_tokens
+
+
+def _most(role: RoleSpec, scale: ScaleSpec) -> int:
+    if role.max is not None:
+        return role.max
+    return (scale.budget or 0) // role.tensor_parallel_size
+
+
+def _answering(fleet: WantedFleet) -> MemberRole:
+    roles = fleet.role if fleet.unit is None else fleet.unit.members
+    return "both" if "both" in roles else "decode"
+
+
+def _of_unit(fleet: WantedFleet) -> Counts:
+    assert fleet.unit is not None
+    members = fleet.unit.members
+    return Counts(members.get("prefill", 0), members.get("decode", 0) + members.get("both", 0))
+
+
+def counts_of(fleet: WantedFleet) -> Counts:
+    """Instances that the fleet is to have."""
+    if fleet.unit is not None:
+        unit = _of_unit(fleet)
+        return Counts(unit.prefill * fleet.unit.count, unit.decode * fleet.unit.count)
+    answering = sum(one.count for role, one in fleet.role.items() if role != "prefill")
+    return Counts(fleet.role["prefill"].count if "prefill" in fleet.role else 0, answering)
+
+
+def _with_counts(fleet: WantedFleet, counts: Counts) -> WantedFleet:
+    if fleet.unit is not None:
+        number = counts.total // max(1, _of_unit(fleet).total)
+        return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
+    by_role = _by_role(fleet, counts)
+    roles = {name: msgspec.structs.replace(one, count=by_role[name]) for name, one in fleet.role.items()}
+    return msgspec.structs.replace(fleet, role=roles)
+
+
+def _by_role(fleet: WantedFleet, counts: Counts) -> dict[str, int]:
+    roles = fleet.role if fleet.unit is None else fleet.unit.members
+    return {role: counts.prefill if role == "prefill" else counts.decode for role in roles}
+
+
+def _counted(instances: Iterable[Observed]) -> Counts:
+    found = [one.role for one in instances]
+    return Counts(sum(one == "prefill" for one in found), sum(one in ("decode", "both") for one in found))

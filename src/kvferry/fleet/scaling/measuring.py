@@ -1,0 +1,169 @@
+"""From what routers report to what a scaler decides by. Owns what is known of the requests so far."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvferry.core.messages.traffic import RequestObservation, TrafficReport
+from kvferry.fleet.scaling.demand import Demand
+from kvferry.fleet.scaling.scaler import Measured
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_line
+
+MOST_ASKED = 1024
+"""Requests of each router that are looked at."""
+LOOK_BACK_S = 3600
+"""Older requests say nothing about those of now."""
+_MOST_BINS = 4096
+_MOST_ROUTERS = 256
+_FEWEST_TOKENS = 4
+"""An answer of fewer says nothing about a step's time."""
+_UNSEEN_GROWTH = 0.01
+"""By how much of itself a step is taken to grow with each sequence, where only one number of them was seen."""
+
+
+class Measuring:
+    """Of one fleet. Wall-clock seconds."""
+
+    def __init__(self, bin_s: float, now: float) -> None:
+        self._bin_s, self._began_at = bin_s, now
+        self._num_arrived: dict[str, int] = {}
+        """By router, as it said last."""
+        self._bins = deque[float](maxlen=_MOST_BINS)
+        self._bin_began_at, self._last_arrival_at = now, now
+        self._num_in_bin = 0.0
+        self._num_waiting = 0
+        self._requests: list[RequestObservation] = []
+
+    def note(
+        self, reports: Mapping[str, TrafficReport], ready_at: Mapping[str, float], now: float, warm_s: float
+    ) -> None:
+        """Reports by router. `ready_at`: since when each instance serves; what it did in its first `warm_s` is not
+        counted, because a process is slower at first."""
+        is_first = not self._num_arrived
+        for router, report in reports.items():
+            before = self._num_arrived.get(router)
+            if before is None or report.num_arrived < before:  # a new process counts from 0
+                before = 0 if not is_first else report.num_arrived
+            self._num_in_bin += report.num_arrived - before
+            if report.num_arrived > before:
+                self._last_arrival_at = now
+            self._num_arrived.pop(router, None)
+            self._num_arrived[router] = report.num_arrived
+        for router in list(self._num_arrived)[:-_MOST_ROUTERS]:  # one that does not answer now may do so again
+            del self._num_arrived[router]
+        self._num_waiting = sum(one.num_waiting for one in reports.values())
+        requests = sorted((one for each in reports.values() for one in each.requests), key=lambda one: one.arrived)
+        if is_first and reports:
+            self._begin(requests, now)
+        self._close_bins(now)
+        self._requests = [one for one in requests if _is_warm(one, ready_at, warm_s)] or self._requests
+
+    def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
+        """What came before this process looked: an earlier one was asked for it."""
+        if not requests:
+            return
+        first = max(requests[0].arrived, now - _MOST_BINS * self._bin_s)
+        num_bins = int((now - first) / self._bin_s)
+        if num_bins > 0:
+            counts, _ = np.histogram([one.arrived for one in requests], bins=num_bins, range=(first, now))
+            self._bins.extend(map(float, counts))
+        self._last_arrival_at = requests[-1].arrived
+        self._bin_began_at, self._num_in_bin = now, 0.0
+
+    def _close_bins(self, now: float) -> None:
+        elapsed = now - self._bin_began_at
+        if elapsed >= self._bin_s:
+            number = min(int(elapsed / self._bin_s), _MOST_BINS)
+            self._bins.extend([self._num_in_bin * self._bin_s / elapsed] * number)
+            self._bin_began_at, self._num_in_bin = now, 0.0
+
+    def measured(self, kv_tokens: int, now: float, most_sequences: int = 256) -> Measured:
+        """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known."""
+        demand = Demand(tuple(self._bins), self._bin_s)
+        known = [one for one in self._requests if one.state != "failed"]
+        times = phase_times(known, kv_tokens, most_sequences)
+        num_known = sum(one.state == "done" for one in known)
+        workload = None
+        if known and times is not None:
+            spread = burstiness([one.arrived for one in known[-512:]])
+            workload = Workload.of(demand.now(), lengths(known, times, now), spread)
+        idle_s = now - self._last_arrival_at
+        return Measured(demand, num_known, workload, times, idle_s, self._num_waiting)
+
+
+def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:
+    return all(one.arrived >= ready_at.get(name, -math.inf) + warm_s for name in (one.prefill, one.decode) if name)
+
+
+def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) -> list[tuple[float, float]]:
+    """(uncached prompt tokens, output tokens). An answer that is not over is as long as others, or as it must be by
+    now: to leave out what is not over would leave out the long ones."""
+    ended = [one.output_tokens for one in known if one.state == "done" and one.output_tokens]
+    typical = float(np.mean(ended)) if ended else 1.0
+    found = []
+    for one in known:
+        output = one.output_tokens
+        if one.state == "running":
+            runs_s = 0.0 if one.first_s is None else now - one.arrived - one.first_s
+            output = max(typical, runs_s / (times.decode_base_s + times.decode_sequence_s * max(1.0, one.beside)))
+        found.append((float(one.uncached), output or typical))
+    return found
+
+
+def phase_times(
+    known: Sequence[RequestObservation], kv_tokens: int = 0, most_sequences: int = 256
+) -> PhaseTimes | None:
+    """Lines through what was measured; None: something was not measured yet."""
+    prefill = fit_line((one.prefill_tokens, one.prefill_s) for one in known if one.prefill_s is not None)
+    if prefill is None:
+        prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
+    steps = [
+        (one.beside, one.answer_s / one.output_tokens)
+        for one in known
+        if one.answer_s and one.output_tokens >= _FEWEST_TOKENS
+    ]
+    decode = fit_line(steps)
+    if prefill is None or decode is None:
+        return None
+    base, growth = decode
+    if np.ptp([beside for beside, _ in steps]) < 2.0:
+        base, growth = (step := base + growth * steps[0][0]), step * _UNSEEN_GROWTH
+    hand_offs = [one.hand_off_s for one in known if one.hand_off_s is not None]
+    mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
+    fits = int(kv_tokens / mean_tokens) if kv_tokens else most_sequences
+    return PhaseTimes(
+        prefill_base_s=prefill[0],
+        prefill_token_s=prefill[1],
+        decode_base_s=base,
+        decode_sequence_s=growth,
+        first_token_s=float(np.median(hand_offs)) if hand_offs else 0.0,
+        most_sequences=max(1, min(most_sequences, fits)),
+    )
+
+
+def _unqueued(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """The line through the quicker half of what was measured: the others waited for something."""
+    line = fit_line(points)
+    if line is None:
+        return None
+    base, slope = line
+    return fit_line([(x, y) for x, y in points if y <= base + slope * x]) or line
+
+
+def share_within(known: Sequence[RequestObservation], ttft_s: float, itl_s: float) -> float | None:
+    """The share of streamed requests that were within both targets; None: there was none. Failed ones were not."""
+    judged = [one for one in known if one.streams and one.state != "running"]
+    if not judged:
+        return None
+    within = sum(
+        one.state == "done"
+        and one.first_s is not None
+        and one.first_s <= ttft_s
+        and (one.answer_s or 0.0) <= itl_s * max(1.0, one.output_tokens)
+        for one in judged
+    )
+    return within / len(judged)

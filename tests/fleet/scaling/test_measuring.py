@@ -1,0 +1,152 @@
+"""From what routers report to what a scaler decides by."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvferry.core.messages.traffic import RequestObservation, TrafficReport
+from kvferry.fleet.scaling.measuring import Measuring, lengths, phase_times, share_within
+from kvferry.fleet.scaling.traffic import PhaseTimes
+
+NOW = 1_000_000.0
+
+
+def seen(
+    at: float, *, beside: float = 4.0, prompt: int = 1000, output: float = 100.0, **more: object
+) -> RequestObservation:
+    """A request as a fleet would serve it whose prefill takes 20 ms and 0.1 ms a token, and whose steps 20 ms and 1 ms
+    a sequence."""
+    step_s = 0.02 + 0.001 * beside
+    told: dict[str, object] = {
+        "state": "done",
+        "streams": True,
+        "prefill": "p-0",
+        "decode": "d-0",
+        "prefill_s": 0.02 + 1e-4 * prompt,
+        "prefill_tokens": prompt,
+        "first_s": 0.03 + 1e-4 * prompt,
+        "hand_off_s": 0.0,
+        "answer_s": step_s * output,
+        "output_tokens": output,
+        "beside": beside,
+        **more,
+    }
+    return RequestObservation(NOW + at, prompt, prompt, **told)  # type: ignore[arg-type]
+
+
+def some(number: int, from_s: float = -300.0, to_s: float = -10.0, **more: object) -> list[RequestObservation]:
+    random = Random(number)
+    times = sorted(random.uniform(from_s, to_s) for _ in range(number))
+    return [
+        seen(
+            at,
+            beside=random.uniform(1, 16),
+            prompt=random.randrange(100, 4000),
+            output=random.randrange(20, 300),
+            **more,
+        )
+        for at in times
+    ]
+
+
+def report(requests: list[RequestObservation], arrived: int | None = None, waiting: int = 0) -> TrafficReport:
+    return TrafficReport(NOW, len(requests) if arrived is None else arrived, waiting, requests)
+
+
+def test_phase_times_are_those_of_the_fleet() -> None:
+    found = phase_times(some(200))
+    assert found is not None
+    assert found.prefill_base_s == pytest.approx(0.02, rel=0.02)
+    assert found.prefill_token_s == pytest.approx(1e-4, rel=0.02)
+    assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
+    assert found.decode_sequence_s == pytest.approx(0.001, rel=0.02)
+    assert phase_times([]) is None
+
+
+def test_instances_for_both_phases_have_phase_times_too() -> None:
+    """What waits makes an answer begin later: the quicker ones tell what computing takes."""
+    random = Random(3)
+    whole = some(200, prefill="", prefill_s=None, hand_off_s=None)
+    for one in whole:
+        one.first_s = 0.02 + 1e-4 * one.uncached + (random.expovariate(4.0) if random.random() < 0.3 else 0.0)
+    found = phase_times(whole)
+    assert found is not None
+    assert found.prefill_token_s == pytest.approx(1e-4, rel=0.15)
+
+
+def test_memory_of_one_decode_instance_bounds_its_answers() -> None:
+    requests = some(100)
+    mean = sum(one.prompt_tokens + one.output_tokens for one in requests) / len(requests)
+    found = phase_times(requests, kv_tokens=int(10 * mean))
+    assert found is not None
+    assert found.most_sequences == 10 or found.most_sequences == 9
+
+
+def test_answers_that_are_not_over_are_as_long_as_they_must_be() -> None:
+    """Those that run are longer than those that have ended: to leave them out makes demand look small."""
+    ended = [seen(-100.0, output=10.0) for _ in range(10)]
+    running = seen(-100.0, state="running", output=0.0, answer_s=None)
+    times = PhaseTimes(0.02, 1e-4, 0.02, 1e-3)
+    *_, (prompt, output) = lengths([*ended, running], times, NOW)
+    assert prompt == 1000
+    assert output == pytest.approx((100.0 - 0.13) / 0.024, rel=0.01)
+    *_, (_, fresh) = lengths([*ended, seen(-0.1, state="running", output=0.0, answer_s=None)], times, NOW)
+    assert fresh == 10.0
+
+
+def test_arrivals_are_counted_over_routers_and_their_ends() -> None:
+    made = Measuring(5.0, NOW)
+    made.note({"a": report([], 100), "b": report([], 40)}, {}, NOW, 0.0)
+    made.note({"a": report([], 110), "b": report([], 45)}, {}, NOW + 5, 0.0)
+    assert made.measured(0, NOW + 5).demand.counts == (15.0,)
+    made.note({"a": report([], 112), "c": report([], 3)}, {}, NOW + 10, 0.0)  # b is gone, c is new
+    assert made.measured(0, NOW + 10).demand.counts == (15.0, 5.0)
+    made.note({"a": report([], 2), "c": report([], 3)}, {}, NOW + 15, 0.0)  # a has started again
+    assert made.measured(0, NOW + 15).demand.counts[-1] == 2.0
+    made.note({"a": report([], 2), "c": report([], 3)}, {}, NOW + 25, 0.0)
+    found = made.measured(0, NOW + 25)
+    assert found.demand.counts[-2:] == (0.0, 0.0)
+    assert found.idle_s == 10.0
+
+
+def test_a_new_controller_knows_what_came_before_it() -> None:
+    made = Measuring(5.0, NOW)
+    made.note({"a": report(some(120))}, {}, NOW, 0.0)
+    found = made.measured(0, NOW)
+    assert sum(found.demand.counts) == 120
+    assert found.idle_s == pytest.approx(10.0, abs=5.0)
+    assert found.num_known == 120
+
+
+def test_what_an_instance_does_at_first_is_not_counted() -> None:
+    """dynamo #12430: the first requests of a process are slow."""
+    cold = some(50, from_s=-18.0, to_s=-12.0, prefill_s=30.0)
+    made = Measuring(5.0, NOW)
+    made.note({"a": report(cold)}, {"p-0": NOW - 20.0}, NOW, 10.0)
+    found = made.measured(0, NOW)
+    assert (found.num_known, found.workload, found.times) == (0, None, None)
+    warm = some(50, from_s=-9.0, to_s=-1.0)
+    made.note({"a": report([*cold, *warm])}, {"p-0": NOW - 20.0}, NOW, 10.0)
+    found = made.measured(0, NOW)
+    assert found.num_known == 50
+    assert found.times is not None
+    assert found.times.prefill_base_s < 0.1
+
+
+def test_what_is_known_stays_known_when_nothing_comes() -> None:
+    made = Measuring(5.0, NOW)
+    made.note({"a": report(some(50))}, {}, NOW, 10.0)
+    made.note({"a": report([], 50)}, {}, NOW + 4000, 10.0)
+    found = made.measured(0, NOW + 4000)
+    assert found.workload is not None
+    assert found.workload.rate == 0.0
+
+
+def test_the_share_within_both_targets() -> None:
+    good, late = seen(-10.0), seen(-10.0, first_s=3.0)
+    slow, failed = seen(-10.0, answer_s=50.0), seen(-10.0, state="failed")
+    assert share_within([good, good, good, late], 1.0, 0.05) == 0.75
+    assert share_within([good, slow, failed, late], 1.0, 0.05) == 0.25
+    assert share_within([seen(-1.0, state="running")], 1.0, 0.05) is None
