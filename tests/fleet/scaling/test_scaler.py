@@ -11,7 +11,7 @@ from fleet.scaling.exact import poisson, simulate
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
-from kvferry.fleet.scaling.scaler import Decision, Measured, Outlook, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.scaler import Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
@@ -38,7 +38,9 @@ def memory(prefill: int, decode: int, **more: Any) -> ScalingMemory:
     return ScalingMemory(prefill, decode, **{"changed_at": LONG_AGO, **more})
 
 
-def settled(rules: Rules, state: ScalingMemory, told: Measured, now: float = 0.0, most: int = 20) -> list[Decision]:
+def settled(
+    rules: Rules, state: ScalingMemory, told: Measured, now: float = 0.0, most: int = 20
+) -> list[ScalingDecision]:
     """Decisions until nothing changes any more; what is wanted is there at once."""
     found = []
     for _ in range(most):

@@ -21,7 +21,7 @@ from kvferry.fleet.control.spec import MOST, MemberRole, RoleSpec, ScaleSpec, Wa
 from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import DECODE, NOTHING, PREFILL, Counts, Rules
-from kvferry.fleet.scaling.scaler import Decision, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.scaler import ScalingDecision, ScalingMemory, Situation, decide
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Scaling:
         self._memory: ScalingMemory | None = ledger.scaled()
         self._measuring: Measuring | None = None
         self._decided_at = -1e18
-        self._decision: Decision | None = None
+        self._decision: ScalingDecision | None = None
         self._decisions = deque[Decided](maxlen=_MOST_DECISIONS)
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
@@ -120,7 +120,7 @@ class Scaling:
         rules = rules_of(fleet, scale)
         self._take(await asyncio.to_thread(decide, rules, memory, measured, situation, wall), scale)
 
-    def _take(self, made: Decision, scale: ScaleSpec) -> None:
+    def _take(self, made: ScalingDecision, scale: ScaleSpec) -> None:
         before, self._decision = self._decision, made
         changes = self._memory is None or _told(made.memory) != _told(self._memory)
         is_said = made.what == "unreachable" and (before is None or before.what != made.what)

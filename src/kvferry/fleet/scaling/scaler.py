@@ -73,7 +73,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ScalingDecision:
     """What is wanted from now on, and why, in one line. `attained`: the share of requests expected within the targets;
     None: not known."""
 
@@ -83,7 +83,7 @@ class Decision:
     attained: float | None = None
 
 
-def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, now: float) -> Decision:
+def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, now: float) -> ScalingDecision:
     """The decision now, in seconds of the clock of `memory.changed_at`."""
     here = memory.counts
     if here == NOTHING:
@@ -96,14 +96,14 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
         return _changed(memory, NOTHING, now, "zero", f"no request for {measured.idle_s:.0f} s")
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
         why = f"{measured.num_known} of {rules.least_requests} requests are known that it takes to decide"
-        return Decision(memory, "measure", why)
+        return ScalingDecision(memory, "measure", why)
     soon = measured.demand.soon(seen.starts_s)
     outlook = Outlook(rules, measured.workload.at(soon), measured.times)
     memory, deflects = _threshold(memory, outlook, seen)
     expected = outlook.best(here)
     if expected.attained < rules.goal:
         return _more(rules, memory, outlook, expected, now)
-    return _less(rules, memory, measured, seen, expected, now) or Decision(
+    return _less(rules, memory, measured, seen, expected, now) or ScalingDecision(
         memory,
         "deflect" if deflects else "hold",
         f"{deflects or 'enough'}: {outlook.told(here, expected)}",
@@ -185,7 +185,7 @@ def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemor
     return msgspec.structs.replace(memory, from_tokens=from_tokens)
 
 
-def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Prediction, now: float) -> Decision:
+def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Prediction, now: float) -> ScalingDecision:
     """The goal is not kept."""
     here = memory.counts
     least = rules.price(here)
@@ -203,7 +203,7 @@ def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Predi
     told = f"the goal of {_percent(rules.goal)} cannot be kept within the limits"
     why = f"{told}: at most {outlook.told(there, outlook.best(there))}"
     if there == here:
-        return Decision(memory, "unreachable", why, expected.attained)
+        return ScalingDecision(memory, "unreachable", why, expected.attained)
     return _changed(memory, there, now, "unreachable", why, outlook.best(there).attained)
 
 
@@ -228,7 +228,7 @@ def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: li
 
 def _less(
     rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, expected: Prediction, now: float
-) -> Decision | None:
+) -> ScalingDecision | None:
     """The goal is kept: maybe with fewer. What is there serves `here.total / there.total` times as much each then, at
     the highest demand of the cool-down."""
     here = memory.counts
@@ -248,18 +248,18 @@ def _less(
     return _changed(memory, there, now, "release", why, attained.attained)
 
 
-def _wake(rules: Rules, memory: ScalingMemory, measured: Measured, now: float) -> Decision:
+def _wake(rules: Rules, memory: ScalingMemory, measured: Measured, now: float) -> ScalingDecision:
     if not measured.num_waiting and measured.idle_s >= min(rules.idle_s or 1e18, 60.0):
-        return Decision(memory, "hold", "no request: nothing is kept")
+        return ScalingDecision(memory, "hold", "no request: nothing is kept")
     first = rules.topologies[0] if rules.topologies else NOTHING
     return _changed(memory, first, now, "wake", f"{max(1, measured.num_waiting)} requests wait for an instance")
 
 
 def _changed(
     memory: ScalingMemory, there: Counts, now: float, what: What, why: str, attained: float | None = None
-) -> Decision:
+) -> ScalingDecision:
     new = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode, changed_at=now)
-    return Decision(new, what, f"{memory.counts} → {there}: {why}", attained)
+    return ScalingDecision(new, what, f"{memory.counts} → {there}: {why}", attained)
 
 
 def _percent(share: float) -> str:
