@@ -127,3 +127,30 @@ def test_a_file_that_is_no_toml_is_named(text: str, tmp_path: Path) -> None:
 )
 def test_only_what_instances_were_started_with_makes_a_revision(change: dict[str, Any], is_another: bool) -> None:
     assert (fleet_from({**BASE, **change}).revision != fleet_from(BASE).revision) is is_another
+
+
+@pytest.mark.parametrize(
+    ("changed", "rolls"),
+    [
+        ({"image": "kvferry:2"}, {"instances", "routers"}),
+        ({"environment": {"A": "1"}}, {"instances", "routers"}),
+        ({"model_claim": "models"}, {"instances", "routers"}),
+        ({"pod": {"decode": {"limits": {"cpu": "2"}}}}, {"instances"}),
+        ({"pod": {"router": {"limits": {"cpu": "2"}}}}, {"routers"}),
+        ({"pod": {"both": {"limits": {"cpu": "2"}}}}, set()),
+        ({"pod_monitor": True, "clients_from": {"app": "chat"}, "routers": 3}, set()),
+    ],
+)
+def test_what_a_pod_is_made_of_is_part_of_the_revision(changed: dict[str, Any], rolls: set[str]) -> None:
+    before, after = fleet_from(in_pods(image="kvferry:1")), fleet_from(in_pods(**{"image": "kvferry:1", **changed}))
+    found = {"instances"} if before.revision != after.revision else set()
+    found |= {"routers"} if before.front(2).revision != after.front(2).revision else set()
+    assert found == rolls
+
+
+def test_options_of_a_backend_of_one_s_own_are_part_of_the_revision() -> None:
+    fleets = [
+        fleet_from({**BASE, "backend": {"kind": "a.b:C", "options": options}}) for options in ({}, {"a": 1}, {"a": 2})
+    ]
+    assert len({one.revision for one in fleets}) == 3
+    assert len({one.front(1).revision for one in fleets}) == 3

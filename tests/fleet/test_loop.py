@@ -348,6 +348,18 @@ def test_a_roll_that_could_never_end_is_refused_before_it_begins() -> None:
         rehearse(another_model(fleet), list(world.members.values()))
 
 
+def test_another_image_is_rolled() -> None:
+    def image(name: str) -> WantedFleet:
+        return pooling(2, 2, backend={"kind": "kubernetes", "kubernetes": {"image": name}})
+
+    world = World(image("kvferry:1"))
+    world.settle()
+    old = {one.revision for one in world.members.values()}
+    world.fleet = image("kvferry:2")
+    world.settle()
+    assert not old & {one.revision for one in world.members.values()}
+
+
 def test_a_roll_begins_when_there_is_room_for_it() -> None:
     """What was drained a moment ago takes room until it is gone."""
     world = World(pooling(4, 4))

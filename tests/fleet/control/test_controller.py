@@ -366,6 +366,15 @@ async def test_a_change_that_cannot_be_run_is_not_made(tmp_path: Path, caplog: p
         assert "prefill-1" in made.backend.serving
 
 
+async def test_a_fleet_does_not_move_to_another_backend(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        made.ledger.want(pooling(backend={"kind": "kubernetes", "kubernetes": {"image": "kvferry:1"}}))
+        await made.until(lambda: "backend.kind cannot be changed" in made.trouble())
+        assert made.backend.stops == []
+
+
 async def test_what_dies_is_still_replaced_after_a_change_that_cannot_be_run(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     made.backend.cannot_run.add("wrong")

@@ -285,6 +285,8 @@ class Controller:
             return before
         if not wanted.deleted:
             try:
+                if wanted.fleet.backend.kind != before.fleet.backend.kind:
+                    raise ConfigError("backend.kind cannot be changed: delete the fleet, and apply the spec then")
                 self._backend.use(wanted.fleet)
             except ConfigError as error:
                 return self._refuse(wanted.number, str(error), before)

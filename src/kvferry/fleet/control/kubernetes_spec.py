@@ -3,7 +3,7 @@ manifests."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -86,6 +86,12 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Write a PodMonitor for Prometheus' operator."""
     clients_from: dict[str, str] = {}
     """Labels of the pods that may reach the router. Default: everyone may."""
+
+    def fixed(self, roles: Collection[PodRole]) -> list[Any]:
+        """What cannot be changed in running pods of these roles."""
+        pods = {role: one for role, one in sorted(self.pod.items()) if role in roles}
+        told = (self.image, self.image_pull_secrets, self.service_account, self.token_secret, self.model_claim)
+        return [*told, self.environment, self.gang, pods]
 
 
 def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -216,6 +216,11 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray: dict[ActorRole, ActorSpec] = {}
     """What members on Ray need of their nodes, by role."""
 
+    def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
+        """What cannot be changed in running members of these roles."""
+        pods = [] if self.kubernetes is None else self.kubernetes.fixed(roles)
+        return [*pods, self.options] if self.options else pods
+
 
 class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet. Read it with `read_fleet`, which checks it."""
@@ -247,6 +252,7 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         members = None if self.unit is None else dict(sorted(self.unit.members.items()))
         told = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
+        told += self.backend.fixed(set(self.role) if self.unit is None else set(self.unit.members))
         return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
 
     @property
@@ -269,6 +275,7 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             role={"router": RoleSpec(count=number, args=told)},
             roll=self.roll,
             failure=self.failure,
+            backend=self.backend,
             stamp=self.stamp,
         )
 
