@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OPTIONAL = {
+    "aiohttp",
     "envoy",
     "google",
     "grpc",
     "grpc_health",
+    "kubernetes",
     "matplotlib",
     "mooncake",
     "nixl",

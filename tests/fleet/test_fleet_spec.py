@@ -148,6 +148,13 @@ def test_what_a_pod_is_made_of_is_part_of_the_revision(changed: dict[str, Any], 
     assert found == rolls
 
 
+def test_what_an_actor_needs_is_part_of_the_revision() -> None:
+    given = [{}, {"decode": {"cpus": 2}}, {"both": {"cpus": 2}}]
+    plain, decode, other = (fleet_from({**BASE, "backend": {"kind": "ray", "ray": one}}) for one in given)
+    assert plain.revision == other.revision != decode.revision
+    assert plain.front(1).revision == decode.front(1).revision
+
+
 def test_options_of_a_backend_of_one_s_own_are_part_of_the_revision() -> None:
     fleets = [
         fleet_from({**BASE, "backend": {"kind": "a.b:C", "options": options}}) for options in ({}, {"a": 1}, {"a": 2})

@@ -221,8 +221,6 @@ def _token() -> str:
 
 def _backend(folder: Path, fleet: WantedFleet) -> FleetBackend:
     """The fleet's, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
-    if fleet.backend.kind == "kubernetes":
-        raise ConfigError("backend.kind: kubernetes fleets are made by `kvferry fleet render`, not here")
     token = _token()
     make_recipe = partial(local_recipe, token=token, command=serve)
     context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)

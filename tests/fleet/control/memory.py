@@ -9,13 +9,15 @@ from dataclasses import replace
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
-from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 
 
-class MemoryBackend:
-    """See `kvferry.fleet.control.backend.Backend`. `serves_at_once`: members do; otherwise, when `serve` is called."""
+class MemoryBackend(FleetBackend):
+    """`serves_at_once`: members do; otherwise, when `serve` is called."""
+
+    num_routers = 0
 
     def __init__(self, num_routers: int = 0) -> None:
         self.changed = asyncio.Event()

@@ -173,6 +173,9 @@ class FleetBackend(ABC):
     def ends(self) -> None:
         """Everything is about to be ended, and nothing more is started: nobody is to wait for what will not come."""
 
+    async def clear(self) -> None:
+        """The fleet has ended, all its members included: leave nothing of it. Nothing is left by default."""
+
     @abstractmethod
     async def close(self) -> None:
         """Let go of the members, which stay as they are, unless they do not outlive the backend."""
@@ -180,7 +183,7 @@ class FleetBackend(ABC):
 
 def backend_class(kind: str) -> type[FleetBackend]:
     """The backend that a spec names. Raises `ConfigError`."""
-    if kind == "ray":
-        require_library("backend ray", "ray", "ray", ["ray"])
+    if kind in ("ray", "kubernetes"):
+        require_library(f"backend {kind}", kind, kind, [kind])
     found: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
     return found

@@ -207,6 +207,7 @@ class Controller:
         members = self._backend.members()
         for is_router in (True, False):
             await self._end_all([one.name for one in members if (one.role == "router") is is_router])
+        await self._backend.clear()
         self._note("ended", "", "")
 
     async def _end_all(self, names: Sequence[str]) -> None:

@@ -62,6 +62,9 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Image of all containers, with kvferry in it (`Dockerfile`)."""
     namespace: ObjectName = "default"
     """Namespace of all objects."""
+    context: str | None = None
+    """Context of the kubeconfig that `kvferry fleet apply` uses. Default: the one that is current there; within a pod,
+    its service account."""
     pod: dict[PodRole, PodSpec] = {}
     """Resources and nodes, by role."""
     image_pull_secrets: tuple[ObjectName, ...] = ()

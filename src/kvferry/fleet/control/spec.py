@@ -34,6 +34,7 @@ BACKENDS = ExtensionPoint(
     {
         "local": "kvferry.fleet.backends.local.backend:LocalBackend",
         "ray": "kvferry.fleet.backends.ray.backend:RayBackend",
+        "kubernetes": "kvferry.fleet.backends.kubernetes.backend:KubernetesBackend",
     },
     "kvferry.backends",
 )
@@ -204,8 +205,9 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
     kind: str = "local"
-    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, whose manifests `kvferry
-    fleet render` writes; or a backend of your own, by its entry point or as `package.module:Class`."""
+    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, which `kvferry
+    fleet apply` makes and `kvferry fleet render` writes as manifests; or a backend of your own, by its entry point or
+    as `package.module:Class`."""
     address: str = ""
     """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
     in."""
@@ -219,7 +221,8 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
         """What cannot be changed in running members of these roles."""
         pods = [] if self.kubernetes is None else self.kubernetes.fixed(roles)
-        return [*pods, self.options] if self.options else pods
+        actors = {role: one for role, one in sorted(self.ray.items()) if role in roles}
+        return [*pods, *(one for one in (actors, self.options) if one)]
 
 
 class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,8 +342,8 @@ def _backend(given: Mapping[str, Any]) -> Backend:
     told = read_options(
         Backend, {key: value for key, value in given.items() if key not in ("kubernetes", "ray")}, "backend"
     )
-    BACKENDS.require_known(told.kind, "kubernetes")
-    if told.options and told.kind in (*BACKENDS.table, "kubernetes"):
+    BACKENDS.require_known(told.kind)
+    if told.options and told.kind in BACKENDS.table:
         raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
     if (told.kind == "kubernetes") != (pods is not None):
         raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')

@@ -54,17 +54,31 @@ class Pods:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
         self._drain_s = int(seconds(fleet.failure.drain))
 
-    def instance(self, role: Role, routers: Sequence[str], *, unit: int | None, group: str, rank: int = 0) -> Object:
-        """The template of an instance's pods, which register at `routers`. `rank` above 0: those of the other ranks of
-        an instance on several pods. `group`: of the pods that are scheduled together."""
+    def instance(
+        self,
+        role: Role,
+        routers: Sequence[str],
+        *,
+        unit: int | None,
+        group: str,
+        rank: int = 0,
+        started_as: Role | None = None,
+    ) -> Object:
+        """The template of an instance's pods, which register at `routers`; without any, who starts them tells the
+        routers. `rank` above 0: those of the other ranks of an instance on several pods. `group`: of the pods that are
+        scheduled together. `started_as`: what it can do, if that is more than its role."""
+        started_as = started_as or role
         container = self._container(role)
         if rank:
             container["command"] = _vllm_worker(self._fleet, role)
         else:
-            container["command"] = ["kvferry", "prefill" if role == "prefill" else "decode", self._fleet.model]
-            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role))
-            container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
-            container |= self._instance_probes(routers)
+            command = "prefill" if started_as == "prefill" else "decode"
+            container["command"] = ["kvferry", command, self._fleet.model]
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, started_as))
+            container |= self._instance_probes()
+            if routers:
+                container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
+                container |= self._drains(routers)
             container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         template = self._template(role, container, unit)
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
@@ -89,13 +103,13 @@ class Pods:
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
         return template
 
-    def _arguments(self, role: Role) -> list[str]:
+    def _arguments(self, role: Role, started_as: Role) -> list[str]:
         engine, one = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
             f"--port={HTTP_PORT}",
             f"--grace-s={_GRACE_S}",
-            f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
+            f"--kv-transfer-config={transfer_config(engine.connectors, started_as)}",
         ]
         ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
         if engine.kind == "kvferry":
@@ -103,20 +117,23 @@ class Pods:
         python = [f"--engine-python={engine.python}"] if engine.python else []
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, "0")]
 
-    def _instance_probes(self, routers: Sequence[str]) -> Object:
-        """It has loaded its model; it serves now; its process still answers. And before it is told to end, its routers
-        send it no more requests, and wait until no ticket of it is outstanding."""
+    def _instance_probes(self) -> Object:
+        """It has loaded its model; it serves now; its process still answers."""
         start_s = int(seconds(self._fleet.failure.start))
-        drains = " ".join(
-            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
-            for one in routers
-        )
         return {
             "startupProbe": _http("/health", period_s=5, failures=max(1, start_s // 5)),
             "readinessProbe": _http("/health", period_s=2, failures=3),
             "livenessProbe": _http("/version", period_s=10, failures=6),
-            "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}},
         }
+
+    def _drains(self, routers: Sequence[str]) -> Object:
+        """Before it is told to end, its routers send it no more requests, and wait until no ticket of it is
+        outstanding."""
+        drains = " ".join(
+            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
+            for one in routers
+        )
+        return {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}}}
 
     def _container(self, role: PodRole) -> Object:
         one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values

@@ -37,6 +37,12 @@ def render(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
     return [*_Rendering(fleet, values).objects(token)]
 
 
+def support(fleet: WantedFleet, values: Values, token: str = "", *, plain_pods: int | None = None) -> list[Object]:
+    """What the pods of a fleet need beside them. `token`: as for `render`. `plain_pods`: they are made one by one, not
+    by Deployments and their like; this is the number of routers among them."""
+    return [*_Rendering(fleet, values).support(token, plain_pods)]
+
+
 def check(fleet: WantedFleet) -> None:
     """Raise `ConfigError` for a fleet that cannot be rendered."""
     if fleet.backend.kubernetes is None:
@@ -70,17 +76,20 @@ class _Rendering:
         self._pods = Pods(fleet, values)
 
     def objects(self, token: str) -> Iterator[Object]:
-        fleet = self._fleet
-        if self._kubernetes.token_secret is None and (token or self._values.chart):
-            secret = {"type": "Opaque", "stringData": {"token": self._values.secret("token", token)}}
-            yield self._object("v1", "Secret", token_secret(fleet), more=secret)
+        yield from self.support(token, None)
         for part in self._parts():
             yield from self._routers(part)
             yield from self._instances(part)
             if self._kubernetes.gang != "none":
                 yield self._pod_group(part)
+
+    def support(self, token: str, plain_pods: int | None) -> Iterator[Object]:
+        fleet = self._fleet
+        if self._kubernetes.token_secret is None and (token or self._values.chart):
+            secret = {"type": "Opaque", "stringData": {"token": self._values.secret("token", token)}}
+            yield self._object("v1", "Secret", token_secret(fleet), more=secret)
         yield self._service(fleet.name, labels_of(fleet, "router"), headless=False)
-        yield from self._disruption_budgets()
+        yield from self._disruption_budgets(plain_pods)
         yield from self._network_policies()
         if self._kubernetes.pod_monitor:
             yield self._pod_monitor()
@@ -175,17 +184,26 @@ class _Rendering:
             spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
         return self._object("v1", "Service", name, spec)
 
-    def _disruption_budgets(self) -> Iterator[Object]:
-        """Of each role, one pod at a time is moved off its node."""
+    def _disruption_budgets(self, plain_pods: int | None) -> Iterator[Object]:
+        """Of each role, one pod at a time is moved off its node. Kubernetes knows only of Deployments and their like
+        how many there are to be; for plain pods, it is told."""
         fleet = self._fleet
-        for role in (*(fleet.role if fleet.unit is None else fleet.unit.members), "router"):
-            spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(fleet, role)}}
+        units = fleet.unit.count if fleet.unit is not None else 0
+        members = {} if fleet.unit is None else fleet.unit.members
+        counts = {role: one.count for role, one in fleet.role.items()} if fleet.unit is None else dict(members)
+        for role in (*counts, "router"):
+            spec: Object = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(fleet, role)}}
+            if plain_pods is not None:
+                number = plain_pods if role == "router" else counts[role] * (units or 1)
+                spec = {"minAvailable": max(0, number - 1), "selector": spec["selector"]}
             yield self._object("policy/v1", "PodDisruptionBudget", f"{fleet.name}-{role}", spec)
 
     def _network_policies(self) -> Iterator[Object]:
         """Instances are reached by routers and by each other, routers by clients and instances; nothing else is."""
         fleet, http = self._fleet, [{"port": "http"}]
-        router = {"podSelector": {"matchLabels": labels_of(fleet, "router")}}
+        router, controller = (
+            {"podSelector": {"matchLabels": labels_of(fleet, one)}} for one in ("router", "controller")
+        )
         roles = sorted(fleet.role if fleet.unit is None else fleet.unit.members)
         instances = {
             "matchLabels": labels_of(fleet),
@@ -194,11 +212,11 @@ class _Rendering:
         spec = {
             "podSelector": instances,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [router], "ports": http}, {"from": [{"podSelector": instances}]}],
+            "ingress": [{"from": [router, controller], "ports": http}, {"from": [{"podSelector": instances}]}],
         }
         yield self._object("networking.k8s.io/v1", "NetworkPolicy", f"{fleet.name}-instances", spec)
         clients = self._kubernetes.clients_from
-        rules: list[Object] = [{"from": [{"podSelector": instances}], "ports": http}]
+        rules: list[Object] = [{"from": [{"podSelector": instances}, controller], "ports": http}]
         if clients:
             rules.append({"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": clients}}], "ports": http})
         else:

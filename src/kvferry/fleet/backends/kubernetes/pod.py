@@ -1,0 +1,134 @@
+"""Members as pods, and what a pod's status says of a member. Pure: a spec in, an object out, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.first_cause import FirstCause
+from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, Pods, kubernetes_of, labels_of
+from kvferry.fleet.kubernetes.values import Values
+from kvferry.http.server.listen import authority
+
+Object = dict[str, Any]
+
+MEMBER_LABEL, REVISION_LABEL, UNIT_ANNOTATION = "kvferry/member", "kvferry/revision", "kvferry/unit"
+_NEVER = ("InvalidImageName", "CreateContainerConfigError", "ErrImageNeverPull")
+"""Why a container waits for what will not come."""
+_ROUTINE = ("ContainerCreating", "PodInitializing")
+_NUM_LAST_LINES = 20
+
+
+def selector_of(fleet: WantedFleet) -> str:
+    """Selects the pods that a backend has made for a fleet; not those that `kvferry fleet render` describes."""
+    return ",".join((*(f"{key}={value}" for key, value in labels_of(fleet).items()), MEMBER_LABEL))
+
+
+def pod_name(fleet: WantedFleet, member: str) -> str:
+    """The name of a member's pod."""
+    return f"{fleet.name}-{member}"
+
+
+def pod_for(fleet: WantedFleet, member: MemberSpec) -> Object:
+    """The pod of a member. What runs in it is what `kvferry fleet render` writes; whether it is started again is for
+    the controller to say, and so is who is told of it."""
+    pods, unit = Pods(fleet, Values()), _number(member.unit)
+    if member.role == "router":
+        template = pods.router(unit=None)
+    else:
+        can_be = fleet.role[member.role].can_be if member.role in fleet.role else ()
+        template = pods.instance(member.role, (), unit=unit, group="", started_as="both" if can_be else None)
+    spec = {**template["spec"], "restartPolicy": "Never"}
+    (container,) = spec["containers"]
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # so that its status has its last words
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(fleet, member.name),
+            "namespace": kubernetes_of(fleet).namespace,
+            "labels": {
+                **template["metadata"]["labels"],
+                MEMBER_LABEL: member.name,
+                REVISION_LABEL: member.revision,
+            },
+            "annotations": {UNIT_ANNOTATION: member.unit},
+        },
+        "spec": spec,
+    }
+
+
+def member_of(pod: Object, service_url: str, *, has_served: bool = False) -> Member | None:
+    """The member that a pod is, as its status says; None for a pod that is none. `service_url`: where clients reach
+    the routers. `has_served`: it did before, which its status does not say once it has ended."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    name, role = labels.get(MEMBER_LABEL, ""), labels.get(PART_LABEL)
+    if not name or role is None:
+        return None
+    statuses = status.get("containerStatuses") or [{}]
+    container: Object = statuses[0]
+    state, url = MemberState.STARTING, ""
+    reason, wrong = _waits(status, container), False
+    last: tuple[str, ...] = ()
+    terminated = (container.get("state") or {}).get("terminated")
+    if terminated is not None or status.get("phase") in ("Failed", "Succeeded"):
+        state = MemberState.ENDED
+        reason, wrong, last = _end(status, terminated or {}, has_served=has_served)
+    elif _waiting(container).get("reason") in _NEVER:
+        state, wrong = MemberState.ENDED, True
+    elif container.get("started") and status.get("podIP"):
+        state, url, reason = MemberState.SERVING, f"http://{authority(status['podIP'], HTTP_PORT)}", ""
+    is_router = role == "router"
+    return Member(
+        name=name,
+        role=role,
+        revision=labels.get(REVISION_LABEL, ""),
+        state=state,
+        unit=(metadata.get("annotations") or {}).get(UNIT_ANNOTATION, ""),
+        url=service_url if is_router and url else url,
+        health_url=url if is_router else "",
+        reason=reason,
+        is_misconfigured=wrong,
+        last_lines=last,
+    )
+
+
+def _number(unit: str) -> int | None:
+    return int(unit.rpartition("-")[2]) if unit else None
+
+
+def _waiting(container: Object) -> Object:
+    return (container.get("state") or {}).get("waiting") or {}
+
+
+def _waits(status: Object, container: Object) -> str:
+    """What a pod that does not serve waits for, if that is not the usual."""
+    waiting = _waiting(container)
+    if waiting.get("reason") and waiting["reason"] not in _ROUTINE:
+        return ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+    for one in status.get("conditions") or ():
+        if one.get("type") == "PodScheduled" and one.get("status") == "False":
+            return ": ".join(filter(None, (one.get("reason"), one.get("message"))))
+    return ""
+
+
+def _end(status: Object, terminated: Object, *, has_served: bool) -> tuple[str, bool, tuple[str, ...]]:
+    """Why it has ended, whether its settings are wrong, and its last lines."""
+    lines = tuple((terminated.get("message") or "").splitlines()[-_NUM_LAST_LINES:])
+    code, cause = terminated.get("exitCode"), terminated.get("reason")
+    if code == EXIT_USER_ERROR:
+        for line in reversed(lines):
+            if line.startswith(ERROR_PREFIX):
+                return line.removeprefix(ERROR_PREFIX), True, lines
+    if code is None:
+        return ": ".join(filter(None, (status.get("reason") or "ended", status.get("message")))), False, lines
+    how = f"ended with exit code {code}" if cause in (None, "Error", "Completed") else f"ended ({cause}, {code})"
+    if has_served:
+        return how, False, lines
+    first = FirstCause()
+    for line in lines:
+        first.feed(line)
+    return f"{how} while starting" + (f": {first.text}" if first.text else ""), False, lines

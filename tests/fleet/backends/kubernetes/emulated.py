@@ -1,0 +1,202 @@
+"""A cluster without a cluster: kmock as its API server, and beside it as much of a node as a backend sees of one.
+
+No container runs. A node says of each pod what its name means: see `kvferry.testing.backends`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import kubernetes_validate
+import yaml
+from kmock import KubernetesEmulator, KubernetesError, Request, Server, action
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL
+
+VERSION = "1.37"
+_LOOK_S = 0.01
+_FINALIZER = "tests/node"
+_UNPROCESSABLE, _GONE = 422, 410
+
+
+class ApiServer(KubernetesEmulator):
+    """kmock deletes at once. An API server waits for a pod's node, for which a finalizer stands here; and it refuses
+    objects that are not valid. `fails`: actions that are refused with a status, in place of what they would do."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.fails: dict[action, int] = {}
+        self._watches: set[asyncio.Task[Any]] = set()
+        self.resources["v1/pods"] = {"kind": "Pod", "namespaced": True}
+
+    def drop_watches(self) -> None:
+        """Connections that tell what changes are cut."""
+        for task in self._watches:
+            task.cancel()
+
+    async def _handle(self, request: Request) -> aiohttp.web.StreamResponse:
+        if (status := self.fails.get(request.action)) is not None:  # type: ignore[arg-type]
+            if status == _GONE and request.action is action.WATCH:
+                told = {"type": "ERROR", "object": {"code": _GONE, "reason": "Expired", "message": "too old"}}
+                return aiohttp.web.json_response(told)
+            raise KubernetesError(status=status, reason="Told", message="by a test")
+        if request.action is action.WATCH:
+            task = asyncio.current_task()
+            assert task is not None
+            self._watches.add(task)
+            task.add_done_callback(self._watches.discard)
+        if request.action is action.CREATE:
+            self._require_valid(request.data)
+            if request.data["kind"] == "Pod":
+                request.data["metadata"]["finalizers"] = [_FINALIZER]
+        if request.action is action.DELETE and request.name and "/pods/" in request.url.path:
+            grace_s = int(request.params.get("gracePeriodSeconds", "30"))
+            key = (request.resource, request.namespace, request.name)
+            if key in self.objects and not self.objects[key].deleted:
+                known = self.objects[key].raw["metadata"].get("deletionGracePeriodSeconds", grace_s)
+                changes: dict[str, Any] = {"deletionGracePeriodSeconds": min(known, grace_s)}
+                self.objects[key].patch({"metadata": {**changes, **({} if grace_s else {"finalizers": []})}})
+        return await super()._handle(request)
+
+    @staticmethod
+    def _require_valid(object: dict[str, Any]) -> None:
+        try:
+            kubernetes_validate.validate(object, VERSION, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            raise KubernetesError(status=_UNPROCESSABLE, reason="Invalid", message=str(error)) from error
+
+    def pods(self) -> list[dict[str, Any]]:
+        """Those that are there."""
+        return self.there("pods")
+
+    def there(self, plural: str) -> list[dict[str, Any]]:
+        """All objects of a kind."""
+        return [one.raw for (kind, _, _), one in self.objects.items() if kind.plural == plural and not one.deleted]
+
+
+class Node:
+    """Says of each pod how its container is. `end` has one end by itself; `is_away`: it says nothing any more."""
+
+    def __init__(self, server: ApiServer, client: aiohttp.ClientSession) -> None:
+        self._server, self._client = server, client
+        self._since: dict[str, float] = {}
+        self._ends: set[str] = set()
+        self.num_begun = 0
+        """Containers that have begun to run."""
+        self.is_away = False
+
+    def end(self, member: str) -> None:
+        """Its container ends with exit code 7."""
+        self._ends.add(member)
+
+    async def run(self) -> None:
+        while True:
+            for pod in [] if self.is_away else self._server.pods():
+                await self._look_after(pod)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look_after(self, pod: dict[str, Any]) -> None:
+        metadata = pod["metadata"]
+        name = metadata.get("labels", {}).get(MEMBER_LABEL, "")
+        what, status = name.partition("-")[0], pod.get("status") or {}
+        if "deletionTimestamp" in metadata:
+            since = self._since.setdefault(metadata["name"], SYSTEM_CLOCK.monotonic())
+            is_over = SYSTEM_CLOCK.monotonic() - since >= metadata.get("deletionGracePeriodSeconds", 30)
+            if what != "stays" or is_over or status.get("phase") == "Failed":
+                self._since.pop(metadata["name"], None)
+                self._ends.discard(name)
+                await self._patch(pod, {"metadata": {"finalizers": []}})
+        elif name in self._ends and status.get("phase") == "Running":
+            await self.says(pod, terminated(7, "the last words\n"))
+        elif not status:
+            await self.says(pod, self._begun(what))
+
+    def _begun(self, what: str) -> dict[str, Any]:
+        if what == "fails":
+            return terminated(7, "the last words\n")
+        if what == "wrong":
+            return terminated(2, "kvferry: error: the model is not there\n")
+        self.num_begun += 1
+        return running(f"10.0.0.{self.num_begun}", started=what != "waits")
+
+    async def says(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
+        """The status of a pod is this."""
+        await self._patch(pod, {"status": status}, "/status")
+
+    async def creates(self, pod: dict[str, Any]) -> None:
+        """Somebody makes a pod."""
+        async with self._client.post(f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", json=pod) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def deletes(self, pod: dict[str, Any]) -> None:
+        """Somebody deletes a pod."""
+        path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+        async with self._client.delete(path) as answer:
+            assert answer.status == 200, await answer.text()
+
+    async def _patch(self, pod: dict[str, Any], changes: dict[str, Any], part: str = "") -> None:
+        path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}{part}"
+        kind = {"Content-Type": "application/merge-patch+json"}
+        async with self._client.patch(path, json=changes, headers=kind) as answer:
+            assert answer.status in (200, 404), await answer.text()
+
+
+def running(address: str, *, started: bool) -> dict[str, Any]:
+    """The status of a pod whose container runs; `started`: and has passed its startup probe."""
+    container = {"name": "kvferry", "started": started, "ready": started, "state": {"running": {}}}
+    return {"phase": "Running", "podIP": address, "containerStatuses": [container]}
+
+
+def terminated(code: int, message: str, reason: str = "Error") -> dict[str, Any]:
+    """The status of a pod whose container has ended."""
+    state = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+    return {"phase": "Failed", "containerStatuses": [{"name": "kvferry", "started": False, "state": state}]}
+
+
+class Cluster:
+    """Both, while it is `running`."""
+
+    def __init__(self) -> None:
+        self.server = ApiServer()
+        self.node: Node
+
+    @asynccontextmanager
+    async def running(self, folder: Path) -> AsyncIterator[Cluster]:
+        async with self.server, Server(self.server) as served:
+            self.node = Node(self.server, served.client)
+            node = asyncio.create_task(self.node.run())
+            try:
+                with _kubeconfig(folder, str(served.url)):
+                    yield self
+            finally:
+                node.cancel()
+                await asyncio.wait([node])
+
+
+@contextmanager
+def _kubeconfig(folder: Path, url: str) -> Iterator[None]:
+    told = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "tests", "cluster": {"server": url.rstrip("/")}}],
+        "users": [{"name": "tests", "user": {"token": "a token of the API"}}],
+        "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "tests"}}],
+        "current-context": "tests",
+    }
+    path, before = folder / "kubeconfig", os.environ.get("KUBECONFIG")
+    path.write_text(yaml.safe_dump(told))
+    os.environ["KUBECONFIG"] = str(path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KUBECONFIG"]
+        else:
+            os.environ["KUBECONFIG"] = before

@@ -1,0 +1,252 @@
+"""Pods are made, followed and deleted, whatever the API server does meanwhile; a controller runs a fleet of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("kmock")
+pytest.importorskip("kubernetes")
+
+from kmock import action
+
+from fleet.backends.kubernetes.emulated import Cluster
+from fleet.control.memory import MemoryFront
+from fleet.recording import RecordingDisplay
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.kubernetes.backend import KubernetesBackend
+from kvferry.fleet.control.backend import BackendContext, MemberState, NotStarted, backend_class
+from kvferry.fleet.control.controller import Controller, LetGo
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.testing.backends import Programs, named, start, until
+
+HANGS_S = 60.0
+
+
+def fleet(prefill: int = 1, decode: int = 1, *, image: str = "kvferry:1", **kubernetes: Any) -> WantedFleet:
+    return fleet_from(
+        {
+            "name": "chat",
+            "model": "m",
+            "mode": "pooling",
+            "role": {"prefill": {"count": prefill}, "decode": {"count": decode}},
+            "failure": {"backoff": ["10ms", "50ms"], "hang": "0s"},
+            "backend": {"kind": "kubernetes", "kubernetes": {"image": image, "namespace": "llm", **kubernetes}},
+        }
+    )
+
+
+def made(folder: Path, **more: Any) -> KubernetesBackend:
+    context = BackendContext(folder, lambda wanted: Programs(wanted, folder), RecordingDisplay(), token="t", **more)
+    return KubernetesBackend(context)
+
+
+@asynccontextmanager
+async def opened(folder: Path, **kubernetes: Any) -> AsyncIterator[tuple[KubernetesBackend, Cluster]]:
+    async with asyncio.timeout(HANGS_S), Cluster().running(folder) as cluster:
+        backend = made(folder)
+        backend.use(fleet(**kubernetes))
+        try:
+            await backend.open()
+            yield backend, cluster
+        finally:
+            await backend.close()
+
+
+async def eventually(there: Callable[[], Any]) -> None:
+    while not there():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("status", [410, 500])
+async def test_what_happened_while_nothing_was_told_is_seen_later(tmp_path: Path, status: int) -> None:
+    """The connection is cut, and then the server has forgotten, or fails for a while."""
+    async with opened(tmp_path) as (backend, cluster):
+        await start(backend, "serves-0")
+        await start(backend, "waits-0")
+        await until(backend, "serves-0", MemberState.SERVING)
+        cluster.server.fails = {action.WATCH: status, action.LIST: 503}
+        cluster.server.drop_watches()
+        cluster.node.end("serves-0")
+        gone = next(one for one in cluster.server.pods() if one["metadata"]["name"] == "chat-waits-0")
+        await cluster.node.deletes(gone)
+        await eventually(lambda: cluster.server.pods()[0]["status"]["phase"] == "Failed")
+        assert named(backend, "serves-0").state is MemberState.SERVING  # it is as far as anybody knows
+        cluster.server.fails = {action.WATCH: status}
+        await until(backend, "serves-0", MemberState.ENDED)
+        await until(backend, "waits-0", MemberState.ENDED)
+        cluster.server.fails = {}
+        await start(backend, "serves-1")
+        await until(backend, "serves-1", MemberState.SERVING)
+
+
+async def test_a_stop_waits_for_an_api_server_that_fails_for_a_while(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        await start(backend, "serves-0")
+        await until(backend, "serves-0", MemberState.SERVING)
+        cluster.server.fails = {action.DELETE: 500, action.CREATE: 500}
+        stopping = asyncio.create_task(backend.stop("serves-0", 5.0))
+        with pytest.raises(NotStarted, match="no pod is made: Told: by a test"):
+            await start(backend, "serves-1")
+        assert not stopping.done()
+        cluster.server.fails = {}
+        await stopping
+        assert list(backend.members()) == []
+        assert cluster.server.pods() == []
+
+
+@pytest.mark.full
+async def test_a_pod_on_a_node_that_is_lost_is_forgotten(tmp_path: Path) -> None:
+    """Its node would never say that it is gone."""
+    async with opened(tmp_path) as (backend, cluster):
+        await start(backend, "serves-0")
+        await until(backend, "serves-0", MemberState.SERVING)
+        cluster.node.is_away = True
+        await backend.stop("serves-0", 0.0)
+        assert list(backend.members()) == []
+        assert cluster.server.pods() == []
+
+
+async def test_a_pod_that_somebody_else_deletes_counts_as_ended(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        await start(backend, "serves-0", revision="r1")
+        await until(backend, "serves-0", MemberState.SERVING)
+        await cluster.node.deletes(cluster.server.pods()[0])
+        member = await until(backend, "serves-0", MemberState.ENDED)
+        assert (member.revision, member.url, member.reason) == ("r1", "", "its pod was deleted by somebody else")
+        await backend.stop("serves-0", 1.0)
+        assert list(backend.members()) == []
+
+
+async def test_pods_that_are_no_members_are_left_alone(tmp_path: Path) -> None:
+    """kmock answers with all pods, whatever labels are asked for."""
+    async with opened(tmp_path) as (backend, cluster):
+        other = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other", "namespace": "llm"}}
+        await cluster.node.creates(other | {"spec": {"containers": [{"name": "c", "image": "i"}]}})
+        await start(backend, "serves-0")
+        await until(backend, "serves-0", MemberState.SERVING)
+        assert [one.name for one in backend.members()] == ["serves-0"]
+
+
+async def test_a_member_s_role_is_a_label(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        await start(backend, "serves-0", role="prefill")
+        await backend.assign("serves-0", "decode")
+        (pod,) = cluster.server.pods()
+        assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "decode"
+        cluster.server.fails = {action.UPDATE: 500}
+        await backend.assign("serves-0", "prefill")  # is asked for again, as the role is not that
+        assert named(backend, "serves-0").role == "decode"
+
+
+async def test_what_pods_need_is_made_kept_as_it_is_to_be_and_removed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        there = cluster.server.there
+        assert [one["stringData"] for one in there("secrets")] == [{"token": "t"}]
+        assert [one["metadata"]["name"] for one in there("services")] == ["chat"]
+        assert {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in there("poddisruptionbudgets")} == {
+            "chat-prefill": 0,
+            "chat-decode": 0,
+            "chat-router": 1,
+        }
+        assert len(there("networkpolicies")) == 2
+        cluster.server.fails = {action.UPDATE: 500}
+        backend.use(fleet(3, 1))
+        await asyncio.sleep(0)
+        cluster.server.fails = {}
+        await eventually(lambda: there("poddisruptionbudgets")[0]["spec"]["minAvailable"] == 2)
+        await backend.clear()
+        assert not [one for kind in ("secrets", "services", "networkpolicies") for one in there(kind)]
+
+
+async def test_what_cannot_be_done_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        for told, complaint in (
+            ({"namespace": "other"}, "namespace cannot be changed"),
+            ({"gang": "volcano"}, "backend.kubernetes.gang is for `kvferry fleet render`"),
+            ({"disaggregated_set": True}, "disaggregated_set is for `kvferry fleet render`"),
+        ):
+            with pytest.raises(ConfigError, match=complaint):
+                backend.use(fleet(**told))
+        await start(backend, "serves-0")  # and goes on
+        cluster.server.fails = {action.LIST: 403}
+        another = made(tmp_path)
+        another.use(fleet())
+        with pytest.raises(ConfigError, match="Told: by a test"):
+            await another.open()
+        await another.close()
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ConfigError, match=r"kvferry\[kubernetes\]"):
+        backend_class("kubernetes")
+
+
+async def test_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    backend = made(tmp_path)
+    backend.use(fleet())
+    with pytest.raises(ConfigError, match="there is no way to a cluster"):
+        await backend.open()
+
+
+# A controller.
+
+
+class Controlled:
+    """A fleet of pods; routers are in memory, as no container runs."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self.ledger, self.cluster, self.display = Ledger(folder / "ledger"), cluster, RecordingDisplay()
+        self.folder = folder
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        backend = made(self.folder)
+        controller = Controller(self.ledger, backend, MemoryFront(), self.display, SYSTEM_CLOCK, grace_s=1.0)
+        task = asyncio.create_task(controller.run())
+        try:
+            yield
+        finally:
+            controller.end(LetGo())
+            await task
+            await backend.close()
+            controller.close()
+
+    async def settled(self, wanted: WantedFleet) -> None:
+        number = self.ledger.want(wanted).number
+        await eventually(lambda: (seen := self.ledger.status()) and seen.settled and seen.number == number)
+
+    @property
+    def images(self) -> dict[str, str]:
+        return {
+            one["metadata"]["labels"]["kvferry/member"]: one["spec"]["containers"][0]["image"]
+            for one in self.cluster.server.pods()
+        }
+
+
+async def test_a_fleet_of_pods_is_scaled_rolled_and_outlives_its_controller(tmp_path: Path) -> None:
+    async with asyncio.timeout(HANGS_S), Cluster().running(tmp_path) as cluster:
+        made = Controlled(tmp_path, cluster)
+        made.ledger.want(fleet())
+        async with made.running():
+            await made.settled(fleet())
+            assert sorted(made.images) == ["decode-0", "prefill-0", "router-0", "router-1"]
+            await made.settled(fleet(2, 1))
+            assert sorted(made.images) == ["decode-0", "prefill-0", "prefill-1", "router-0", "router-1"]
+            before = {one["metadata"]["name"]: one["status"]["podIP"] for one in cluster.server.pods()}
+        async with made.running():
+            await made.settled(fleet(2, 1))
+            assert {one["metadata"]["name"]: one["status"]["podIP"] for one in cluster.server.pods()} == before
+            cluster.node.end("decode-0")
+            await eventually(lambda: cluster.node.num_begun > len(before))
+            await made.settled(fleet(2, 1))
+            await made.settled(fleet(2, 1, image="kvferry:2"))
+            assert set(made.images.values()) == {"kvferry:2"}
+            assert len(made.images) == 5
