@@ -6,20 +6,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from conftest import ModelMaker
-from end_to_end.test_fleet_changes import SPEC, Load
+from end_to_end.test_fleet_changes import SPEC, Load, require_clean
 from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
 from kvferry.fleet.places import ledger_of
 from support.processes import AUTH_TOKEN, run, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
 NAME = "on-ray"
 NUM_NODES = 3
@@ -79,31 +81,57 @@ class Fleet:
         return not any(runs(*one) for one in self.pids)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     with ray_nodes(NUM_NODES, cpus=3) as nodes:
         yield nodes
 
 
 @pytest.fixture
-def fleet(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = Fleet(tmp_path, model_maker("llama"), nodes)
+def short_lived() -> Iterator[Nodes]:
+    with ray_nodes(2, cpus=3) as nodes:
+        yield nodes
+
+
+@contextmanager
+def fleet_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[Fleet]:
+    made = Fleet(folder, model, nodes)
     try:
         made.apply()
         yield made
     finally:
         run("fleet", "delete", NAME)
-    until(made.is_gone, 30, made.log)
+    until(made.is_gone, 60, made.log)
 
 
-@pytest.mark.full
-def test_a_fleet_on_ray_is_scaled_loses_an_actor_and_a_controller_and_no_request_notices(fleet: Fleet) -> None:
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def fleet(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[Fleet]:
+    with fleet_on(nodes, tmp_path, model_maker("llama")) as made:
+        yield made
+
+
+def test_it_is_scaled_and_instances_change_their_roles(fleet: Fleet) -> None:
+    with Load(fleet.status.url) as load:
+        fleet.does("scale", NAME, "prefill=2", "decode=2")
+        before = fleet.processes()
+        fleet.does("scale", NAME, "prefill=1", "decode=3")
+        assert fleet.processes() == before
+        assert len(fleet.ready("decode")) == 3
+    assert load.wrong == []
+    assert load.num_answers > 10
+    require_clean(fleet)
+
+
+def test_an_actor_and_a_controller_are_killed(fleet: Fleet) -> None:
     before = fleet.processes()
     with Load(fleet.status.url) as load:
-        fleet.does("scale", NAME, "decode=2")
         actor, pid = before["decode-0"]
         started = started_at(pid)
         os.kill(actor, signal.SIGKILL)
@@ -116,3 +144,64 @@ def test_a_fleet_on_ray_is_scaled_loses_an_actor_and_a_controller_and_no_request
         fleet.settle()
         assert fleet.processes() == there
     assert load.wrong == []
+
+
+def test_a_node_is_killed(fleet: Fleet, nodes: Nodes) -> None:
+    fleet.does("scale", NAME, "prefill=2", "decode=2")
+    with Load(fleet.status.url) as load:
+        node = a_node(fleet, nodes)
+        nodes.cluster.remove_node(node, allow_graceful=False)
+        until(lambda: not on(fleet, node), 60, fleet.log)
+        fleet.settle()
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+    nodes.add()
+    assert load.wrong == []
+    require_clean(fleet)
+
+
+def test_a_node_hangs(fleet: Fleet, nodes: Nodes) -> None:
+    """It is replaced before Ray sees it; when it runs again, nothing of the fleet is left there."""
+    fleet.does("scale", NAME, "prefill=2", "decode=2")
+    node = a_node(fleet, nodes)
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    hung = [raylet, *raylet.children(recursive=True)]
+    with Load(fleet.status.url) as load:
+        for one in hung:
+            one.suspend()
+        try:
+            until(lambda: not on(fleet, node), 30, fleet.log)
+            assert any(one.what == "stop" and "GET /health" in one.why for one in ledger_of(NAME).history())
+            fleet.settle()
+        finally:
+            for one in hung:
+                one.resume()
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+    assert load.wrong == []
+    there = {pid for pair in fleet.processes().values() for pid in pair}
+    until(lambda: not {one.pid for one in hung if one.is_running()} & there, 60)
+    require_clean(fleet)
+
+
+def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model_maker: ModelMaker) -> None:
+    with fleet_on(short_lived, tmp_path, model_maker("llama")) as fleet:
+        with Load(fleet.status.url) as load:
+            service = short_lived.head.all_processes["gcs_server"][0].process
+            service.kill()
+            service.wait()
+            until(lambda: "control service (GCS) has not answered" in fleet.log, 60, fleet.log)
+            num_answers = load.num_answers
+            until(lambda: load.num_answers > num_answers + 20, 30, fleet.log)
+        assert load.wrong == []
+        short_lived.cluster.shutdown()
+
+
+def on(fleet: Fleet, node: Any) -> list[str]:
+    """The members that serve on a node."""
+    return [one.name for one in fleet.status.members if f"//{node.node_ip_address}:" in one.url]
+
+
+def a_node(fleet: Fleet, nodes: Nodes) -> Any:
+    """One with an instance, and not the head, where the router is."""
+    return next(one for one in nodes.cluster.list_all_nodes() if one is not nodes.head and on(fleet, one))

@@ -14,7 +14,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not inst
 
 from kvferry.fleet.backends.local.child import started_at  # noqa: E402
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
-from kvferry.fleet.backends.ray.actor import root_folder  # noqa: E402
+from kvferry.fleet.backends.ray.folders import root_folder  # noqa: E402
 
 _MEMORY_BYTES = 80 * 2**20
 

@@ -36,7 +36,7 @@ OWN_ENGINE = EngineChoice()
 OPEN, LIMITS = HttpAccess(), HttpLimits()
 UNKNOWN = InstanceAccess()
 LOOPBACK = "127.0.0.1"
-_ROUTERS = 2
+ROUTERS = 2
 """How many routers share an address where there are cores for them: one that dies or hangs is then no outage."""
 
 
@@ -94,9 +94,8 @@ class LocalRecipe:
     def num_routers(self) -> int:
         """How many routers share the address."""
         told = self.fleet.router.count
-        if self.node:
-            return 1 if told is None else told
-        return (_ROUTERS if len(self.cores) >= self.num_instances + _ROUTERS else 1) if told is None else told
+        has_room = bool(self.node) or len(self.cores) >= self.num_instances + ROUTERS
+        return (ROUTERS if has_room else 1) if told is None else told
 
     @property
     def addresses(self) -> list[tuple[str, int]]:

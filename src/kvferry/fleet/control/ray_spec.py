@@ -20,8 +20,8 @@ class ActorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend.ray.prefill]`, `[backend.ray.decode]`, `[backend.ray.both]`, `[backend.ray.router]`: what a member of
     this role needs of its node."""
 
-    cpus: Amount = 1.0
-    """CPUs, which are also the threads that it computes with."""
+    cpus: Amount | None = None
+    """CPUs, which are also the threads that it computes with. Default: 1; 0 for a router."""
     gpus: Amount | None = None
     """GPUs. Default: one for each rank of an instance, if the cluster has any."""
     resources: dict[str, Amount] = {}

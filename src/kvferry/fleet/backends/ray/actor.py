@@ -9,25 +9,24 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
+from ray import get_runtime_context
 from ray.util import get_node_ip_address
 
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import Verifier
-from kvferry.fleet.backends.local.backend import memory_folder
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
+from kvferry.fleet.backends.ray.address import SharedAddress
+from kvferry.fleet.backends.ray.folders import own_folder, own_name, routers_folder
 from kvferry.fleet.backends.ray.placing import Bundle
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, Recipe
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
@@ -107,6 +106,7 @@ class MemberActor:
         self._verifier: Verifier | None = None
         self._failure: Member | None = None
         self._member: LocalMember | None = None
+        self._address: SharedAddress | None = None
         self._watching: asyncio.Task[None] | None = None
         self._told: deque[tuple[int, Told]] = deque(maxlen=_MOST_TOLD)
         self._num_changes = 0
@@ -118,7 +118,7 @@ class MemberActor:
         self._order = order
         self._verifier = Verifier(order.token, order.member.name)
         try:
-            spec, about, folder = self._prepare(order)
+            spec, about, folder = await self._prepare(order)
             self._member = LocalMember(folder, about, spec.foreign, self, self._wake)
             with suppress(PermissionError):  # Ray runs its workers at a low priority, which the member would inherit
                 os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -166,6 +166,8 @@ class MemberActor:
     async def stop(self, grace_s: float) -> None:
         """End the member; returns when it is gone."""
         if self._member is not None:
+            if self._address is not None:
+                self._address.close()
             await self._member.stop(grace_s)
             shutil.rmtree(self._member.folder.path.parent, ignore_errors=True)
 
@@ -192,14 +194,16 @@ class MemberActor:
 
     # The member.
 
-    def _prepare(self, order: Order) -> tuple[ProcessSpec, About, MemberFolder]:
+    async def _prepare(self, order: Order) -> tuple[ProcessSpec, About, MemberFolder]:
         """What to run, on this node. Raises `KvferryError` or `OSError`."""
         member, root = order.member, own_folder()
         recipe = order.make_recipe(order.fleet).on_node(node_address())
         if member.role == "router":
-            group = root / "routers"
-            group.mkdir(mode=0o700, exist_ok=True)
-            spec = recipe.router_member(member.name, RouterGroup(group, ()))
+            context = get_runtime_context()
+            group = routers_folder(order.fleet.name, context.gcs_address, context.get_node_id())
+            self._address = SharedAddress(group, own_name())
+            listeners = await self._address.open(recipe.addresses)
+            spec = recipe.router_member(member.name, RouterGroup(group, listeners))
         else:
             spec = recipe.instance(member.name, member.role, order.number, ())
             threads = thread_variables(tuple(range(int(order.num_cpus))))
@@ -238,32 +242,3 @@ def reachable(url: str, address: str) -> str:
     if parts.hostname not in _ANY or parts.port is None:
         return url
     return f"{parts.scheme}://{authority(address, parts.port)}"
-
-
-def root_folder() -> Path:
-    """Where the actors of this user on this node have their folders, on no disk. Raises `ConfigError` if another user
-    has made it."""
-    root = Path(memory_folder() or tempfile.gettempdir()) / f"kvferry-{os.getuid()}-ray"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.lstat().st_uid != os.getuid() or root.is_symlink():
-        raise ConfigError(f"{root} is not this user's alone; remove it")
-    return root
-
-
-def own_folder() -> Path:
-    """A folder for this process. Those of processes that have ended without a word are removed."""
-    root = root_folder()
-    for other in root.iterdir():
-        if not _is_used(other.name):
-            shutil.rmtree(other, ignore_errors=True)
-    own = root / f"{os.getpid()}-{started_at(os.getpid())}"
-    own.mkdir(mode=0o700)
-    return own
-
-
-def _is_used(name: str) -> bool:
-    pid, _, started = name.partition("-")
-    try:
-        return started_at(int(pid)) == int(started)
-    except (OSError, ValueError):
-        return False

@@ -28,6 +28,7 @@ from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_
 from kvferry.fleet.backends.ray.placing import Bundle, free_index, make_group, needs_of, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.recipe import ROUTERS
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +73,11 @@ class RayBackend(FleetBackend):
 
     @property
     def num_routers(self) -> int:
-        """One, on the node of the controller."""
-        return 1
+        """As many as one machine has: they share an address on the controller's node."""
+        return ROUTERS
 
     def use(self, fleet: WantedFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
-        if (fleet.router.count or 0) > 1:
-            raise ConfigError("router.count: on Ray, a fleet has one router; leave it out")
         for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
             if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
                 raise ConfigError(f"{flag}: on Ray, all ranks of an instance are on one node; leave it out")

@@ -54,12 +54,13 @@ class Bundle:
 def needs_of(fleet: WantedFleet, role: MemberRole) -> Needs:
     """What a member of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
     told = fleet.backend.ray.get(role, ActorSpec())
+    cpus = told.cpus if told.cpus is not None else float(role != "router")
     if told.gpus is not None or role == "router":
         gpus = told.gpus or 0.0
     else:
         ranks = fleet.role[role].tensor_parallel_size if role in fleet.role else 1
         gpus = float(ranks) if ray.cluster_resources().get("GPU") else 0.0
-    return Needs(told.cpus, gpus, told.resources)
+    return Needs(cpus, gpus, told.resources)
 
 
 def make_group(fleet: WantedFleet, name: str, *, outlives: bool) -> tuple[PlacementGroup, tuple[MemberRole, ...]]:

@@ -1,0 +1,71 @@
+"""Where the actors of one user on one node keep what is on no disk. What an actor that ended without a word has left is
+removed by those that come later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.local.backend import memory_folder
+from kvferry.fleet.backends.local.child import started_at
+from kvferry.fleet.backends.ray.address import owners
+
+_ROUTERS = "routers-"
+_NEW_S = 60.0
+"""A folder of routers that is younger may be about to be used."""
+
+
+def root_folder() -> Path:
+    """The folder of all of them. Raises `ConfigError` if another user has made it."""
+    root = Path(memory_folder() or tempfile.gettempdir()) / f"kvferry-{os.getuid()}-ray"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.lstat().st_uid != os.getuid() or root.is_symlink():
+        raise ConfigError(f"{root} is not this user's alone; remove it")
+    return root
+
+
+def own_name() -> str:
+    """Names this process, also when its number is another's."""
+    return f"{os.getpid()}-{started_at(os.getpid())}"
+
+
+def own_folder() -> Path:
+    """A new folder for this process."""
+    root = root_folder()
+    for other in root.iterdir():
+        if not _is_used(other):
+            shutil.rmtree(other, ignore_errors=True)
+    own = root / own_name()
+    own.mkdir(mode=0o700)
+    return own
+
+
+def routers_folder(*fleet: str) -> Path:
+    """What the routers of a fleet on this node share; `fleet` names it, its cluster and the node."""
+    digest = hashlib.sha256("\0".join(fleet).encode()).hexdigest()[:16]
+    folder = root_folder() / f"{_ROUTERS}{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_used(folder: Path) -> bool:
+    if not folder.name.startswith(_ROUTERS):
+        return _runs(folder.name)
+    try:
+        is_new = SYSTEM_CLOCK.wall() - folder.stat().st_mtime < _NEW_S
+    except OSError:
+        return False
+    return is_new or any(map(_runs, owners(folder)))
+
+
+def _runs(name: str) -> bool:
+    pid, _, started = name.partition("-")
+    try:
+        return started_at(int(pid)) == int(started)
+    except (OSError, ValueError):
+        return False
