@@ -18,6 +18,10 @@ def in_pods(**kubernetes: Any) -> dict[str, Any]:
     return {**BASE, "backend": {"kind": "kubernetes", "kubernetes": kubernetes}}
 
 
+def on_ray(**actors: Any) -> dict[str, Any]:
+    return {**BASE, "backend": {"kind": "ray", "address": "10.0.0.1:6379", "ray": actors}}
+
+
 TEXT = """
 name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
 [engine]
@@ -78,6 +82,12 @@ def test_a_file(tmp_path: Path) -> None:
         ({**BASE, "backend": {"options": {"a": 1}}}, "backend.options are for backends of other packages"),
         ({**BASE, "backend": {"kind": "kubernetes"}}, "need each other"),
         ({**BASE, "backend": {"kubernetes": {"image": "i"}}}, "need each other"),
+        ({**BASE, "backend": {"address": "10.0.0.1:6379"}}, 'backend.address is for kind = "ray", not for local'),
+        ({**BASE, "backend": {"ray": {}}}, 'backend.ray is for kind = "ray", not for local'),
+        (on_ray(prefil={}), "backend.ray.prefil is not a known key; did you mean 'prefill'"),
+        (on_ray(prefill={"cpu": 1}), "backend.ray.prefill.cpu is not a known key; did you mean 'cpus'"),
+        (on_ray(prefill={"gpus": -1}), "backend.ray.prefill.gpus: must be 0 to"),
+        (on_ray(prefill=3), "backend.ray.prefill must be a table"),
         (in_pods(imgae="i"), "backend.kubernetes.imgae is not a known key; did you mean 'image'"),
         (in_pods(), "backend.kubernetes.image is required"),
         (in_pods(image="i", pod=3), "backend.kubernetes.pod must be a table"),
@@ -101,6 +111,12 @@ def test_what_pods_need() -> None:
     assert (told.image, told.namespace, told.gang, told.model_claim) == ("kvferry:1", "llm", "none", None)
     assert (told.pod["decode"].hosts, told.pod["decode"].limits) == (2, {"nvidia.com/gpu": "8"})
     assert told.pod["decode"].tolerations[0].operator == "Exists"
+
+
+def test_what_actors_need() -> None:
+    told = fleet_from(on_ray(decode={"cpus": 8, "gpus": 0.5, "resources": {"fast": 1}})).backend
+    assert (told.kind, told.address) == ("ray", "10.0.0.1:6379")
+    assert (told.ray["decode"].cpus, told.ray["decode"].gpus, told.ray["decode"].resources) == (8, 0.5, {"fast": 1})
 
 
 @pytest.mark.parametrize("text", ["name = ", "\x00", "a = 1\na = 2"])

@@ -23,6 +23,7 @@ from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 
 TOKEN = "mine, and not too short"
+FIXED = '{"kv_connector":"P2pConnector","kv_ip":"10.9.9.9"}'
 
 
 def recipe(prefill: int = 1, decode: int = 1, transfer: str | None = None, **more: Any) -> LocalRecipe:
@@ -82,6 +83,16 @@ def test_a_first_port_gives_each_instance_one_of_its_own() -> None:
     made = recipe(prefill=2, spec=FleetSpec(prefill=2, decode=1, instance_ports=9100))
     ports = [one for spec in processes(made) for one in spec.command if one.startswith("--port=")]
     assert ports == ["--port=9100", "--port=9101", "--port=9102"]
+
+
+def test_on_a_node_of_a_cluster_others_reach_an_instance_at_the_node_s_address() -> None:
+    made = recipe(spec=FleetSpec(prefill=1, decode=1, backend="ray")).on_node("10.0.0.3")
+    for spec in processes(made):
+        assert "--host=10.0.0.3" in spec.command
+        assert transfer_of(spec)["kv_ip"] == "10.0.0.3"
+    (told,) = processes(replace(made, instances=InstanceSpec(kv_transfer_config=FIXED)))[:1]
+    assert transfer_of(told)["kv_ip"] == "10.9.9.9"
+    assert made.num_routers == 2
 
 
 def test_an_instance_that_can_change_its_role_does_both() -> None:

@@ -88,6 +88,20 @@ def test_among_several_too_what_hands_off_has_no_other_role(name: str) -> None:
         for_member(read_transfer(json.dumps(said)), "prefill", "prefill-0", 0)
 
 
+def test_kvferry_s_connectors_are_told_where_their_node_is_reached() -> None:
+    def told(said: dict[str, Any]) -> dict[str, Any]:
+        extra: dict[str, Any] = for_member(read_transfer(json.dumps(said)), "decode", "d", 0, "10.0.0.3")[
+            "kv_connector_extra_config"
+        ]
+        return extra
+
+    assert told({"kv_connector": "P2pConnector"}) == {"kv_ip": "10.0.0.3"}
+    assert told({"kv_connector": "P2pConnector", "kv_ip": "10.9.9.9"}) == {"kv_ip": "10.9.9.9"}
+    theirs, ours = told(several("NixlConnector", "KvferryOffloadingConnector"))["connectors"]
+    assert "kv_ip" not in theirs.get("kv_connector_extra_config", {})
+    assert ours["kv_connector_extra_config"]["kv_ip"] == "10.0.0.3"
+
+
 def test_a_cache_among_several_saves_and_loads_in_every_role() -> None:
     kept = {"kv_connector": "KvferryOffloadingConnector", "kv_connector_extra_config": {"hand_off": False}}
     said = several("KvferryP2pConnector")

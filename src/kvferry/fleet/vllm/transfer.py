@@ -176,15 +176,24 @@ def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: i
 
     `kv_load_failure_policy` is `recompute` unless the user sets it, as in kvferry's own engine.
     """
-    if node and transfer["kv_connector"].startswith(_PREFIX):
-        extra = transfer.get("kv_connector_extra_config", {})
-        transfer = {**transfer, "kv_connector_extra_config": {"kv_ip": node, **extra}}
+    if node:
+        transfer = _reached_at(node, transfer)
     own = {"kv_load_failure_policy": "recompute", **_with_roles(_as_vllm_takes_it(transfer), role)}
     if own.get("engine_id"):
         own["engine_id"] = f"{own['engine_id']}-{name}"
     if own.get("kv_port"):
         own["kv_port"] += index
     return own
+
+
+def _reached_at(node: str, transfer: dict[str, Any]) -> dict[str, Any]:
+    """Tell kvferry's connectors the address of their node, unless the user has."""
+    extra, children = transfer.get("kv_connector_extra_config", {}), _children(transfer)
+    if transfer["kv_connector"].startswith(_PREFIX):
+        return {**transfer, "kv_connector_extra_config": {"kv_ip": node, **extra}}
+    if not children:
+        return transfer
+    return {**transfer, "kv_connector_extra_config": {**extra, "connectors": [_reached_at(node, c) for c in children]}}
 
 
 def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:

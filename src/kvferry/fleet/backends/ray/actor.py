@@ -228,7 +228,9 @@ class MemberActor:
             assert self._failure is not None
             return self._failure
         seen = self._member.view
-        return replace(seen, url=reachable(seen.url, node_address()))
+        url = reachable(seen.url, node_address())
+        # A node that hangs as soon as a member serves is to be noticed too: its health is asked for from then on.
+        return replace(seen, url=url, health_url=seen.health_url or url)
 
 
 def node_address() -> str:

@@ -138,7 +138,7 @@ class RayBackend(FleetBackend):
         if here.forgotten.is_set():  # it was told to end before it had an actor
             await self._kill(here.actor)
             return
-        context.watcher.progress(member.name, f"waiting for a node with {needs}", 0.0)
+        context.watcher.progress(member.name, f"waiting for a node{needs}", 0.0)
         order = Order(member, fleet, context.make_recipe, here.number, needs.cpus, context.token, here.bundle)
         self._begin_task(self._look_after(here, order, str(needs)))
         self.changed.set()
@@ -235,7 +235,7 @@ class RayBackend(FleetBackend):
         limit_s = 0.9 * seconds(order.fleet.failure.start)  # so that this reason is given, and not the loop's own
         await asyncio.wait([begun], timeout=limit_s)
         if not begun.done():
-            raise TimeoutError(f"Ray has found no node for it in {limit_s:.0f} s; it needs {needs}")
+            raise TimeoutError(f"Ray has found no node for it in {limit_s:.0f} s; it is to be one{needs}")
         member.begun.set()
         begun.result()
         member.has_begun = True

@@ -43,7 +43,7 @@ class RayConnection:
     @classmethod
     async def _connect(cls, address: str, namespace: str) -> None:
         where = f"Ray at {address}" if address else "Ray"
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        logging.getLogger("ray").setLevel(logging.ERROR)
         told: dict[str, Any] = {"address": address or "auto", "namespace": namespace, "configure_logging": False}
         try:
             await in_thread(lambda: ray.init(log_to_driver=False, **told), _CONNECT_S)

@@ -28,7 +28,8 @@ class Needs:
 
     def __str__(self) -> str:
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return ", ".join(f"{number:g} {name}" for name, number in named.items() if number) or "nothing"
+        told = ", ".join(f"{number:g} {name}" for name, number in named.items() if number)
+        return told and f" with {told}"
 
     @property
     def bundle(self) -> dict[str, float]:
