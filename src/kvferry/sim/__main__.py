@@ -1,37 +1,85 @@
-"""`python -m kvferry.sim SEED [SEED …]`, or `FIRST-LAST`: run the scenarios of these seeds, and tell what did not
-hold."""
+"""`python -m kvferry.sim SEED …`, or `FIRST-LAST`: run the scenarios of these seeds, and tell what did not hold."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 
-from kvferry.sim.scenario import draw, run
+from kvferry.sim.hunt import hunt, shrink
+from kvferry.sim.scenario import Report, Scenario, draw, run
+
+_MOST_TOLD = 6
+_FEW_SEEDS = 8
+_LONGEST = 1500
 
 
 def main(arguments: list[str]) -> int:
     """Returns 1 if something did not hold."""
-    keep_log = "--log" in arguments
-    with_faults = "--no-faults" not in arguments
-    seeds: list[int] = []
-    for argument in arguments:
-        if not argument.startswith("--"):
-            first, _, last = argument.partition("-")
-            seeds += range(int(first), int(last or first) + 1)
-    num_failed, begun = 0, time.process_time()
-    for seed in seeds:
-        report = run(draw(seed, with_faults=with_faults), keep_log=keep_log)
-        if keep_log:
-            sys.stdout.write("\n".join(report.last_events) + "\n")
-        num_failed += bool(report.violations)
-        sys.stdout.flush()
-        if report.violations or len(seeds) <= 8:
-            sys.stdout.write(f"seed {seed}: {report.outcomes}, {report.virtual_s:.1f} s, {report.digest}\n")
-        for violation in report.violations[:6]:
-            sys.stdout.write(f"  {violation.name}: {violation.what[:1500]}\n")
-    seconds = time.process_time() - begun
-    sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {seconds:.1f} s of CPU time\n")
+    parser = argparse.ArgumentParser(prog="python -m kvferry.sim", description=__doc__)
+    parser.add_argument("seeds", nargs="+", help="seeds, or ranges such as 1-200")
+    parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
+    parser.add_argument("--log", action="store_true", help="print all events")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--twice", type=int, default=0, metavar="N", help="run each Nth seed twice, and compare")
+    parser.add_argument("--shrink", action="store_true", help="find the few requests and faults with which it fails")
+    parser.add_argument("--requests", type=_numbers, help="only these of the seed's, such as 0,3, or none")
+    parser.add_argument("--faults", type=_numbers, help="only these of the seed's, such as 0,3, or none")
+    given = parser.parse_args(arguments)
+    seeds = [seed for one in given.seeds for seed in _range(one)]
+    begun, num_failed = time.monotonic(), 0
+    if given.shrink or given.log or given.requests is not None or given.faults is not None:
+        for seed in seeds:
+            scenario = _part(draw(seed, with_faults=not given.no_faults), given.requests, given.faults)
+            num_failed += _shrink(scenario) if given.shrink else _tell(run(scenario, keep_log=given.log), log=given.log)
+    else:
+        reports = hunt(seeds, jobs=given.jobs, twice_every=given.twice, with_faults=not given.no_faults)
+        for report in reports:
+            num_failed += _tell(report, always=len(seeds) <= _FEW_SEEDS)
+    sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {time.monotonic() - begun:.1f} s\n")
     return 1 if num_failed else 0
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _numbers(text: str) -> list[int]:
+    return [] if text == "none" else [int(one) for one in text.split(",")]
+
+
+def _part(scenario: Scenario, requests: list[int] | None, faults: list[int] | None) -> Scenario:
+    return scenario.only(
+        list(range(len(scenario.requests))) if requests is None else requests,
+        list(range(len(scenario.faults))) if faults is None else faults,
+    )
+
+
+def _tell(report: Report, *, always: bool = True, log: bool = False) -> bool:
+    """Returns whether something did not hold."""
+    if log:
+        sys.stdout.write("\n".join(report.last_events) + "\n")
+    if report.violations or always:
+        sys.stdout.write(f"seed {report.seed}: {report.outcomes}, {report.virtual_s:.1f} s, {report.digest}\n")
+    for violation in report.violations[:_MOST_TOLD]:
+        sys.stdout.write(f"  {violation.name}: {violation.what[:_LONGEST]}\n")
+    sys.stdout.flush()
+    return bool(report.violations)
+
+
+def _shrink(scenario: Scenario) -> bool:
+    found = shrink(scenario)
+    if found is None:
+        sys.stdout.write(f"seed {scenario.seed}: everything holds\n")
+        return False
+    _tell(found.report)
+    for fault in found.scenario.faults:
+        sys.stdout.write(f"  {fault}\n")
+    for request in found.scenario.requests:
+        sys.stdout.write(f"  a request at {request.at_s:.3f} s, {len(request.prompt)} + {request.max_tokens} tokens\n")
+    sys.stdout.write(f"after {found.num_runs} runs; again: {found.command()}\n")
+    return True
 
 
 if __name__ == "__main__":

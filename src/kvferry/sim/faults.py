@@ -33,7 +33,7 @@ def draw_faults(random: Random, number: int, within_s: float, kinds: tuple[Kind,
     """Faults at any time within `within_s`; most are short, a few last long."""
     found = []
     for _ in range(number):
-        seconds = random.choice((0.05, 0.5, 4.0, 20.0)) * (0.5 + random.random())
+        seconds = random.choice((0.05, 0.3, 1.5, 6.0)) * (0.5 + random.random())
         fault = Fault(random.random() * within_s, random.choice(kinds), random.random(), random.random(), seconds)
         found.append(fault)
     return sorted(found, key=lambda one: one.at_s)

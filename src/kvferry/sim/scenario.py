@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvferry.sim.engine import SimInstanceSpec
@@ -12,11 +13,23 @@ from kvferry.sim.network import NetworkSpec
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
-LEASE_S = 5.0
-SETTLES_S = 25.0
+LEASE_S = 1.0
+SETTLES_S = 15.0
 """After the last request and fault: leases, loads and timeouts of the connectors are over by then."""
+_LOOKED_AT_EVERY_S = 0.25
 _AUDITED_EVERY = 64
 """Movements of the time between two audits of all blocks."""
+
+
+_IMPATIENT = {
+    "first_byte_timeout_s": 4.0,
+    "between_bytes_timeout_s": 3.0,
+    "continuation_timeout_s": 6.0,
+    "waiting_timeout_s": 6.0,
+    "busy_wait_s": 2.0,
+    "health_timeout_s": 1.0,
+}
+"""Limits of the router, far shorter than their defaults, so that nobody waits a minute for a dead machine."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,12 @@ class Scenario:
     world: WorldSpec
     requests: list[RequestSpec]
     faults: list[Fault]
+
+    def only(self, requests: Sequence[int], faults: Sequence[int]) -> Scenario:
+        """With these of its requests and faults, by their numbers."""
+        return replace(
+            self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
+        )
 
 
 @dataclass
@@ -54,7 +73,7 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
         max_model_len=512,
         max_waiting=random.choice((8, 256)),
         times=StepTimes(base_s=random.choice((0.001, 0.01))),
-        start_s=1.0,
+        start_s=0.5,
         kv_load_failure_policy=random.choice(("recompute", "recompute", "fail")),
         options={
             "lease_s": LEASE_S,
@@ -65,8 +84,8 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
     )
     late = random.choice((0.0, 0.001, 0.02))
     world = WorldSpec(
-        num_prefill=random.randint(1, 3),
-        num_decode=random.randint(1, 3),
+        num_prefill=random.choice((1, 1, 2, 3)),
+        num_decode=random.choice((1, 1, 2, 3)),
         instance=instance,
         network=NetworkSpec(late_share=late, late_s=random.choice((0.01, 0.5)), bandwidth=random.choice((1e8, 1e10))),
         router={
@@ -74,6 +93,7 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             "hand_off": random.choice(("auto", "auto", "sequential", "concurrent")),
             "disaggregate_from": random.choice(("0", "0", "auto", "100")),
             "retries": random.choice((0, 1, 2)),
+            **_IMPATIENT,
         },
         patience_s=400.0,
     )
@@ -89,7 +109,7 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
     prefixes = [[random.randrange(instance.vocab_size) for _ in range(96)] for _ in range(3)]
     longest = min(instance.max_model_len, instance.num_blocks * instance.block_size) - 1
     leaving = random.choice((0.0, 0.1, 0.4))
-    for _ in range(random.choice((10, 25, 50))):
+    for _ in range(random.choice((5, 10, 20))):
         now += random.expovariate(rate)
         prompt = [random.randrange(instance.vocab_size) for _ in range(random.choice((5, 40, 200)))]
         if random.random() < 0.5:
@@ -124,7 +144,9 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
             waiting = [one.number for one in world.results if not one.ends]
             violations.append(Violation("nothing waits without an end", f"requests {waiting}"))
         world.run_until(lambda: not breaker.lasting, 100.0)
-        world.run_for(SETTLES_S)
+        settled_by = simulation.now + SETTLES_S
+        while of_rest(world) and simulation.now < settled_by:
+            world.run_for(_LOOKED_AT_EVERY_S)
         violations += of_requests(world.results, has_faults=bool(scenario.faults))
         violations += of_rest(world)
         if not world.end():
@@ -142,4 +164,4 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
 
 
 def _moved(request: RequestSpec, by_s: float) -> RequestSpec:
-    return RequestSpec(request.at_s + by_s, request.prompt, request.max_tokens, request.seed, request.leaves_after_s)
+    return replace(request, at_s=request.at_s + by_s)

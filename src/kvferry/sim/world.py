@@ -37,6 +37,8 @@ from kvferry.sim.network import Network, NetworkSpec
 TOKEN = "a secret of the simulated deployment"
 _PORT = 8000
 _JSON = [(b"content-type", b"application/json")]
+_ENDS_S = 90.0
+"""Everything has ended so long after it was asked to."""
 _COLLECT_EVERY = 200_000
 """Callbacks between two collections of garbage, so that these come at the same places in each run."""
 
@@ -284,15 +286,15 @@ class World:
         """Shut everything down as signals do; returns whether all of it ended."""
         if self._stop_clients is not None:
             self.clients.call_soon(self._stop_clients.set)
-        self.run_for(1.0)
+        self.run_until(lambda: not self.clients.process.tasks(), 1.0)
         server = self.router_server
         if server is not None:
             self.clients.call_soon(server.stop)
         for instance in self.instances:
             if instance.process.is_alive:
                 self.clients.call_soon(instance.stop)
-        self.run_for(90.0)
         living = [one.process for one in self.instances if one.process.is_alive]
+        self.run_until(lambda: not (self.network.num_open or any(one.tasks() for one in living)), _ENDS_S)
         return not any(process.tasks() for process in living)
 
 

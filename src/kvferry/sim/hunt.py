@@ -1,0 +1,106 @@
+"""Many seeds, and what is left of one that fails when everything is taken away that it does not need.
+
+Seeds run in processes of their own, each forked from one that has imported everything. Some run twice: their events
+must be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.sim.invariants import Violation
+from kvferry.sim.scenario import Report, Scenario, draw, run
+
+_SEEDS_AT_ONCE = 4
+DIFFERS = "the same seed gives the same events"
+
+
+def run_seed(seed: int, *, with_faults: bool = True, twice: bool = False) -> Report:
+    """The scenario of a seed; `twice`: and once more, to compare."""
+    report = run(draw(seed, with_faults=with_faults))
+    if twice:
+        other = run(draw(seed, with_faults=with_faults))
+        if (other.digest, other.num_events) != (report.digest, report.num_events):
+            report.violations.append(Violation(DIFFERS, f"{report.num_events} and {other.num_events} events"))
+    return report
+
+
+def _run_one(task: tuple[int, bool], with_faults: bool) -> Report:
+    seed, twice = task
+    return run_seed(seed, with_faults=with_faults, twice=twice)
+
+
+def hunt(seeds: Sequence[int], *, jobs: int = 1, twice_every: int = 0, with_faults: bool = True) -> Iterator[Report]:
+    """The reports of all these seeds, in their order. One of `twice_every` runs twice; 0: none."""
+    tasks = [(seed, bool(twice_every) and place % twice_every == 0) for place, seed in enumerate(seeds)]
+    one = partial(_run_one, with_faults=with_faults)
+    if jobs == 1:
+        yield from map(one, tasks)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(one, tasks, _SEEDS_AT_ONCE)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What is left of a scenario, by the numbers of its requests and faults, and what still does not hold."""
+
+    scenario: Scenario
+    requests: list[int]
+    faults: list[int]
+    report: Report
+    num_runs: int
+
+    def command(self) -> str:
+        """Runs it again, with all its events."""
+        requests, faults = (",".join(map(str, one)) or "none" for one in (self.requests, self.faults))
+        return f"python -m kvferry.sim {self.scenario.seed} --requests {requests} --faults {faults} --log"
+
+
+def shrink(scenario: Scenario, *, most_runs: int = 300, run: Callable[[Scenario], Report] = run) -> Shrunk | None:
+    """Take faults and requests away, large parts first, for as long as an invariant fails that failed at first.
+    Runs the scenario at most so many times. None: all invariants hold."""
+    first = run(scenario)
+    names = {one.name for one in first.violations}
+    if not names:
+        return None
+    best, num_runs = first, 1
+    requests, faults = list(range(len(scenario.requests))), list(range(len(scenario.faults)))
+
+    def fails(requests: list[int], faults: list[int]) -> bool:
+        nonlocal best, num_runs
+        num_runs += 1
+        report = run(scenario.only(requests, faults))
+        if names.isdisjoint(one.name for one in report.violations):
+            return False
+        best = report
+        return True
+
+    def bounded() -> bool:
+        return num_runs < most_runs
+
+    changed = True
+    while changed and bounded():
+        before = len(requests) + len(faults)
+        faults = _fewer(faults, lambda some: fails(requests, some), bounded)  # noqa: B023 - called at once
+        requests = _fewer(requests, lambda some: fails(some, faults), bounded)  # noqa: B023 - called at once
+        changed = len(requests) + len(faults) < before
+    return Shrunk(scenario.only(requests, faults), requests, faults, best, num_runs)
+
+
+def _fewer(items: list[int], fails: Callable[[list[int]], bool], bounded: Callable[[], bool]) -> list[int]:
+    """Take parts away, ever smaller ones down to single items, if it still fails without them."""
+    size = len(items)
+    while size >= 1 and bounded():
+        place = 0
+        while place < len(items) and bounded():
+            rest = items[:place] + items[place + size :]
+            if fails(rest):
+                items = rest
+            else:
+                place += size
+        size //= 2
+    return items

@@ -1,0 +1,92 @@
+"""Many seeds at once, and scenarios that are shrunk to what they need to fail."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
+from kvferry.core import entropy
+from kvferry.sim import __main__ as command
+from kvferry.sim.faults import Fault
+from kvferry.sim.hunt import DIFFERS, hunt, run_seed, shrink
+from kvferry.sim.invariants import Violation
+from kvferry.sim.scenario import Report, Scenario, draw, run
+
+
+def test_processes_give_what_one_gives() -> None:
+    seeds = range(1, 7)
+    together = list(hunt(seeds, jobs=2, twice_every=3))
+    assert [(one.seed, one.digest) for one in together] == [(one.seed, one.digest) for one in hunt(seeds)]
+    assert not any(one.violations for one in together)
+
+
+def test_a_seed_that_does_not_repeat_itself_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = iter(range(10**6))
+    monkeypatch.setattr(entropy, "token_hex", lambda num_bytes: f"{next(number):0{2 * num_bytes}x}")
+    assert DIFFERS in {one.name for one in run_seed(2, twice=True).violations}
+
+
+def _scenario() -> Scenario:
+    scenario = draw(1)
+    faults = [Fault(float(place), "stall", 0.0, 0.0, 0.1) for place in range(6)]
+    return replace(scenario, requests=scenario.requests[:5], faults=faults)
+
+
+def test_what_a_failure_does_not_need_is_taken_away() -> None:
+    """It fails for as long as one request and two faults are there."""
+    whole = _scenario()
+
+    def judged(scenario: Scenario) -> Report:
+        times = {one.at_s for one in scenario.faults}
+        fails = {1.0, 4.0} <= times and whole.requests[3] in scenario.requests
+        return Report(1, violations=[Violation("it holds", "")] if fails else [])
+
+    found = shrink(whole, run=judged)
+    assert found is not None
+    assert (found.requests, found.faults) == ([3], [1, 4])
+    assert found.command() == "python -m kvferry.sim 1 --requests 3 --faults 1,4 --log"
+    assert shrink(whole.only([0], []), run=judged) is None
+
+
+def test_another_failure_is_not_taken_for_the_same() -> None:
+    def judged(scenario: Scenario) -> Report:
+        return Report(1, violations=[Violation("one" if len(scenario.faults) == 6 else "another", "")])
+
+    found = shrink(_scenario(), run=judged)
+    assert found is not None
+    assert len(found.faults) == 6
+
+
+def test_shrinking_has_an_end() -> None:
+    def judged(scenario: Scenario) -> Report:
+        return Report(1, violations=[Violation("it holds", "")] if len(scenario.requests) == 5 else [])
+
+    found = shrink(_scenario(), most_runs=7, run=judged)
+    assert found is not None
+    assert found.num_runs <= 7
+
+
+def test_a_planted_mistake_is_shrunk_and_runs_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: P2pSchedulerSide, report: Any) -> None:
+        if report:
+            raise ValueError("a mistake")
+
+    monkeypatch.setattr(P2pSchedulerSide, "completed", fail)
+    found = shrink(draw(1), most_runs=12)
+    assert found is not None
+    assert len(found.requests) < len(draw(1).requests)
+    assert not found.faults
+    arguments = found.command().split()[3:]
+    assert command.main(arguments) == 1
+    assert "no error is logged" in capsys.readouterr().out
+
+
+def test_seeds_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["2-3", "--no-faults"]) == 0
+    assert "2 seeds, 0 failed" in capsys.readouterr().out
+    assert command.main(["3", "--shrink"]) == 0
+    assert "everything holds" in capsys.readouterr().out
+    assert run(draw(3).only([], [])).outcomes == {}
