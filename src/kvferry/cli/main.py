@@ -21,6 +21,7 @@ from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
+from kvferry.cli.plan import plan
 from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
@@ -76,6 +77,7 @@ app.command(fleet)
 app.command(cache)
 app.command(simulate, sort_key=8)
 app.command(calibrate, sort_key=9)
+app.command(plan, sort_key=10)
 
 
 @app.meta.default

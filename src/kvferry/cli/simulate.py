@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from cyclopts import Parameter
@@ -118,13 +118,19 @@ class TracePart:
         return faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
 
 
+class OnProgress(Protocol):
+    """Called with the share that is done, and with what is done now where that changes."""
+
+    def __call__(self, share: float, what: str | None = None) -> None: ...
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error, where that is a terminal; what it yields is called with the share that is done."""
+def progress(what: str) -> Iterator[OnProgress]:
+    """A bar on standard error, where that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with make_bars(*columns) as bars:
         task = bars.add_task(what, total=1.0)
-        yield lambda share: bars.update(task, completed=share)
+        yield lambda share, what=None: bars.update(task, completed=share, description=what)
 
 
 def _latencies(figures: ReplayFigures, targets: Targets) -> Table:

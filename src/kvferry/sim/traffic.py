@@ -13,7 +13,7 @@ them, so that prompts share their prefixes as they did when they were recorded.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -192,7 +192,3 @@ class TracePrompt(Sequence[int]):
             np.random.default_rng((self._seed, *name)).integers(self._vocab_size, size=BLOCK_TOKENS).tolist()
         )
         return tokens
-
-
-OnProgress = Callable[[float], None]
-"""Called with the share of the work that is done."""

@@ -1,0 +1,242 @@
+"""Does the simulator say what a real fleet does? The same open-loop trace on both, with times that `kvferry calibrate`
+has measured just before, and the errors of the percentiles of TTFT, time between tokens, and time to the last token.
+
+    python benchmarks/simulated.py                       calibrates, then runs all fleets
+    python benchmarks/simulated.py --only 1P1D 2P1D      some; the others' results are kept
+
+The machine must be quiet: whatever else runs is in what is measured, and not in what is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+
+from kvferry.cli.simulated import world_of
+from kvferry.fleet.control.spec import fleet_from
+from kvferry.sim.replay import Spread, TraceReplay
+from kvferry.sim.targets import Targets
+from kvferry.sim.times import MachineTimes, read_times
+from kvferry.sim.traffic import Arrival, TracePrompt
+from load import Streamed, stream_completion
+from report import RESULTS, earlier, print_machine, processor, save
+from served import kvferry, replicas
+
+MODEL = "kvferry/tiny-python"
+KV = ("--kv-cache-memory=256MiB", "--dtype=float32")
+VOCABULARY = 1000
+LATENCIES = ("ttft", "itl", "e2e")
+PERCENTILES = ("p50", "p99")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A fleet and its traffic. `rate`: requests per second; `shared`: of all prompts, those that begin like others."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    rate: float = 2.0
+    chunk: int = 512
+    shared: float = 0.0
+    router: tuple[str, ...] = ("--disaggregate-from=0",)
+
+    @property
+    def engine(self) -> tuple[str, ...]:
+        """Flags of every instance."""
+        return (*KV, f"--max-num-batched-tokens={self.chunk}")
+
+    def spec(self) -> dict[str, Any]:
+        """As a fleet's TOML says it."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        return {
+            "name": "simulated",
+            "model": MODEL,
+            "mode": "pooling",
+            "engine": {"args": list(self.engine)},
+            "router": {"args": list(self.router if self.prefill else ())},
+            "role": {role: {"count": number} for role, number in counts.items() if number},
+        }
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """The real one; its URL."""
+        if self.both:
+            with replicas(MODEL, sorted(os.sched_getaffinity(0))[: self.both], *self.engine) as url:
+                yield url
+            return
+        counts = ("--prefill", str(self.prefill), "--decode", str(self.decode))
+        with kvferry("serve", MODEL, *counts, "--port", "0", *self.engine, *self.router) as url:
+            yield url
+
+
+CONFIGURATIONS = {
+    "1P1D": Configuration(1, 1),
+    "1P1D, half the load": Configuration(1, 1, rate=1.0),
+    "1P1D, twice the load": Configuration(1, 1, rate=4.0),
+    "1P1D, chunks of 128": Configuration(1, 1, chunk=128),
+    "1P1D, shared prefixes": Configuration(1, 1, shared=0.6),
+    "1P1D, the router decides": Configuration(1, 1, router=()),
+    "2 plain": Configuration(both=2),
+    "2 plain, twice the load": Configuration(both=2, rate=4.0),
+    "2 plain, chunks of 128": Configuration(both=2, chunk=128),
+    "2P1D": Configuration(2, 1),
+    "1P2D": Configuration(1, 2),
+}
+
+
+def make_trace(configuration: Configuration, duration_s: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals, prompts of 64 to 1,500 tokens and answers of 8 to 64, most of them short."""
+    source, now = random.Random(seed), 0.0
+    found: list[Arrival] = []
+    while True:
+        now += source.expovariate(configuration.rate)
+        if now > duration_s:
+            return found
+        prompt = min(1500, max(64, int(source.lognormvariate(5.7, 0.7))))
+        blocks = -(-prompt // 512)
+        is_shared = source.random() < configuration.shared
+        ids = tuple(range(blocks)) if is_shared else tuple(1000 + 8 * len(found) + place for place in range(blocks))
+        found.append(Arrival(now, prompt, source.randrange(8, 65), ids))
+
+
+async def play(url: str, arrivals: Sequence[Arrival]) -> list[Streamed]:
+    """Send the trace to a real fleet, each request at its time."""
+    timeout, connector = aiohttp.ClientTimeout(total=None, sock_connect=10), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with session.get(f"{url}/v1/models") as response:
+            model = (await response.json())["data"][0]["id"]
+        for number in range(4):  # the first requests find connections and code that are not there yet
+            warm = TracePrompt(Arrival(0.0, 700, 8), 10**6 + number, 1, VOCABULARY)
+            await stream_completion(session, url, model, list(warm), 8)
+        begun = time.monotonic()
+
+        async def one(number: int, arrival: Arrival) -> Streamed:
+            prompt = list(TracePrompt(arrival, number, 0, VOCABULARY))
+            await asyncio.sleep(begun + arrival.at_s - time.monotonic())
+            return await stream_completion(session, url, model, prompt, arrival.answer_tokens)
+
+        return await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
+
+
+def measured(answers: Sequence[Streamed]) -> dict[str, Spread]:
+    """Percentiles of what the clients of the real fleet saw."""
+    failed = [one.error for one in answers if one.error]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
+    return {
+        "ttft": Spread.of([one.ttft for one in answers]),
+        "itl": Spread.of([gap for one in answers for gap in one.gaps]),
+        "e2e": Spread.of([one.token_times[-1] - one.asked for one in answers]),
+    }
+
+
+def compare(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
+    """One fleet, real and simulated."""
+    arrivals = make_trace(configuration, options.seconds, options.seed)
+    with configuration.running() as url:
+        idle, begun = psutil.cpu_times(), time.monotonic()
+        real = measured(asyncio.run(play(url, arrivals)))
+        seconds, after = time.monotonic() - begun, psutil.cpu_times()
+    busy = 1 - (after.idle - idle.idle) / (seconds * (os.cpu_count() or 1))
+    figures = TraceReplay(world_of(fleet_from(configuration.spec()), times), arrivals).run(Targets())
+    assert figures.complete == len(arrivals), figures.reasons
+    found: dict[str, Any] = {"requests": len(arrivals), "cores_busy": round(busy, 3)}
+    for name in LATENCIES:
+        simulated: Spread = getattr(figures, name)
+        for percentile in PERCENTILES:
+            one, other = getattr(real[name], percentile), getattr(simulated, percentile)
+            found[f"{name}_{percentile}"] = {
+                "real_ms": round(one * 1e3, 3),
+                "simulated_ms": round(other * 1e3, 3),
+                "error": round(other / one - 1, 4),
+            }
+    return found
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """One line of Markdown."""
+    cells = [found[f"{latency}_{percentile}"] for latency in LATENCIES for percentile in PERCENTILES]
+    texts = (f"{one['real_ms']:.1f} / {one['simulated_ms']:.1f} ({one['error']:+.0%})" for one in cells)
+    print(f"| {name} | " + " | ".join(texts) + f" | {found['cores_busy']:.0%} |", flush=True)
+
+
+def head() -> str:
+    """The first lines of the table."""
+    names = [f"{latency.upper()} {percentile.upper()}" for latency in LATENCIES for percentile in PERCENTILES]
+    return f"| real / simulated, ms | {' | '.join(names)} | cores busy |\n" + "|---" * (len(names) + 2) + "|"
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Simulated over measured, a point for each fleet and percentile, with the border of 10 %."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(12, 4.2))
+    for axes, latency in zip(panels, LATENCIES, strict=True):
+        for percentile, marker in zip(PERCENTILES, "o^", strict=True):
+            cells = [found[f"{latency}_{percentile}"] for found in results.values()]
+            real, simulated = [one["real_ms"] for one in cells], [one["simulated_ms"] for one in cells]
+            axes.scatter(real, simulated, marker=marker, label=percentile.upper(), s=28)
+        low, high = min(*axes.get_xlim(), *axes.get_ylim(), 1e9), max(*axes.get_xlim(), *axes.get_ylim())
+        low = max(low, 0.5)
+        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], alpha=0.15, color="grey")
+        axes.set(xscale="log", yscale="log", title=latency.upper(), xlabel="measured, ms", ylabel="simulated, ms")
+        axes.grid(True, which="both", alpha=0.25)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Calibrate, then all fleets one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="*", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--times", type=Path, help="a file of kvferry calibrate; default: measure now")
+    options = parser.parse_args()
+    print_machine()
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.times or Path(folder, "times.json")
+        if options.times is None:
+            command = [sys.executable, "-m", "kvferry.cli.main", "calibrate", MODEL, "--write", str(path), *KV]
+            subprocess.run([*command, "--max-num-batched-tokens=512"], check=True, stderr=subprocess.DEVNULL)
+        times = read_times(path)
+    results: dict[str, Any] = earlier("simulated", {})
+    print(head())
+    for name in options.only:
+        results[name] = compare(CONFIGURATIONS[name], times, options)
+        show(name, results[name])
+        settings = {
+            "model": MODEL,
+            "seconds": options.seconds,
+            "seed": options.seed,
+            "times": msgspec.to_builtins(times),
+        }
+        saved = save("simulated", settings, results)
+    picture = RESULTS / f"simulated.{processor()}.png"
+    plot(results, picture)
+    print(f"wrote {saved} and {picture}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Which deployment serves a trace within its targets: a search over counts of P and D, plain instances and chunk sizes.
+
+An estimate from the times of steps rules out what cannot keep up, and orders the rest; the simulator decides. The
+cheapest deployment that keeps the wanted share of requests within the targets is taken, and compared with the best of
+the other kind, as there may be no reason to disaggregate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.sim.replay import Answered, ReplayFigures, TraceReplay
+from kvferry.sim.targets import Targets
+from kvferry.sim.times import MachineTimes, StepTimes, StepWork
+from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
+from kvferry.sim.world import WorldSpec
+
+PLAIN_CHUNKS = (512, 2048)
+"""Chunk sizes of plain instances: small ones stall answers less, large ones cost fewer steps."""
+PREFILL_CHUNK = 2048
+MOST_SPLITS = 3
+"""Ways to divide so many instances into P and D that are simulated, the most balanced first."""
+MOST_SEQUENCES = 128
+KEEPS_UP = 1.0
+"""Share of its time that an instance may be busy by the estimate."""
+BETTER_SHARE, BETTER_TAIL = 0.005, 0.9
+"""P/D is taken before as many plain instances if this much more of the requests is within the targets, or as many and
+its tail is so much shorter."""
+GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Multiples of the targets of the goodput grid."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A deployment: so many instances, with so many tokens in a step of those that prefill."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    chunk: int = PREFILL_CHUNK
+
+    @property
+    def num_instances(self) -> int:
+        """Instances in all."""
+        return self.prefill + self.decode + self.both
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prefill and decode are on different instances."""
+        return bool(self.prefill)
+
+    def __str__(self) -> str:
+        what = f"{self.prefill}P + {self.decode}D" if self.is_split else f"{self.both} plain"
+        return f"{what}, chunks of {self.chunk}"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a deployment did in the simulator."""
+
+    candidate: Candidate
+    figures: ReplayFigures
+    answered: tuple[Answered, ...]
+
+    def within(self, targets: Targets) -> float:
+        """Share of all requests that met these targets."""
+        met = sum(targets.met_by(one.ttft_s, one.e2e_s, one.num_tokens) for one in self.answered)
+        return met / self.figures.requests
+
+    def tail(self, targets: Targets) -> float:
+        """The worst P99, as a multiple of its target."""
+        pairs = (
+            (targets.ttft, self.figures.ttft.p99),
+            (targets.itl, self.figures.itl.p99),
+            (targets.e2e, self.figures.e2e.p99),
+        )
+        return max((found / most for most, found in pairs if most), default=0.0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a trace asks for, in seconds of instances per second, from the times of steps alone. `alone`: share of the
+    requests whose first token would be late even on an idle instance."""
+
+    prefill_s: float
+    decode_s: float
+    alone: float
+
+    def busy(self, candidate: Candidate) -> float:
+        """Share of the time in which the busiest role computes; more than 1: it cannot keep up."""
+        if candidate.is_split:
+            return max(self.prefill_s / candidate.prefill, self.decode_s / candidate.decode)
+        return (self.prefill_s + self.decode_s) / candidate.both
+
+
+def prefill_seconds(times: StepTimes, num_tokens: int, chunk: int) -> float:
+    """The steps of one prompt."""
+    seconds, start = times.request_s, 0
+    while start < num_tokens:
+        number = min(chunk, num_tokens - start)
+        pairs = number * (start + (number + 1) / 2)
+        seconds += times.seconds(StepWork(number, pairs, 0, start + number))
+        start += number
+    return seconds
+
+
+def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets) -> Estimate:
+    """What a trace asks for at least: blocks that were there before are not computed again, and as many sequences
+    decode together as the target between two tokens and the KV cache allow."""
+    step, seen = times.step, set[int]()
+    prefill_s = 0.0
+    num_late = 0
+    for one in arrivals:
+        known = sum(1 for block in one.block_ids if block in seen)
+        seen.update(one.block_ids)
+        left = max(1, one.prompt_tokens - known * BLOCK_TOKENS)
+        prefill_s += prefill_seconds(step, left, PREFILL_CHUNK)
+        alone_s = prefill_seconds(step, left, PREFILL_CHUNK) + 4 * times.transfer.latency_s
+        num_late += targets.ttft is not None and alone_s > targets.ttft
+    answers = sum(one.answer_tokens for one in arrivals)
+    context = sum((one.prompt_tokens + one.answer_tokens / 2) * one.answer_tokens for one in arrivals) / answers
+    sequence_s = step.decode_sequence_s + step.context_token_s * context
+    together = min(MOST_SEQUENCES, max(1, int(times.kv.num_tokens / max(1.0, context))))
+    if targets.itl is not None and sequence_s:
+        together = max(1, min(together, int((targets.itl - step.base_s) / sequence_s)))
+    decode_s = answers * (step.base_s / together + sequence_s)
+    span_s = max(arrivals[-1].at_s, 1.0) + (targets.ttft or 0.0)
+    return Estimate(prefill_s / span_s, decode_s / span_s, num_late / len(arrivals))
+
+
+def candidates(number: int, needs: Estimate, max_model_len: int) -> list[Candidate]:
+    """Those of so many instances that may keep up: all chunk sizes of plain ones, and the most balanced splits."""
+    chunks = sorted({min(one, max(MOST_SEQUENCES, max_model_len)) for one in PLAIN_CHUNKS})
+    plain = [Candidate(both=number, chunk=chunk) for chunk in chunks]
+    splits = [Candidate(count, number - count) for count in range(1, number)]
+    splits.sort(key=needs.busy)
+    return [one for one in (*plain, *splits[:MOST_SPLITS]) if needs.busy(one) <= KEEPS_UP]
+
+
+@dataclass
+class Planner:
+    """One search. `world_of` makes a deployment of a candidate; `share`: of the requests that are to be within the
+    targets."""
+
+    arrivals: Sequence[Arrival]
+    times: MachineTimes
+    targets: Targets
+    world_of: Callable[[Candidate], WorldSpec]
+    share: float = 0.99
+    seed: int = 0
+    on_progress: Callable[[str, float], None] = lambda what, share: None
+    tried: dict[Candidate, Tried] = field(default_factory=dict)
+
+    def search(self, budget: int) -> Plan:
+        """The cheapest deployment of at most `budget` instances that keeps the share; if none does, the best."""
+        needs = estimate(self.arrivals, self.times, self.targets)
+        keeping = [n for n in range(1, budget + 1) if candidates(n, needs, self.times.max_model_len)]
+        failed, number = 0, keeping[0] if keeping else budget
+        while not self._holds(number, needs) and number < budget:
+            failed, number = number, min(budget, number + max(1, number // 4))
+        while number - failed > 1 and self._holds(number, needs):  # larger steps may have passed the smallest
+            middle = (failed + number) // 2
+            if not [one for one in keeping if one <= middle]:
+                break
+            failed, number = (failed, middle) if self._holds(middle, needs) else (middle, number)
+        return self._plan(number, needs)
+
+    def _holds(self, number: int, needs: Estimate) -> bool:
+        """Whether a deployment of so many instances keeps the share."""
+        return any(one.figures.within >= self.share for one in self._try_all(number, needs))
+
+    def _try_all(self, number: int, needs: Estimate) -> list[Tried]:
+        chosen = candidates(number, needs, self.times.max_model_len)
+        return [self._try(one) for one in chosen or _least_busy(number, needs)]
+
+    def _try(self, candidate: Candidate) -> Tried:
+        if candidate not in self.tried:
+            replay = TraceReplay(self.world_of(candidate), self.arrivals, seed=self.seed)
+            figures = replay.run(self.targets, lambda done: self.on_progress(str(candidate), done))
+            self.tried[candidate] = Tried(candidate, figures, tuple(replay.answered))
+        return self.tried[candidate]
+
+    def _plan(self, number: int, needs: Estimate) -> Plan:
+        at = [one for one in self._try_all(number, needs) if one.candidate.num_instances == number]
+        plain = self._best(one for one in at if not one.candidate.is_split)
+        split = self._best(one for one in at if one.candidate.is_split)
+        return Plan(self.targets, self.share, needs, plain, split, sorted(self.tried.values(), key=_order))
+
+    def _best(self, found: Iterable[Tried]) -> Tried | None:
+        return max(found, key=lambda one: (one.figures.within, -one.tail(self.targets)), default=None)
+
+
+def _least_busy(number: int, needs: Estimate) -> list[Candidate]:
+    """Where nothing keeps up by the estimate: the best of both kinds, to say how far off they are."""
+    splits = [Candidate(count, number - count) for count in range(1, number)]
+    return [Candidate(both=number), *sorted(splits, key=needs.busy)[:1]]
+
+
+def _order(one: Tried) -> tuple[int, bool, Candidate]:
+    return one.candidate.num_instances, one.candidate.is_split, one.candidate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found: the best plain and the best split deployment of the chosen number of instances."""
+
+    targets: Targets
+    share: float
+    needs: Estimate
+    plain: Tried | None
+    split: Tried | None
+    tried: list[Tried]
+
+    @property
+    def chosen(self) -> Tried:
+        """What to run."""
+        if self.plain is None or self.split is None:
+            found = self.split or self.plain
+            assert found is not None, "every number of instances has a candidate"
+            return found
+        return self.split if self._split_is_better(self.split, self.plain) else self.plain
+
+    def _split_is_better(self, split: Tried, plain: Tried) -> bool:
+        gain = split.figures.within - plain.figures.within
+        if abs(gain) >= BETTER_SHARE:
+            return gain > 0
+        return split.tail(self.targets) < BETTER_TAIL * plain.tail(self.targets)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the chosen deployment keeps the share."""
+        return self.chosen.figures.within >= self.share
+
+    def reason(self) -> str:
+        """Why to disaggregate or not, in numbers."""
+        chosen = self.chosen
+        head = "disaggregate" if chosen.candidate.is_split else "do not disaggregate"
+        other = self.plain if chosen.candidate.is_split else self.split
+        about = self._about(chosen)
+        if other is None:
+            why = (
+                "one instance cannot be divided"
+                if chosen.candidate.num_instances == 1
+                else "the other way cannot keep up by the times of its steps"
+            )
+            return f"{head}: {about}; {why}"
+        return f"{head}: {about}; with as many instances, {self._about(other)}"
+
+    def _about(self, one: Tried) -> str:
+        figures = one.figures
+        return (
+            f"{one.candidate} keep {figures.within:.1%} within {self.targets} (P99: {figures.ttft.p99 * 1e3:.0f} ms to"
+            f" the first token, {figures.itl.p99 * 1e3:.1f} ms between tokens; {_busiest(figures)})"
+        )
+
+    def unreachable(self) -> str:
+        """Why no number of instances would do; empty if that is not known."""
+        if self.holds or self.needs.alone <= 1 - self.share:
+            return ""
+        return (
+            f"{self.needs.alone:.1%} of the prompts take longer than the target until the first token even on an idle"
+            " instance: no number of instances changes that"
+        )
+
+    def grid(self) -> Iterator[tuple[float, list[tuple[float, float | None, float | None]]]]:
+        """The share of requests within multiples of the targets: for each multiple of that of the first token, for each
+        of that between tokens, of the plain and of the split deployment."""
+        for ttft in GRID:
+            row: list[tuple[float, float | None, float | None]] = []
+            for itl in GRID:
+                targets = Targets(_times(self.targets.ttft, ttft), _times(self.targets.itl, itl), self.targets.e2e)
+                plain, split = (None if one is None else one.within(targets) for one in (self.plain, self.split))
+                row.append((itl, plain, split))
+            yield ttft, row
+
+
+def _times(target: float | None, factor: float) -> float | None:
+    return None if target is None else target * factor
+
+
+def _busiest(figures: ReplayFigures) -> str:
+    return ", ".join(f"{role} {one.busy:.0%} busy" for role, one in figures.roles.items())
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What moving the KV of a trace needs, in bytes per second over the busiest ten seconds. `p2p`: of all prompts from
+    P to D; `store_reads`, `store_writes`: of blocks that were there before, and that were not; `reused`: share of the
+    prompts' tokens that a store without bounds would have."""
+
+    p2p: float
+    store_reads: float
+    store_writes: float
+    reused: float
+
+
+def bandwidth(arrivals: Sequence[Arrival], token_bytes: int, window_s: float = 10.0) -> Bandwidth:
+    """Of a trace, in windows of ten seconds."""
+    seen: set[int] = set()
+    windows: dict[int, list[int]] = {}
+    total = reused = 0
+    for one in arrivals:
+        known = min(one.prompt_tokens, BLOCK_TOKENS * sum(1 for block in one.block_ids if block in seen))
+        seen.update(one.block_ids)
+        sums = windows.setdefault(int(one.at_s / window_s), [0, 0, 0])
+        for place, tokens in enumerate((one.prompt_tokens, known, one.prompt_tokens - known)):
+            sums[place] += tokens
+        total, reused = total + one.prompt_tokens, reused + known
+    peaks = [max(sums[place] for sums in windows.values()) * token_bytes / window_s for place in range(3)]
+    return Bandwidth(peaks[0], peaks[1], peaks[2], reused / total)
+
+
+def busiest(arrivals: Sequence[Arrival], most: int) -> tuple[float, float]:
+    """From when and for how long the busiest `most` requests in a row arrive, in seconds; all of a shorter trace."""
+    if len(arrivals) <= most:
+        return 0.0, arrivals[-1].at_s + 1e-6
+    first = min(range(len(arrivals) - most), key=lambda place: arrivals[place + most].at_s - arrivals[place].at_s)
+    return arrivals[first].at_s, arrivals[first + most].at_s - arrivals[first].at_s
