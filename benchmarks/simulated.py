@@ -3,6 +3,7 @@ has measured just before, and the errors of the percentiles of TTFT, time betwee
 
     python benchmarks/simulated.py                       calibrates, then runs all fleets
     python benchmarks/simulated.py --only 1P1D 2P1D      some; the others' results are kept
+    python benchmarks/simulated.py --again --times F     simulates again what was measured before
 
 The machine must be quiet: whatever else runs is in what is measured, and not in what is simulated.
 """
@@ -146,34 +147,43 @@ def measured(answers: Sequence[Streamed]) -> dict[str, Spread]:
     }
 
 
-def compare(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
-    """One fleet, real and simulated."""
+def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
+    """What the clients of a real fleet saw, and how busy the machine was."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
     with configuration.running() as url:
-        idle, begun = psutil.cpu_times(), time.monotonic()
-        real = measured(asyncio.run(play(url, arrivals)))
+        before, begun = psutil.cpu_times(), time.monotonic()
+        found = measured(asyncio.run(play(url, arrivals)))
         seconds, after = time.monotonic() - begun, psutil.cpu_times()
-    busy = 1 - (after.idle - idle.idle) / (seconds * (os.cpu_count() or 1))
+    busy = 1 - (after.idle - before.idle) / (seconds * (os.cpu_count() or 1))
+    return {**{name: msgspec.to_builtins(one) for name, one in found.items()}, "cores_busy": round(busy, 3)}
+
+
+def simulate(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
+    """What the simulator says they would see."""
+    arrivals = make_trace(configuration, options.seconds, options.seed)
     figures = TraceReplay(world_of(fleet_from(configuration.spec()), times), arrivals).run(Targets())
     assert figures.complete == len(arrivals), figures.reasons
-    found: dict[str, Any] = {"requests": len(arrivals), "cores_busy": round(busy, 3)}
-    for name in LATENCIES:
-        simulated: Spread = getattr(figures, name)
-        for percentile in PERCENTILES:
-            one, other = getattr(real[name], percentile), getattr(simulated, percentile)
-            found[f"{name}_{percentile}"] = {
-                "real_ms": round(one * 1e3, 3),
-                "simulated_ms": round(other * 1e3, 3),
-                "error": round(other / one - 1, 4),
-            }
-    return found
+    return {name: msgspec.to_builtins(getattr(figures, name)) for name in LATENCIES}
+
+
+def compare(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
+    """Both, and the relative errors of the simulator."""
+    errors = {
+        f"{name}_{percentile}": round(simulated[name][percentile] / real[name][percentile] - 1, 4)
+        for name in LATENCIES
+        for percentile in PERCENTILES
+    }
+    return {"real": real, "simulated": simulated, "errors": errors}
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     """One line of Markdown."""
-    cells = [found[f"{latency}_{percentile}"] for latency in LATENCIES for percentile in PERCENTILES]
-    texts = (f"{one['real_ms']:.1f} / {one['simulated_ms']:.1f} ({one['error']:+.0%})" for one in cells)
-    print(f"| {name} | " + " | ".join(texts) + f" | {found['cores_busy']:.0%} |", flush=True)
+    cells = []
+    for latency in LATENCIES:
+        for percentile in PERCENTILES:
+            one, other = (found[side][latency][percentile] * 1e3 for side in ("real", "simulated"))
+            cells.append(f"{one:.1f} / {other:.1f} ({found['errors'][f'{latency}_{percentile}']:+.0%})")
+    print(f"| {name} | " + " | ".join(cells) + f" | {found['real']['cores_busy']:.0%} |", flush=True)
 
 
 def head() -> str:
@@ -192,8 +202,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, 3, figsize=(12, 4.2))
     for axes, latency in zip(panels, LATENCIES, strict=True):
         for percentile, marker in zip(PERCENTILES, "o^", strict=True):
-            cells = [found[f"{latency}_{percentile}"] for found in results.values()]
-            real, simulated = [one["real_ms"] for one in cells], [one["simulated_ms"] for one in cells]
+            real, simulated = (
+                [found[side][latency][percentile] * 1e3 for found in results.values()] for side in ("real", "simulated")
+            )
             axes.scatter(real, simulated, marker=marker, label=percentile.upper(), s=28)
         low, high = min(*axes.get_xlim(), *axes.get_ylim(), 1e9), max(*axes.get_xlim(), *axes.get_ylim())
         low = max(low, 0.5)
@@ -213,6 +224,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=Path, help="a file of kvferry calibrate; default: measure now")
+    parser.add_argument("--again", action="store_true", help="keep what was measured of the real fleets")
     options = parser.parse_args()
     print_machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +236,9 @@ def main() -> None:
     results: dict[str, Any] = earlier("simulated", {})
     print(head())
     for name in options.only:
-        results[name] = compare(CONFIGURATIONS[name], times, options)
+        one = CONFIGURATIONS[name]
+        real = results[name]["real"] if options.again else run_real(one, options)
+        results[name] = compare(real, simulate(one, times, options))
         show(name, results[name])
         settings = {
             "model": MODEL,

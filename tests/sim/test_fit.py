@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.fit import StepSample, fit_bandwidth, fit_steps
-from kvferry.sim.times import StepTimes, StepWork
+from kvferry.sim.fit import fit_bandwidth, fit_steps
+from kvferry.sim.times import StepSample, StepTimes, StepWork
 
 KNOWN = StepTimes(
     base_s=3e-3, prefill_token_s=50e-6, prefill_pair_s=2e-8, decode_sequence_s=2e-4, context_token_s=3e-8, request_s=0.0

@@ -25,8 +25,8 @@ from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.sim.fit import StepSample, fit_bandwidth, fit_steps
-from kvferry.sim.times import KVSize, MachineTimes, StepWork, TransferTimes
+from kvferry.sim.fit import fit_bandwidth, fit_steps
+from kvferry.sim.times import KVSize, MachineTimes, StepSample, StepWork, TransferTimes
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (32, 256, 1024)
@@ -234,6 +234,7 @@ class Calibration:
             max_model_len=facts.max_model_len,
             tensor_parallel_size=facts.tp_size,
             settings=settings,
+            samples=self.steps,
         )
 
 

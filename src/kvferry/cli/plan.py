@@ -32,7 +32,7 @@ from kvferry.cli.simulated import world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
 from kvferry.fleet.control.spec import fleet_from
-from kvferry.sim.planner import Candidate, Plan, Planner, Tried, bandwidth, busiest
+from kvferry.sim.planner import Candidate, Findings, Planner, Tried, bandwidth, busiest
 from kvferry.sim.targets import parse_targets
 from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import Arrival, part_of
@@ -150,7 +150,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--write {path}: {error.strerror or error}") from error
 
 
-def _as_json(found: Plan, spec: str) -> dict[str, Any]:
+def _as_json(found: Findings, spec: str) -> dict[str, Any]:
     return {
         "holds": found.holds,
         "reason": found.reason(),
@@ -166,7 +166,7 @@ def _as_json(found: Plan, spec: str) -> dict[str, Any]:
 
 
 def _show(
-    found: Plan,
+    found: Findings,
     arrivals: list[Arrival],
     chosen: list[Arrival],
     first_s: float,
@@ -194,7 +194,7 @@ def _show(
     console.print(f"\n{spec}" if write is None else f"\nwritten to {write}", soft_wrap=True, markup=False)
 
 
-def _table(found: Plan) -> Table:
+def _table(found: Findings) -> Table:
     table = Table(title=f"Goodput within {found.targets}", title_justify="left")
     table.add_column("deployment")
     for name in ("within", "goodput/s", "for each instance", "TTFT P99, ms", "ITL P99, ms", "busiest"):
@@ -214,7 +214,7 @@ def _table(found: Plan) -> Table:
     return table
 
 
-def _grid(found: Plan) -> Table:
+def _grid(found: Findings) -> Table:
     """Shares within multiples of the targets: plain, then split."""
     assert found.plain is not None
     assert found.split is not None

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.times import FitError, StepTimes, StepWork
+from kvferry.sim.times import FitError, StepSample, StepTimes
 
 _COSTS = ("base_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "context_token_s")
 LEAST_SAMPLES = len(_COSTS)
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """Measured: this work, in `num_steps` steps, took so many seconds in all."""
-
-    work: StepWork
-    seconds: float
-    num_steps: int = 1
 
 
 def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:

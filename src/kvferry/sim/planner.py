@@ -152,7 +152,7 @@ class Planner:
     on_progress: Callable[[str, float], None] = lambda what, share: None
     tried: dict[Candidate, Tried] = field(default_factory=dict)
 
-    def search(self, budget: int) -> Plan:
+    def search(self, budget: int) -> Findings:
         """The cheapest deployment of at most `budget` instances that keeps the share; if none does, the best."""
         needs = estimate(self.arrivals, self.times, self.targets)
         keeping = [n for n in range(1, budget + 1) if candidates(n, needs, self.times.max_model_len)]
@@ -181,11 +181,11 @@ class Planner:
             self.tried[candidate] = Tried(candidate, figures, tuple(replay.answered))
         return self.tried[candidate]
 
-    def _plan(self, number: int, needs: Estimate) -> Plan:
+    def _plan(self, number: int, needs: Estimate) -> Findings:
         at = [one for one in self._try_all(number, needs) if one.candidate.num_instances == number]
         plain = self._best(one for one in at if not one.candidate.is_split)
         split = self._best(one for one in at if one.candidate.is_split)
-        return Plan(self.targets, self.share, needs, plain, split, sorted(self.tried.values(), key=_order))
+        return Findings(self.targets, self.share, needs, plain, split, sorted(self.tried.values(), key=_order))
 
     def _best(self, found: Iterable[Tried]) -> Tried | None:
         return max(found, key=lambda one: (one.figures.within, -one.tail(self.targets)), default=None)
@@ -202,7 +202,7 @@ def _order(one: Tried) -> tuple[int, bool, Candidate]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Findings:
     """What a search found: the best plain and the best split deployment of the chosen number of instances."""
 
     targets: Targets

@@ -50,6 +50,15 @@ class StepWork:
         return cls(prefill, pairs, decodes, context, num_new)
 
 
+@dataclass(frozen=True)
+class StepSample:
+    """Measured: this work, in `num_steps` steps, took so many seconds in all."""
+
+    work: StepWork
+    seconds: float
+    num_steps: int = 1
+
+
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a step takes, in seconds: a sum over what it computes."""
 
@@ -123,6 +132,8 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensor_parallel_size: Positive = 1
     settings: dict[str, str] = {}
     """Flags of the engine that was measured."""
+    samples: list[StepSample] = []
+    """The steps that were measured, to which `step` was fitted."""
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.cli.plan import spec_of, to_toml
+from kvferry.cli.simulated import ASSUMED
+from kvferry.fleet.control.spec import fleet_from, read_fleet
+from kvferry.sim.planner import Candidate
+from kvferry.store.trace.records import TraceRequest, write_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, (TraceRequest(200.0 * n, 600, 8, [2 * n, 2 * n + 1]) for n in range(20)))
+    return path
+
+
+def test_a_plan_is_written_and_can_be_simulated(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, picture = tmp_path / "chat.toml", tmp_path / "grid.svg"
+    arguments = ["plan", str(trace), "--slo", "ttft=2s,itl=50ms", "--model", "m", "--write", str(spec)]
+    assert main([*arguments, "--plot", str(picture)]) == 0
+    said = capsys.readouterr()
+    assert "do not disaggregate: 1 plain" in said.out.replace("\n", " ")
+    assert "no --times" in said.err
+    assert picture.read_bytes().startswith(b"<?xml")
+    fleet = read_fleet(spec)
+    assert (fleet.model, fleet.role["both"].count) == ("m", 1)
+    assert main(["simulate", str(spec), "--trace", str(trace), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["complete"] == 20
+
+
+def test_targets_that_are_out_of_reach(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """600 tokens take 28 ms by the assumed times."""
+    assert main(["plan", str(trace), "--slo", "ttft=5ms", "--budget", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No deployment of up to 2 instances" in said
+    assert "no number of instances changes that" in said
+
+
+def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(trace), "--json", "--requests", "10", "--budget", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["holds"]
+    assert found["tried"][0]["figures"]["requests"] == 10
+    assert fleet_from(tomllib.loads(found["spec"])).num_instances == 1
+    assert len(found["grid"]) == 25
+
+
+@pytest.mark.parametrize("candidate", [Candidate(both=3, chunk=512), Candidate(2, 5)])
+def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
+    spec = spec_of(candidate, ASSUMED)
+    assert tomllib.loads(to_toml(spec)) == spec
+    assert fleet_from(spec).num_instances == candidate.num_instances
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "0"], "--budget must be between 1 and 256"),
+        (["--share", "1.5"], "--share must be between"),
+        (["--plot", "grid.pdf"], "--plot grid.pdf: the name must end in .svg or .png"),
+        (["--slo", "ttft=fast"], "--slo: ttft: 'fast' is not a duration"),
+        (["--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: No such file"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    arguments: list[str], said: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(trace), *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Searches whose answers are known: where disaggregation pays, where it does not, and where nothing would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.network import NetworkSpec
+from kvferry.sim.planner import (
+    Candidate,
+    Estimate,
+    Findings,
+    Planner,
+    bandwidth,
+    busiest,
+    candidates,
+    estimate,
+    prefill_seconds,
+)
+from kvferry.sim.targets import Targets
+from kvferry.sim.times import FitError, KVSize, MachineTimes, StepTimes
+from kvferry.sim.traffic import Arrival
+from kvferry.sim.world import WorldSpec
+
+STEP = StepTimes(base_s=0.01, prefill_token_s=1e-3, decode_sequence_s=0.001, context_token_s=0.0)
+TIMES = MachineTimes(
+    model="m",
+    machine="none",
+    measured="today",
+    step=STEP,
+    step_error=FitError(0, 0.0, 0.0, 0.0),
+    kv=KVSize(2, 1000, 100_000),
+)
+
+
+def _world(candidate: Candidate) -> WorldSpec:
+    instance = SimInstanceSpec(times=STEP, num_blocks=2048, max_num_batched_tokens=candidate.chunk)
+    return WorldSpec(candidate.prefill, candidate.decode, candidate.both, instance, network=NetworkSpec(late_share=0.0))
+
+
+def _plan(arrivals: list[Arrival], targets: Targets, budget: int = 4, share: float = 0.95) -> tuple[Planner, Findings]:
+    planner = Planner(arrivals, TIMES, targets, _world, share=share)
+    return planner, planner.search(budget)
+
+
+def test_what_a_prompt_takes_by_its_chunks() -> None:
+    assert prefill_seconds(STEP, 100, 2048) == pytest.approx(0.11)
+    assert prefill_seconds(STEP, 100, 40) == pytest.approx(0.13)
+    pairs = msgspec.structs.replace(STEP, prefill_pair_s=1e-4, request_s=0.5)
+    assert prefill_seconds(pairs, 100, 40) == pytest.approx(0.5 + 0.13 + 1e-4 * 100 * 101 / 2)  # as in one step
+
+
+def test_what_a_trace_asks_for() -> None:
+    arrivals = [Arrival(float(second), 490, 11) for second in range(11)]
+    needs = estimate(arrivals, TIMES, Targets(ttft=1.0, itl=0.02))
+    assert needs.prefill_s == pytest.approx(11 * 0.5 / 11)
+    assert needs.decode_s == pytest.approx(121 * (0.01 / 10 + 0.001) / 11)  # ten together take 20 ms
+    assert needs.alone == 0.0
+    assert estimate(arrivals, TIMES, Targets(ttft=0.4)).alone == 1.0
+
+
+def test_blocks_that_were_there_before_are_not_asked_for_again() -> None:
+    same = [Arrival(float(second), 1024, 2, (1, 2)) for second in range(11)]
+    other = [replace(one, block_ids=(2 * place, 2 * place + 1)) for place, one in enumerate(same)]
+    assert estimate(same, TIMES, Targets()).prefill_s < 0.15 * estimate(other, TIMES, Targets()).prefill_s
+
+
+def test_only_what_may_keep_up_is_tried() -> None:
+    needs = Estimate(prefill_s=2.5, decode_s=0.8, alone=0.0)
+    assert needs.busy(Candidate(both=4)) == pytest.approx(0.825)
+    assert needs.busy(Candidate(prefill=2, decode=2)) == pytest.approx(1.25)
+    assert candidates(3, needs, 8192) == []
+    assert [str(one) for one in candidates(4, needs, 8192)] == [
+        "4 plain, chunks of 512",
+        "4 plain, chunks of 2048",
+        "3P + 1D, chunks of 2048",
+    ]
+    assert len(candidates(16, needs, 8192)) == 2 + 3
+
+
+def test_one_instance_is_enough_and_cannot_be_divided() -> None:
+    planner, found = _plan([Arrival(2.0 * number, 100, 5) for number in range(10)], Targets(ttft=1.0, itl=0.05))
+    assert found.holds
+    assert found.chosen.candidate.num_instances == 1
+    assert found.reason().startswith("do not disaggregate: 1 plain")
+    assert {one.num_instances for one in planner.tried} == {1}
+
+
+def _mixed() -> list[Arrival]:
+    """A prompt of 1.5 s each second, and answers of nearly a second beside them."""
+    long = [Arrival(1.0 * number, 1500, 1) for number in range(8)]
+    short = [Arrival(0.3 + 0.5 * number, 20, 70) for number in range(16)]
+    return sorted([*long, *short], key=lambda one: one.at_s)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Findings:
+    """Answers that may not wait for the prompts of others."""
+    return _plan(_mixed(), Targets(ttft=4.0, itl=0.02), budget=3)[1]
+
+
+def test_where_prompts_stall_answers_disaggregation_pays(tight: Findings) -> None:
+    assert str(tight.chosen.candidate) == "2P + 1D, chunks of 2048"
+    assert tight.reason().startswith("disaggregate: 2P + 1D")
+    assert tight.plain is not None
+    assert tight.plain.figures.within < 0.95 <= tight.chosen.figures.within
+
+
+def test_where_answers_may_wait_plain_instances_are_as_good() -> None:
+    _, found = _plan(_mixed(), Targets(ttft=4.0, itl=1.0), budget=2)
+    assert not found.chosen.candidate.is_split
+    assert found.reason().startswith("do not disaggregate: ")
+
+
+def test_targets_that_no_number_of_instances_reaches() -> None:
+    _, found = _plan([Arrival(2.0 * number, 1000, 5) for number in range(10)], Targets(ttft=0.5), budget=2)
+    assert not found.holds
+    assert "100.0% of the prompts take longer than the target" in found.unreachable()
+
+
+def test_what_is_found_first_is_the_cheapest() -> None:
+    """Three instances' worth of prefill: fewer are ruled out by the estimate, or fail in the simulator."""
+    arrivals = [Arrival(0.15 * number, 400, 1) for number in range(60)]
+    planner, found = _plan(arrivals, Targets(ttft=1.0, itl=1.0), budget=8)
+    number = found.chosen.candidate.num_instances
+    assert found.holds
+    assert number in (3, 4)
+    assert all(one.figures.within < 0.95 for one in found.tried if one.candidate.num_instances < number)
+    assert planner.tried[found.chosen.candidate] is found.chosen
+
+
+def test_the_grid_has_the_targets_in_its_middle(tight: Findings) -> None:
+    rows = dict(tight.grid())
+    middle = {itl: (plain, split) for itl, plain, split in rows[1.0]}
+    assert tight.split is not None
+    assert middle[1.0][1] == pytest.approx(tight.split.figures.within)
+    for row in rows.values():
+        shares = [split for _, _, split in row if split is not None]
+        assert shares == sorted(shares)
+
+
+def test_bandwidth_of_the_busiest_ten_seconds() -> None:
+    arrivals = [Arrival(0.0, 1024, 1, (1, 2)), Arrival(11.0, 1024, 1, (1, 2)), Arrival(12.0, 1536, 1, (1, 2, 3))]
+    found = bandwidth(arrivals, token_bytes=1000)
+    assert found.p2p == pytest.approx(2560 * 1000 / 10)
+    assert found.store_reads == pytest.approx(2048 * 1000 / 10)
+    assert found.store_writes == pytest.approx(1024 * 1000 / 10)
+    assert found.reused == pytest.approx(2048 / 3584)
+
+
+def test_the_busiest_part_of_a_trace() -> None:
+    arrivals = [Arrival(at_s, 1, 1) for at_s in (0.0, 10.0, 20.0, 20.1, 20.2, 30.0)]
+    assert busiest(arrivals, 3) == pytest.approx((20.0, 10.0))
+    first_s, lasts_s = busiest(arrivals, 10)
+    assert (first_s, lasts_s) == pytest.approx((0.0, 30.0), abs=1e-3)
