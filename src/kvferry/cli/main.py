@@ -26,6 +26,7 @@ from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.simulate import simulate
+from kvferry.cli.why import why
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
@@ -78,6 +79,7 @@ app.command(cache)
 app.command(simulate, sort_key=8)
 app.command(calibrate, sort_key=9)
 app.command(plan, sort_key=10)
+app.command(why, sort_key=11)
 
 
 @app.meta.default

@@ -121,10 +121,11 @@ def phase_times(
     prefill = fit_line((one.prefill_tokens, one.prefill_s) for one in known if one.prefill_s is not None)
     if prefill is None:
         prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
+    answers = [one for one in known if one.answer_s and one.output_tokens >= _FEWEST_TOKENS]
     steps = [
         (one.beside, one.answer_s / one.output_tokens)
-        for one in known
-        if one.answer_s and one.output_tokens >= _FEWEST_TOKENS
+        for one in [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
+        if one.answer_s
     ]
     decode = fit_line(steps)
     if prefill is None or decode is None:

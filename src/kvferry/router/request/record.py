@@ -40,6 +40,7 @@ class RequestRecord:
         chooser.traffic.note(self._seen)
         self.num_tokens = 0
         """Of the answer, if its instance tells; `Delivery` writes it."""
+        self._prefill_ended_at = 0.0
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
         self._span: Span | None = None
@@ -105,6 +106,7 @@ class RequestRecord:
 
     def _see_prefill(self, leg: Leg, usage: PrefillUsage, computed: float) -> None:
         seen, told = self._seen, usage.timeline
+        self._prefill_ended_at = leg.ended_at
         if usage.prompt_tokens:
             seen.prompt_tokens, seen.uncached = usage.prompt_tokens, int(computed)
         seen.prefill_tokens, seen.prefill_s = leg.work.ahead + computed, leg.ended_at - leg.begun_at
@@ -141,6 +143,7 @@ class RequestRecord:
                 seen.answer_s, seen.output_tokens = seconds, num_tokens
             else:
                 seen.output_tokens = min(num_bytes / _TEXT_BYTES, self._asked.max_tokens or 1e9)
+                seen.answer_s = last.ended_at - max(last.begun_at, self._prefill_ended_at)
             seen.beside = last.work.num_beside
         decision.done = now = self._clock.wall()
         self._metrics.phases(decision.phases())

@@ -1,0 +1,102 @@
+"""`kvferry why URL`: whether prefill and decode on different instances are worth it for a running fleet's traffic."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from kvferry.cli.fleet import Where, ask
+from kvferry.cli.simulate import SloFlag
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
+from kvferry.core.settings.bounds import Bounds
+from kvferry.fleet.scaling.predictor import LatencyTargets
+from kvferry.fleet.scaling.rules import Counts
+from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Form, Verdict, judge
+from kvferry.sim.targets import parse_targets
+
+SHARE = Bounds(0, 1, above=True)
+SECONDS = Bounds(1, 86_400)
+
+
+class _Facts(msgspec.Struct):
+    num_kv_tokens: int = 0
+
+
+class _Used(msgspec.Struct):
+    role: str
+    alive: bool
+    facts: _Facts | None = None
+
+
+class _AllUsed(msgspec.Struct):
+    instances: list[_Used]
+
+
+def why(
+    url: Annotated[str, Parameter(help="URL of the fleet's router, such as http://127.0.0.1:8000.")],
+    *,
+    slo: SloFlag = "ttft=2s,itl=50ms",
+    goal: Annotated[float, Parameter(help="Share of requests that is to be within the targets.")] = 0.99,
+    seconds: Annotated[int, Parameter(help="How long ago requests may have come that are looked at.")] = 600,
+    admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
+    tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a router at https://.")] = None,
+) -> int:
+    """Say whether a running fleet should disaggregate: from its own measurements of the last minutes.
+
+        kvferry why http://127.0.0.1:8000 --slo ttft=1s,itl=40ms
+
+    P and D apart are compared with as many instances for both phases, for the requests that came and the times that
+    their phases took. What was not tried is predicted, within some percentage points.
+    """
+    SHARE.require("--goal", goal)
+    SECONDS.require("--seconds", seconds)
+    targets = parse_targets(slo)
+    if targets.ttft is None or targets.itl is None or targets.e2e is not None:
+        raise ConfigError("--slo: give ttft and itl, as in ttft=2s,itl=50ms")
+    router = Where(router=url.rstrip("/"), admin_key=admin_key, tls_ca=tls_ca)
+    used = [one for one in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if one.alive]
+    report = ask(router, "GET", f"{TRAFFIC_PATH}?seconds={seconds}", TrafficReport)
+    counts = Counts(sum(one.role == "prefill" for one in used), sum(one.role == "decode" for one in used))
+    kv_tokens = [one.facts.num_kv_tokens for one in used if one.role == "decode" and one.facts is not None]
+    found = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, min(kv_tokens, default=0))
+    if found is None:
+        done = sum(one.state == "done" for one in report.requests)
+        raise ConfigError(
+            f"too little is known: {done} requests have ended in the last {seconds} s, and it takes {FEWEST_REQUESTS},"
+            " with streamed answers among them; ask again when there was more traffic"
+        )
+    for line in _lines(found):
+        sys.stdout.write(line + "\n")
+    return 0
+
+
+def _lines(found: Verdict) -> list[str]:
+    workload, times, stall = found.workload, found.times, found.stall_s
+    measured = "" if found.measured is None else f"; measured: {100 * found.measured:.1f} % within the targets"
+    lines = [
+        f"{found.num_requests} requests, {workload.rate:.2f} a second, prompts of {workload.prompt_tokens.mean():.0f}"
+        f" tokens to compute, answers of {workload.output_tokens.mean():.0f}{measured}",
+        f"prefill {1000 * times.prefill_base_s:.1f} ms + {1000 * times.prefill_token_s:.3f} ms a token; a decode step"
+        f" {1000 * times.decode_base_s:.1f} ms + {1000 * times.decode_sequence_s:.2f} ms an answer",
+        f"on one instance, a prompt stops the answers beside it for {1000 * stall[0]:.0f} ms, one in a hundred for"
+        f" {1000 * stall[1]:.0f} ms",
+        f"{'':<24} {'within both':>12} {'TTFT':>8} {'ITL':>8} {'busiest':>8}",
+        _row("as it is", found.now),
+        *([] if found.split is None else [_row("the best with P and D", found.split)]),
+        _row("for both phases", found.whole),
+    ]
+    for what, least in (("P and D", found.least_split), ("for both phases", found.least_whole)):
+        enough = f"{least.counts}" if least is not None else f"not with {found.most_tried} instances"
+        lines.append(f"for {100 * found.goal:g} %, {what}: {enough}")
+    return [*lines, "", found.sentence()]
+
+
+def _row(what: str, form: Form) -> str:
+    one = form.expected
+    figures = f"{100 * one.attained:>10.1f} % {100 * one.ttft:>6.1f} % {100 * one.itl:>6.1f} %"
+    return f"{what:<24} {figures} {100 * min(one.busiest, 9.99):>6.0f} %  {form.counts}"

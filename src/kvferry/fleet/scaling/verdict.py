@@ -1,0 +1,138 @@
+"""Whether prefill and decode on different instances are worth it for the traffic that a fleet has: in numbers, and in
+one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.core.messages.traffic import TrafficReport
+from kvferry.fleet.scaling.measuring import lengths, phase_times, share_within
+from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
+from kvferry.fleet.scaling.rules import Counts, Rules
+from kvferry.fleet.scaling.scaler import Outlook
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness
+
+_ALIKE = 0.005
+"""Shares that differ by less are the same: then what is simpler is better."""
+FEWEST_REQUESTS = 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to use instances, and what is expected of it."""
+
+    counts: Counts
+    expected: Prediction
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`now`, `split`, `whole`: as the fleet is, and the best of as many instances with P and D apart (None: there are
+    not two) or for both phases. `least_split`, `least_whole`: the fewest instances that keep the goal; None: none up to
+    `most_tried` do. `stall_s`: how long a typical prompt, and one in a hundred, stops the answers beside it on one
+    instance."""
+
+    targets: LatencyTargets
+    goal: float
+    workload: Workload
+    times: PhaseTimes
+    num_requests: int
+    measured: float | None
+    now: Form
+    split: Form | None
+    whole: Form
+    least_split: Form | None
+    least_whole: Form | None
+    most_tried: int
+    stall_s: tuple[float, float]
+
+    @property
+    def disaggregates(self) -> bool:
+        """Whether P and D apart keep more requests within the targets, or keep the goal with fewer instances."""
+        if self.split is None:
+            return False
+        gained = self.split.expected.attained - self.whole.expected.attained
+        if gained <= -_ALIKE:
+            return False
+        return gained > _ALIKE or _fewer(self.least_split, self.least_whole)
+
+    def sentence(self) -> str:
+        """What to do, with the reason in numbers."""
+        whole = _told(self.whole)
+        if self.split is None:
+            return f"Do not disaggregate: there is one instance; {whole}."
+        split = _told(self.split)
+        if self.disaggregates:
+            saved = ""
+            if self.least_split is not None and _fewer(self.least_split, self.least_whole):
+                least = "more" if self.least_whole is None else str(self.least_whole.counts.total)
+                saved = f", and {self.least_split.counts.total} instances are enough for the goal instead of {least}"
+            return f"Disaggregate: {split}, {whole}{saved}."
+        if _fewer(self.least_whole, self.least_split) and self.least_whole is not None:
+            least = "more" if self.least_split is None else str(self.least_split.counts.total)
+            return (
+                f"Do not disaggregate: {whole}, {split}; {self.least_whole.counts.total} instances for both phases"
+                f" are enough for the goal, and {least} with P and D apart."
+            )
+        if self.split.expected.attained < self.whole.expected.attained - _ALIKE:
+            return f"Do not disaggregate: {whole}, {split}."
+        return f"Do not disaggregate: it would bring nothing for this traffic; {whole}, {split}."
+
+
+def judge(
+    report: TrafficReport, counts: Counts, targets: LatencyTargets, goal: float = 0.99, kv_tokens: int = 0
+) -> Verdict | None:
+    """For the requests of a report; None: fewer than `FEWEST_REQUESTS` ended, or what takes how long is not known."""
+    known = [one for one in report.requests if one.state != "failed"]
+    times = phase_times(known, kv_tokens)
+    if times is None or sum(one.state == "done" for one in known) < FEWEST_REQUESTS:
+        return None
+    arrivals = [one.arrived for one in known]
+    lasted_s = max(report.now - min(arrivals), 1e-3)
+    workload = Workload.of(len(known) / lasted_s, lengths(known, times, report.now), burstiness(arrivals))
+    total = max(1, counts.total)
+    most = max(16, 3 * total)
+    anything = Rules(targets, Counts(0, 1), Counts(most, most), budget=most, goal=goal, aggregate=True)
+    outlook = Outlook(anything, workload, times)
+    stalls = times.prefill_token_s * np.minimum(workload.prompt_tokens, times.chunk_tokens)
+    return Verdict(
+        targets=targets,
+        goal=goal,
+        workload=workload,
+        times=times,
+        num_requests=len(known),
+        measured=share_within(known, targets.ttft_s, targets.itl_s),
+        now=Form(counts, outlook.best(counts)),
+        split=_best_split(outlook, total),
+        whole=_whole(outlook, total),
+        least_split=_least(outlook, range(2, most + 1), _best_split, goal),
+        least_whole=_least(outlook, range(1, most + 1), _whole, goal),
+        most_tried=most,
+        stall_s=(float(np.median(stalls)), float(np.quantile(stalls, 0.99))),
+    )
+
+
+def _whole(outlook: Outlook, total: int) -> Form:
+    counts = Counts(0, total)
+    return Form(counts, outlook.best(counts))
+
+
+def _best_split(outlook: Outlook, total: int) -> Form | None:
+    forms = [Form(one, outlook.best(one)) for one in (Counts(p, total - p) for p in range(1, total))]
+    return max(forms, key=lambda one: (round(one.expected.attained, 4), -one.expected.busiest), default=None)
+
+
+def _least(outlook: Outlook, totals: range, form: Callable[[Outlook, int], Form | None], goal: float) -> Form | None:
+    found = (form(outlook, total) for total in totals)
+    return next((one for one in found if one is not None and one.expected.attained >= goal), None)
+
+
+def _fewer(one: Form | None, other: Form | None) -> bool:
+    return one is not None and (other is None or one.counts.total < other.counts.total)
+
+
+def _told(form: Form) -> str:
+    return f"{form.counts} keep {100 * form.expected.attained:.1f} % within the targets"

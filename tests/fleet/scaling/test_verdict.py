@@ -1,0 +1,96 @@
+"""Whether to disaggregate, from what a router reports."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from fleet.scaling.exact import poisson, simulate
+from kvferry.core.messages.traffic import RequestObservation, TrafficReport
+from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
+from kvferry.fleet.scaling.rules import Counts
+from kvferry.fleet.scaling.traffic import PhaseTimes
+from kvferry.fleet.scaling.verdict import Verdict, judge
+
+NOW = 1_000_000.0
+TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=256, chunk_tokens=2048)
+
+
+def report(
+    rate: float, prompt: float, output: float, number: int = 600
+) -> tuple[TrafficReport, list[tuple[float, float, int]]]:
+    """What a router says of a fleet with these times, and the requests."""
+    asked = poisson(5, rate, number, prompt, output)
+    random, end = Random(2), asked[-1][0]
+    requests = []
+    for at, tokens, length in asked:
+        beside = random.uniform(1, 20)
+        prefill_s = TIMES.prefill_base_s + TIMES.prefill_token_s * tokens
+        requests.append(
+            RequestObservation(
+                NOW - end + at,
+                int(tokens),
+                int(tokens),
+                state="done",
+                streams=True,
+                prefill="p",
+                decode="d",
+                prefill_s=prefill_s,
+                prefill_tokens=tokens,
+                first_s=prefill_s,
+                hand_off_s=0.0,
+                answer_s=length * (TIMES.decode_base_s + TIMES.decode_sequence_s * beside),
+                output_tokens=length,
+                beside=beside,
+            )
+        )
+    return TrafficReport(NOW, len(requests), 0, requests), asked
+
+
+def judged(rate: float, prompt: float, output: float, counts: Counts, targets: LatencyTargets) -> Verdict:
+    found = judge(report(rate, prompt, output)[0], counts, targets)
+    assert found is not None
+    return found
+
+
+def test_long_prompts_beside_answers_with_a_tight_target_are_worth_two_roles() -> None:
+    targets = LatencyTargets(ttft_s=2.0, itl_s=0.032)
+    found = judged(4.0, 3000, 150, Counts(2, 2), targets)
+    assert found.disaggregates
+    assert found.sentence().startswith("Disaggregate: ")
+    assert found.split is not None
+    asked = report(4.0, 3000, 150, 3000)[1]
+    split, whole = (
+        simulate(TIMES, targets, Topology(one.prefill, one.decode), asked)[0]
+        for one in (found.split.counts, found.whole.counts)
+    )
+    assert split > whole, "as in the simulation, event by event"
+    assert found.stall_s[1] >= found.stall_s[0] > 0.1
+
+
+def test_short_prompts_are_not() -> None:
+    targets = LatencyTargets(ttft_s=2.0, itl_s=0.05)
+    found = judged(3.0, 50, 200, Counts(1, 1), targets)
+    assert not found.disaggregates
+    assert found.sentence().startswith("Do not disaggregate: ")
+    assert "1 P + 1 D" in found.sentence()
+    assert "2 for both phases" in found.sentence()
+
+
+def test_one_instance_has_nothing_to_divide() -> None:
+    found = judged(0.5, 50, 50, Counts(0, 1), LatencyTargets(2.0, 0.05))
+    assert found.split is None
+    assert "there is one instance" in found.sentence()
+
+
+def test_too_little_is_no_verdict() -> None:
+    few = report(1.0, 100, 50, number=10)[0]
+    assert judge(few, Counts(1, 1), LatencyTargets(2.0, 0.05)) is None
+    assert judge(TrafficReport(NOW, 0, 0, []), Counts(1, 1), LatencyTargets(2.0, 0.05)) is None
+
+
+def test_what_was_measured_is_said_beside() -> None:
+    found = judged(1.0, 100, 50, Counts(1, 1), LatencyTargets(2.0, 0.05))
+    assert found.measured == 1.0
+    assert found.workload.rate == pytest.approx(1.0, rel=0.15)
