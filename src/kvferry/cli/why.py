@@ -16,7 +16,7 @@ from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts
-from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Form, Verdict, judge
+from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Arrangement, Verdict, judge
 from kvferry.sim.targets import parse_targets
 
 SHARE = Bounds(0, 1, above=True)
@@ -96,7 +96,7 @@ def _lines(found: Verdict) -> list[str]:
     return [*lines, "", found.sentence()]
 
 
-def _row(what: str, form: Form) -> str:
+def _row(what: str, form: Arrangement) -> str:
     one = form.expected
     figures = f"{100 * one.attained:>10.1f} % {100 * one.ttft:>6.1f} % {100 * one.itl:>6.1f} %"
     return f"{what:<24} {figures} {100 * min(one.busiest, 9.99):>6.0f} %  {form.counts}"

@@ -21,7 +21,7 @@ FEWEST_REQUESTS = 20
 
 
 @dataclass(frozen=True)
-class Form:
+class Arrangement:
     """One way to use instances, and what is expected of it."""
 
     counts: Counts
@@ -41,11 +41,11 @@ class Verdict:
     times: PhaseTimes
     num_requests: int
     measured: float | None
-    now: Form
-    split: Form | None
-    whole: Form
-    least_split: Form | None
-    least_whole: Form | None
+    now: Arrangement
+    split: Arrangement | None
+    whole: Arrangement
+    least_split: Arrangement | None
+    least_whole: Arrangement | None
     most_tried: int
     stall_s: tuple[float, float]
 
@@ -105,7 +105,7 @@ def judge(
         times=times,
         num_requests=len(known),
         measured=share_within(known, targets.ttft_s, targets.itl_s),
-        now=Form(counts, outlook.best(counts)),
+        now=Arrangement(counts, outlook.best(counts)),
         split=_best_split(outlook, total),
         whole=_whole(outlook, total),
         least_split=_least(outlook, range(2, most + 1), _best_split, goal),
@@ -115,24 +115,26 @@ def judge(
     )
 
 
-def _whole(outlook: Outlook, total: int) -> Form:
+def _whole(outlook: Outlook, total: int) -> Arrangement:
     counts = Counts(0, total)
-    return Form(counts, outlook.best(counts))
+    return Arrangement(counts, outlook.best(counts))
 
 
-def _best_split(outlook: Outlook, total: int) -> Form | None:
-    forms = [Form(one, outlook.best(one)) for one in (Counts(p, total - p) for p in range(1, total))]
+def _best_split(outlook: Outlook, total: int) -> Arrangement | None:
+    forms = [Arrangement(one, outlook.best(one)) for one in (Counts(p, total - p) for p in range(1, total))]
     return max(forms, key=lambda one: (round(one.expected.attained, 4), -one.expected.busiest), default=None)
 
 
-def _least(outlook: Outlook, totals: range, form: Callable[[Outlook, int], Form | None], goal: float) -> Form | None:
+def _least(
+    outlook: Outlook, totals: range, form: Callable[[Outlook, int], Arrangement | None], goal: float
+) -> Arrangement | None:
     found = (form(outlook, total) for total in totals)
     return next((one for one in found if one is not None and one.expected.attained >= goal), None)
 
 
-def _fewer(one: Form | None, other: Form | None) -> bool:
+def _fewer(one: Arrangement | None, other: Arrangement | None) -> bool:
     return one is not None and (other is None or one.counts.total < other.counts.total)
 
 
-def _told(form: Form) -> str:
+def _told(form: Arrangement) -> str:
     return f"{form.counts} keep {100 * form.expected.attained:.1f} % within the targets"
