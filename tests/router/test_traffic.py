@@ -11,7 +11,7 @@ import msgspec
 from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
-from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, routing
 from router.test_declaring import KEY, SOON, Fields, declare, declared
 from router.test_hand_off import BODY, a_decode, a_prefill, get, post
 from router.test_membership import post as post_here
@@ -84,6 +84,47 @@ async def test_a_plan_is_shown_counted_and_followed() -> None:
         assert await post_here(url) == 200
         assert len(prefill.calls) == 1
         assert "kvferry_fleet_desired_instances{" not in await shown(url, "/metrics")
+
+
+async def test_a_request_waits_for_the_first_instance_of_a_fleet_that_had_none() -> None:
+    """Its client is told meanwhile; a fleet that starts nothing answers with 503, as ever."""
+    plan = FleetPlan(desired={"prefill": 0, "decode": 0}, starts_s=5.0)
+    d = a_decode()
+    async with instances(d), routing([], [], HTTP, **SOON) as (router, url):
+        assert await post_here(url) == 503
+        assert await declare_with(url, plan, []) == 200
+        whole = asyncio.create_task(post_here(url))
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as answer,
+        ):
+            assert answer.status == 200
+            assert b": an instance is started: 0 s so far, about 5 s in all" in await answer.content.readline()
+            while router.services.chooser.traffic.num_waiting < 2:
+                await asyncio.sleep(0.01)
+            assert await declare_with(url, plan, [declared("d", d)]) == 200
+            rest = await answer.content.read()
+        assert await whole == 200
+        assert rest.count(b"data: ") == 3
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert router.services.chooser.traffic.num_waiting == 0
+
+
+async def test_what_goes_wrong_after_the_wait_is_an_event() -> None:
+    plan = FleetPlan(desired={"prefill": 0, "decode": 0}, starts_s=5.0)
+    d = Peer("decode", failing(400), facts=DECODE)
+    async with instances(d), routing([], [], HTTP, **SOON) as (_, url):
+        assert await declare_with(url, plan, []) == 200
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as answer,
+        ):
+            await answer.content.readline()
+            assert await declare_with(url, plan, [declared("d", d)]) == 200
+            rest = await answer.content.read()
+    assert b'data: {"' in rest
+    assert b"error" in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
 
 
 async def declare_with(url: str, plan: FleetPlan | None, wanted: list[Fields]) -> int:

@@ -36,6 +36,7 @@ class Response:
 
     __slots__ = (
         "_added",
+        "_begun_early",
         "_declared",
         "_events",
         "_head",
@@ -66,7 +67,7 @@ class Response:
         self._declared = b""
         self._head = b""
         self._last = b""
-        self._events = False
+        self._events = self._begun_early = False
 
     @property
     def is_last(self) -> bool:
@@ -79,7 +80,10 @@ class Response:
         return self.status is not None
 
     def send(self, status: int, body: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send the whole answer. `content-length` is added."""
+        """Send the whole answer. `content-length` is added. Where events have begun, it is the last one."""
+        if self._begun_early:
+            self.end(b"data: " + body + b"\n\n" + SSE_DONE)
+            return
         length: RawHeaders = [] if status in _NO_CONTENT else [(b"content-length", b"%d" % len(body))]
         self.start(status, [*headers, *length])
         self.end(body)
@@ -99,6 +103,8 @@ class Response:
         The body is framed by `content-length` if the headers contain it, otherwise in chunks. Do not add headers of the
         connection (`connection`, `transfer-encoding`): they are set here.
         """
+        if self._begun_early:
+            return  # the events that follow are a part of what has begun
         assert self.status is None, "a response is started once"
         self.status = status
         sent = [*headers, *self._added]
@@ -116,6 +122,14 @@ class Response:
         kind = first.get(b"content-type", b"")
         self._events = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
         self._head = response_head(status, sent)
+
+    def comment(self, text: str) -> None:
+        """Show a client that wants events what it waits for, before anything is known about its answer: a comment of a
+        stream of events, which begins with the first one. What is then started or sent becomes a part of it."""
+        if not self.started:
+            self.start(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
+            self._begun_early = True
+        self.write(b": " + text.encode() + b"\n\n")
 
     def _choose_framing(self, first: Mapping[bytes, bytes]) -> Framing:
         if self.request.method == "HEAD" or self.status in _NO_CONTENT:

@@ -32,6 +32,7 @@ from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
 from kvferry.router.request.rescue import Rescue
 from kvferry.router.request.services import Services
+from kvferry.router.request.waking import wait_for_instances
 
 
 class Answer(NamedTuple):
@@ -61,6 +62,7 @@ class Exchange:
         """Answer the client."""
         services, legs, num_bytes = self._services, self._legs, 0
         try:
+            await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
             plan = self._placement.plan(make_plan(self._request.path, self._body, services.pools))
             self._record.decision.routed = services.clock.wall()
             if isinstance(plan, Split):

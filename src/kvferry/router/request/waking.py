@@ -1,0 +1,35 @@
+"""A fleet whose controller has stopped all instances starts them again for who asks: until then, requests wait here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.http.server.response import Response
+from kvferry.router.request.services import Services
+
+_LOOK_AGAIN_S, _TELL_AGAIN_S = 0.1, 5.0
+_STARTS, _MORE_S = 3.0, 60.0
+"""A start is waited for so many times as long as one usually takes, and so many seconds more."""
+
+
+async def wait_for_instances(services: Services, response: Response, *, streams: bool) -> None:
+    """Return once an instance answers, or when it has taken too long. A client that `streams` is told meanwhile; the
+    controller sees how many wait in `Traffic`."""
+    pools, clock = services.pools, services.clock
+    starts_s = pools.directions.starts_s
+    if pools.decode.any_alive or starts_s <= 0:
+        return
+    traffic, begun = services.chooser.traffic, clock.monotonic()
+    tell_at = begun
+    traffic.num_waiting += 1
+    try:
+        while not pools.decode.any_alive and pools.directions.starts_s > 0:
+            waited_s = clock.monotonic() - begun
+            if waited_s > _STARTS * starts_s + _MORE_S:
+                return
+            if streams and begun + waited_s >= tell_at:
+                tell_at += _TELL_AGAIN_S
+                response.comment(f"an instance is started: {waited_s:.0f} s so far, about {starts_s:.0f} s in all")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+    finally:
+        traffic.num_waiting -= 1
