@@ -41,6 +41,8 @@ class Nodes:
             num_cpus=self._cpus,
             object_store_memory=_MEMORY_BYTES,
             include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,  # there is no autoscaler
         )
 
 

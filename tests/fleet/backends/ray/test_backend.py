@@ -14,7 +14,7 @@ import pytest
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, MemberSpec, MemberState, backend_class
-from kvferry.fleet.control.spec import Backend, RoleSpec, RouterSpec, Unit, WantedFleet
+from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
 from kvferry.testing.backends import Programs, UnheardWatcher, named, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 
@@ -39,8 +39,10 @@ def wanted(nodes: Nodes, name: str) -> WantedFleet:
 
 
 @asynccontextmanager
-async def opened(folder: Path, fleet: WantedFleet, token: str = "a token") -> AsyncIterator[FleetBackend]:
-    context = BackendContext(folder, lambda fleet: Programs(fleet, folder), UnheardWatcher(), token=token)
+async def opened(
+    folder: Path, fleet: WantedFleet, token: str = "a token", *, outlives: bool = True
+) -> AsyncIterator[FleetBackend]:
+    context = BackendContext(folder, lambda fleet: Programs(fleet, folder), UnheardWatcher(), outlives, token)
     backend = backend_class("ray")(context)
     backend.use(fleet)
     async with asyncio.timeout(60):
@@ -80,6 +82,25 @@ async def test_who_has_another_token_does_not_take_up_what_is_there(nodes: Nodes
     async with opened(tmp_path, fleet) as backend:
         assert named(backend, "serves-0").state is MemberState.SERVING
         await backend.stop("serves-0", 0.0)
+
+
+async def test_members_that_do_not_outlive_their_backend_are_seen_by_no_other(nodes: Nodes, tmp_path: Path) -> None:
+    fleet = wanted(nodes, "twice")
+    async with opened(tmp_path, fleet, outlives=False) as one:
+        await serving(one, "serves-0")
+        async with opened(tmp_path, fleet, outlives=False) as other:
+            assert list(other.members()) == []
+        _, pid = processes_of_members()["serves-0"]
+        started = started_at(pid)
+    assert not runs(pid, started)
+
+
+def test_ranks_of_one_instance_are_on_one_node(tmp_path: Path) -> None:
+    engine = EngineSpec(kind="vllm", args=("--nnodes=2",))
+    fleet = WantedFleet(name="ranks", model="m", mode="pooling", role={"both": RoleSpec()}, engine=engine)
+    context = BackendContext(tmp_path, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher())
+    with pytest.raises(ConfigError, match="--nnodes=2: on Ray, all ranks of an instance are on one node"):
+        backend_class("ray")(context).use(fleet)
 
 
 async def test_a_unit_has_a_placement_group_for_as_long_as_it_has_members(nodes: Nodes, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Order:
 
     member: MemberSpec
     fleet: WantedFleet
+    namespace: str
     make_recipe: Callable[[WantedFleet], Recipe]
     number: int
     num_cpus: float
@@ -200,12 +201,14 @@ class MemberActor:
         recipe = order.make_recipe(order.fleet).on_node(node_address())
         if member.role == "router":
             context = get_runtime_context()
-            group = routers_folder(order.fleet.name, context.gcs_address, context.get_node_id())
+            group = routers_folder(order.namespace, context.gcs_address, context.get_node_id())
             self._address = SharedAddress(group, own_name())
             listeners = await self._address.open(recipe.addresses)
             spec = recipe.router_member(member.name, RouterGroup(group, listeners))
         else:
             spec = recipe.instance(member.name, member.role, order.number, ())
+            if spec.registrar is not None:
+                raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
             threads = thread_variables(tuple(range(int(order.num_cpus))))
             spec = replace(spec, environment={**spec.environment, **threads})
         about = About(

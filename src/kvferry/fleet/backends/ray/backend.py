@@ -36,6 +36,8 @@ _ASK_S = 10.0
 """How long Ray's control service, or an actor that should answer at once, may take."""
 _KILLED_S = 10.0
 """How long an actor may take, beyond the grace, to say that its member is gone."""
+_HURRIED_S = 3.0
+"""The same where there is no grace."""
 _AGAIN_S = 0.5
 _LOOK_S = 5.0
 """How often it is looked whether Ray's control service answers."""
@@ -70,6 +72,8 @@ class RayBackend(FleetBackend):
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
+        self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
+        """Sets the actors apart that nobody is to find later."""
 
     @property
     def num_routers(self) -> int:
@@ -139,7 +143,16 @@ class RayBackend(FleetBackend):
             await self._kill(here.actor)
             return
         context.watcher.progress(member.name, f"waiting for a node{needs}", 0.0)
-        order = Order(member, fleet, context.make_recipe, here.number, needs.cpus, context.token, here.bundle)
+        order = Order(
+            member,
+            fleet,
+            self._namespace,
+            context.make_recipe,
+            here.number,
+            needs.cpus,
+            context.token,
+            here.bundle,
+        )
         self._begin_task(self._look_after(here, order, str(needs)))
         self.changed.set()
 
@@ -151,7 +164,7 @@ class RayBackend(FleetBackend):
         if member.has_begun and not member.is_lost:
             ended = answer_of(member.actor.stop.remote(grace_s))
             forgotten = asyncio.create_task(member.forgotten.wait())
-            within_s = grace_s + _KILLED_S if grace_s else _ASK_S
+            within_s = grace_s + _KILLED_S if grace_s else _HURRIED_S
             try:
                 await asyncio.wait([ended, forgotten], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -192,7 +205,7 @@ class RayBackend(FleetBackend):
 
     @property
     def _namespace(self) -> str:
-        return f"kvferry-{self._fleet.name}"
+        return f"kvferry-{self._fleet.name}{self._own}"
 
     def _free_number(self) -> int:
         used = {one.number for one in self._members.values()}
