@@ -23,6 +23,7 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
+from kvferry.fleet.asking import ask_health
 from kvferry.fleet.backends.ray.actor import ActorIdentity, LogLine, MemberActor, MemberNews, MemberProgress, Order
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
 from kvferry.fleet.backends.ray.placing import Bundle, free_index, make_group, needs_of, strategy_of
@@ -38,7 +39,10 @@ _KILLED_S = 10.0
 """How long an actor may take, beyond the grace, to say that its member is gone."""
 _HURRIED_S = 3.0
 """The same where there is no grace."""
-_AGAIN_S = 0.5
+_AGAIN_S, _AT_ONCE = 0.5, 32
+_GONE_S = 3.0
+"""How long neither an actor nor its member that has served can be reached before both count as lost. Ray takes longer
+to say so of a node."""
 _LOOK_S = 5.0
 """How often it is looked whether Ray's control service answers."""
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
@@ -56,6 +60,8 @@ class RayMember:
         """Its actor is no more."""
         self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
         self.last_news = -1
+        self.assigned: MemberRole | None = None
+        """The role that this controller has given it."""
 
 
 class RayBackend(FleetBackend):
@@ -93,8 +99,8 @@ class RayBackend(FleetBackend):
         await RayConnection.open(self._fleet.backend.address, self._namespace)
         self._is_connected = True
         try:
-            names = await in_thread(self._find_names, _ASK_S)
-            await asyncio.gather(*(self._find(name) for name in names))
+            names, at_once = await in_thread(self._find_names, _ASK_S), asyncio.Semaphore(_AT_ONCE)
+            await asyncio.gather(*(self._find(name, at_once) for name in names))
             await in_thread(self._remove_groups_of_nobody, _ASK_S)
         except (TimeoutError, RayError) as error:
             raise ConfigError(f"Ray does not say which members this fleet has: {error}") from error
@@ -134,6 +140,7 @@ class RayBackend(FleetBackend):
                 )
         except (TimeoutError, RayError, ValueError) as error:
             self._forget(member.name, here)
+            await self._release_unit(member.unit)
             why = f"Ray does not answer within {_ASK_S:g} s" if isinstance(error, TimeoutError) else str(error)
             raise NotStarted(f"no actor can be created: {why}") from error
         except BaseException:
@@ -180,6 +187,7 @@ class RayBackend(FleetBackend):
         member = self._members.get(name)
         if member is None:
             return
+        member.assigned = role
         member.view = replace(member.view, role=role)
         self.changed.set()
         if not member.is_lost and member.actor is not None:
@@ -231,11 +239,21 @@ class RayBackend(FleetBackend):
         try:
             if order is not None:
                 await self._have_begun(member, order, needs)
+            failing_since: float | None = None
             while not member.forgotten.is_set():
                 try:
                     self._hear(member, await answer(member.actor.news.remote(member.last_news), None))
+                    failing_since = None
                 except ActorUnavailableError:
+                    now, url = SYSTEM_CLOCK.monotonic(), member.view.health_url
+                    failing_since = now if failing_since is None else failing_since
+                    if not url or await ask_health(url, _AGAIN_S):
+                        failing_since = None
+                    elif now - failing_since > _GONE_S:
+                        raise
                     await asyncio.sleep(_AGAIN_S)
+        except ActorUnavailableError:
+            self._is_no_more(member, f"neither it nor its actor can be reached for {_GONE_S:g} s; its node may be lost")
         except (RayError, TimeoutError) as error:
             self._is_no_more(member, _why(error))
         except Exception as error:
@@ -262,8 +280,9 @@ class RayBackend(FleetBackend):
                     watcher.line(name, text)
                 case MemberProgress(what, fraction):
                     watcher.progress(name, what, fraction)
-        if news.member != before:
-            member.view = news.member
+        seen = replace(news.member, role=member.assigned or news.member.role)  # it may not know yet
+        if seen != before:
+            member.view = seen
             if news.member.state is MemberState.SERVING is not before.state:
                 watcher.ready(name, news.member.url)
             self.changed.set()
@@ -312,11 +331,12 @@ class RayBackend(FleetBackend):
         found = list_named_actors(all_namespaces=True)
         return [one["name"] for one in found if one["namespace"] == self._namespace]
 
-    async def _find(self, name: str) -> None:
+    async def _find(self, name: str, at_once: asyncio.Semaphore) -> None:
         """Take up an actor. One that was never told what to run is ended; one that does not answer is taken up when it
         does."""
         try:
-            actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
+            async with at_once:
+                actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
         except ValueError:
             return  # it has just ended
         nonce = entropy.token_hex(16)
