@@ -121,6 +121,15 @@ def test_targets_that_no_number_of_instances_reaches() -> None:
     assert "100.0% of the prompts take longer than the target" in found.unreachable()
 
 
+def test_requests_that_no_instance_takes() -> None:
+    arrivals = [Arrival(2.0 * number, *((100, 2) if number % 2 else (70_000, 40_000))) for number in range(4)]
+    needs = estimate(arrivals, TIMES, Targets())
+    assert needs.too_long == 0.5
+    _, found = _plan(arrivals, Targets(ttft=500.0), budget=1)
+    assert not found.holds
+    assert found.unreachable().startswith("50.0% of the requests are longer")
+
+
 def test_what_is_found_first_is_the_cheapest() -> None:
     """Three instances' worth of prefill: fewer are ruled out by the estimate, or fail in the simulator."""
     arrivals = [Arrival(0.15 * number, 400, 1) for number in range(60)]

@@ -81,11 +81,12 @@ class Tried:
 @dataclass(frozen=True)
 class Estimate:
     """What a trace asks for, in seconds of instances per second, from the times of steps alone. `alone`: share of the
-    requests whose first token would be late even on an idle instance."""
+    requests whose first token would be late even on an idle instance; `too_long`: of those that no instance takes."""
 
     prefill_s: float
     decode_s: float
     alone: float
+    too_long: float = 0.0
 
     def busy(self, candidate: Candidate) -> float:
         """Share of the time in which the busiest role computes; more than 1: it cannot keep up."""
@@ -110,7 +111,7 @@ def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets)
     decode together as the target between two tokens and the KV cache allow."""
     step, seen = times.step, set[int]()
     prefill_s = 0.0
-    num_late = 0
+    num_late = num_too_long = 0
     for one in arrivals:
         known = sum(1 for block in one.block_ids if block in seen)
         seen.update(one.block_ids)
@@ -118,6 +119,7 @@ def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets)
         prefill_s += prefill_seconds(step, left, PREFILL_CHUNK)
         alone_s = prefill_seconds(step, left, PREFILL_CHUNK) + 4 * times.transfer.latency_s
         num_late += targets.ttft is not None and alone_s > targets.ttft
+        num_too_long += one.prompt_tokens + one.answer_tokens > min(times.max_model_len, times.kv.num_tokens)
     answers = sum(one.answer_tokens for one in arrivals)
     context = sum((one.prompt_tokens + one.answer_tokens / 2) * one.answer_tokens for one in arrivals) / answers
     sequence_s = step.decode_sequence_s + step.context_token_s * context
@@ -126,7 +128,7 @@ def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets)
         together = max(1, min(together, int((targets.itl - step.base_s) / sequence_s)))
     decode_s = answers * (step.base_s / together + sequence_s)
     span_s = max(arrivals[-1].at_s, 1.0) + (targets.ttft or 0.0)
-    return Estimate(prefill_s / span_s, decode_s / span_s, num_late / len(arrivals))
+    return Estimate(prefill_s / span_s, decode_s / span_s, num_late / len(arrivals), num_too_long / len(arrivals))
 
 
 def candidates(number: int, needs: Estimate, max_model_len: int) -> list[Candidate]:
@@ -256,7 +258,14 @@ class Findings:
 
     def unreachable(self) -> str:
         """Why no number of instances would do; empty if that is not known."""
-        if self.holds or self.needs.alone <= 1 - self.share:
+        if self.holds:
+            return ""
+        if self.needs.too_long > 1 - self.share:
+            return (
+                f"{self.needs.too_long:.1%} of the requests are longer than the model's context or an instance's KV"
+                " cache: no number of instances changes that"
+            )
+        if self.needs.alone <= 1 - self.share:
             return ""
         return (
             f"{self.needs.alone:.1%} of the prompts take longer than the target until the first token even on an idle"
