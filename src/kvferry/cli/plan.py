@@ -196,7 +196,7 @@ def _show(
 
 def _table(found: Findings) -> Table:
     table = Table(title=f"Goodput within {found.targets}", title_justify="left")
-    table.add_column("deployment")
+    table.add_column("deployment", no_wrap=True)
     for name in ("within", "goodput/s", "for each instance", "TTFT P99, ms", "ITL P99, ms", "busiest"):
         table.add_column(name, justify="right")
     for one in found.tried:
