@@ -53,7 +53,7 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
     until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector; `engine`: further
-    settings of `EngineConfig`.
+    settings of `EngineConfig`; `takes_any_role`: it may be given another role while it runs.
 
     `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only
     on seed and position, and `tokens_at_once` may be more than 1: so many tokens of an answer leave an instance
@@ -75,6 +75,7 @@ class SimInstanceSpec:
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    takes_any_role: bool = False
     has_contents: bool = True
     tokens_at_once: int = 1
 
@@ -449,7 +450,7 @@ class SimInstance:
         process, spec = self.process, self.spec
         transfer = KVTransferConfig(
             kv_connector="P2pConnector",
-            kv_role=KV_ROLES[self.role],
+            kv_role="kv_both" if spec.takes_any_role else KV_ROLES[self.role],
             kv_ip=self.host.address,
             kv_load_failure_policy=spec.kv_load_failure_policy,
             kv_connector_extra_config={"lookup_buffer": "kvferry.sim.transfers:SimLookupBuffer", **spec.options},

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
+from kvferry.router.instances.instance import LegRole
+from kvferry.router.instances.membership import Membership
+from kvferry.sim.engine import SimInstance
 from kvferry.sim.loop import SimProcess
 from kvferry.sim.network import SimHost
 from kvferry.sim.world import World
 
-Kind = Literal["crash", "power", "stall", "stall router", "cut", "reset"]
-KINDS: tuple[Kind, ...] = ("crash", "power", "stall", "stall router", "cut", "reset")
+Kind = Literal[
+    "crash",
+    "power",
+    "stall",
+    "crash router",
+    "stall router",
+    "cut",
+    "reset",
+    "clock",
+    "stop",
+    "drain",
+    "roll",
+    "role",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+GENTLE: tuple[Kind, ...] = ("clock", "drain", "roll", "role")
+"""No request may be lost by one of these, where another instance of the role is left."""
+_LOOKS_EVERY_S = 0.05
+_STOPS_WITHIN_S = 60.0
+_CLOCK_FACTOR = 100.0
 
 
 @dataclass(frozen=True)
@@ -19,7 +42,9 @@ class Fault:
     """One fault. `place` and `other` choose whom it meets; `seconds`: how long it lasts.
 
     crash: a process ends, and is started again; power: its machine does, and nobody hears of it; stall: a process runs
-    nothing; cut: nothing arrives between two hosts; reset: a connection breaks.
+    nothing; cut: nothing arrives between two hosts; reset: a connection breaks; clock: a wall clock jumps, and jumps
+    back; stop: a process ends as at SIGTERM, and is started again. What operators do: drain an instance, and add it
+    again; roll: stop it in between; role: give it the other role, and its own again.
     """
 
     at_s: float
@@ -57,6 +82,7 @@ class FaultInjector:
     def _happen(self, fault: Fault) -> None:
         world = self._world
         instance = world.instances[int(fault.place * len(world.instances))]
+        router = world.routers[int(fault.place * len(world.routers))]
         match fault.kind:
             case "crash" | "power":
                 if not instance.process.is_alive or instance.engine is None:
@@ -65,21 +91,91 @@ class FaultInjector:
                 instance.host.is_up = fault.kind == "crash"
                 instance.process.crash()
                 self._later(fault, instance.start_again)
+            case "crash router":
+                if router.router is None:
+                    self._over()
+                    return
+                router.crash()
+                self._later(fault, router.start_again)
             case "stall":
                 self._stall(instance.process, fault)
             case "stall router":
-                self._stall(world.router_process, fault)
+                self._stall(router.process, fault)
             case "cut":
                 one, other = self._pair(fault)
                 world.network.cut(one, other)
                 self._later(fault, lambda: world.network.heal(one, other))
             case "reset":
-                connections = [one for one in world.network.open_connections() if one.process.name != "clients"]
-                if connections:
-                    connection = connections[int(fault.other * len(connections))]
-                    world.simulation.note(f"a connection of {connection.process.name} breaks")
-                    connection.reset()
-                self._over()
+                self._reset(fault)
+            case "clock":
+                self._jump(instance.host, math.copysign(fault.seconds * _CLOCK_FACTOR, fault.other - 0.5), fault)
+            case "stop":
+                self._stop(instance, self._over)
+            case "drain" | "roll":
+                self._drain(instance, fault)
+            case "role":
+                other_role: LegRole = "decode" if instance.role == "prefill" else "prefill"
+                own: LegRole = "prefill" if instance.role == "prefill" else "decode"
+                self._change_role(instance, other_role)
+                self._later(fault, lambda: self._change_role(instance, own))
+
+    def _operate(self, what: str, change: Callable[[Membership], object]) -> None:
+        for router in self._world.routers:
+            router.operate(what, change)
+
+    def _change_role(self, instance: SimInstance, role: LegRole) -> None:
+        self._operate(f"has {instance.name} as {role}", lambda membership: membership.change_role(instance.url, role))
+
+    def _reset(self, fault: Fault) -> None:
+        world = self._world
+        connections = [one for one in world.network.open_connections() if one.process.name != "clients"]
+        if connections:
+            connection = connections[int(fault.other * len(connections))]
+            world.simulation.note(f"a connection of {connection.process.name} breaks")
+            connection.reset()
+        self._over()
+
+    def _jump(self, host: SimHost, seconds: float, fault: Fault) -> None:
+        def back() -> None:
+            host.clock_s -= seconds
+
+        host.clock_s += seconds
+        self._world.simulation.note(f"the clock of {host.address} jumps by {seconds:.3f} s")
+        self._later(fault, back)
+
+    def _drain(self, instance: SimInstance, fault: Fault) -> None:
+        role: LegRole = "prefill" if instance.role == "prefill" else "decode"
+
+        def add() -> None:
+            self._operate(f"has {instance.name} again", lambda membership: membership.add(role, instance.url))
+            self._over()
+
+        self._operate(f"sends {instance.name} nothing new", lambda membership: membership.drain(instance.url))
+        if fault.kind == "drain":
+            self._loop.call_later(fault.seconds, add)
+        else:
+            self._loop.call_later(fault.seconds, self._stop, instance, add)
+
+    def _stop(self, instance: SimInstance, then: Callable[[], None]) -> None:
+        """Have a process end by itself, and start the next one when it has; one that does not serve is left alone."""
+        process, begun = instance.process, self._loop.time()
+
+        def look() -> None:
+            if instance.process is not process or not process.is_alive:  # something else has ended it
+                then()
+            elif process.tasks() and self._loop.time() - begun < _STOPS_WITHIN_S:
+                self._loop.call_later(_LOOKS_EVERY_S, look)
+            else:
+                process.crash()
+                instance.start_again()
+                then()
+
+        if instance.engine is None or not process.is_alive:
+            then()
+            return
+        self._world.simulation.note(f"{process.name} is to stop")
+        instance.stop()
+        look()
 
     def _stall(self, process: SimProcess, fault: Fault) -> None:
         process.stall(fault.seconds)
@@ -88,7 +184,7 @@ class FaultInjector:
     def _pair(self, fault: Fault) -> tuple[SimHost, SimHost]:
         """Two hosts, but not the clients': they would only wait."""
         world = self._world
-        hosts = [world.network.host("router"), *(one.host for one in world.instances)]
+        hosts = [*(one.host for one in world.routers), *(one.host for one in world.instances)]
         one = hosts.pop(int(fault.place * len(hosts)))
         return one, hosts[int(fault.other * len(hosts))]
 

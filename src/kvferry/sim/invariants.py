@@ -25,7 +25,7 @@ def of_requests(results: list[RequestResult], *, has_faults: bool) -> list[Viola
             found.append(Violation("ends once", f"{about} ended {one.ends} times"))
         if not one.is_right:
             found.append(Violation("tokens are right", about))
-        if one.outcome == "broken" and '"error"' not in one.why:
+        if one.outcome == "broken" and '"error"' not in one.why and not one.lost_router:
             found.append(Violation("an answer ends with all its tokens or a reason", about))
         if one.status == 500:
             found.append(Violation("no internal error", about))
@@ -61,11 +61,14 @@ def of_rest(world: World) -> list[Violation]:
             )
         if not engine.scheduler.is_empty:
             found.append(Violation("no request is left", f"{instance.name}: {engine.scheduler.statistics()}"))
-    router = world.router
-    if router is not None:
-        for one in router.services.pools:
+    for place in world.routers:
+        if place.router is None:
+            found.append(Violation("routers come back", f"{place.host.address} does not serve"))
+            continue
+        for one in place.router.services.pools:
             if one.in_flight:
-                found.append(Violation("no leg is left", f"the router counts {one.in_flight} at {one.name}"))
+                about = f"{place.host.address} counts {one.in_flight} at {one.name}"
+                found.append(Violation("no leg is left", about))
     return found
 
 

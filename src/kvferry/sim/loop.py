@@ -155,8 +155,9 @@ class Simulation:
         return self.now
 
     def wall(self) -> float:
-        """Virtual seconds since the epoch."""
-        return EPOCH_S + self.now
+        """Seconds since the epoch, as the machine has them whose code runs."""
+        loop = asyncio._get_running_loop()
+        return EPOCH_S + self.now + (loop.process.host.clock_s if isinstance(loop, SimLoop) else 0.0)
 
     def note(self, what: str) -> None:
         """Something has happened: see `EventLog`."""

@@ -59,6 +59,8 @@ class SimHost:
         self.network, self.address = network, address
         self.listeners: dict[int, ListeningSocket] = {}
         self.is_up = True
+        self.clock_s = 0.0
+        """How far its wall clock is ahead."""
         self.sends_free_at = self.receives_free_at = 0.0
         self._port = _FIRST_PORT
 

@@ -24,15 +24,12 @@ from kvferry.api.answers import Completion
 from kvferry.core.errors import TransferError
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
-from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.http_server import HttpServer
-from kvferry.http.server.lifecycle import Lifecycle
-from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
 from kvferry.sim.network import Network, NetworkSpec
+from kvferry.sim.router import SimRouter
 
 TOKEN = "a secret of the simulated deployment"
 _PORT = 8000
@@ -63,6 +60,7 @@ class WorldSpec:
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
+    num_routers: int = 1
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
@@ -88,6 +86,8 @@ class RequestResult:
     first_s: float | None = None
     end_s: float | None = None
     ends: int = 0
+    lost_router: bool = False
+    """The router's process ended meanwhile, or there was none: nobody could give a reason."""
 
 
 class World:
@@ -98,8 +98,7 @@ class World:
         self.simulation = Simulation(seed, keep_log=keep_log, has_log=spec.has_log)
         self.network = Network(self.simulation, spec.network)
         self.instances: list[SimInstance] = []
-        self.router: Router | None = None
-        self.router_server: HttpServer | None = None
+        self.routers: list[SimRouter] = []
         self.results: list[RequestResult] = []
         self.gaps_s = array("f")
         """Between two tokens of an answer."""
@@ -142,7 +141,8 @@ class World:
         for role, number in counts.items():
             for place in range(number):
                 self._add_instance(f"{role}{place}", role)
-        self._start_router()
+        for place in range(self.spec.num_routers):
+            self._add_router(f"router{place}" if place else "router")
         loop = self.network.host("clients").process("clients").thread("clients")
         loop.call_soon(lambda: loop.create_task(self._run_clients()))
         self.clients = loop
@@ -155,29 +155,16 @@ class World:
         self.instances.append(instance)
         instance.start()
 
-    def _start_router(self) -> None:
-        self.router_process = process = self.network.host("router").process("router")
-        loop = process.thread("router")
-        loop.call_soon(lambda: loop.create_task(self._route()))
-
-    async def _route(self) -> None:
+    def _add_router(self, name: str) -> None:
         prefill = tuple(one.url for one in self.instances if one.role == "prefill")
         decode = tuple(one.url for one in self.instances if one.role != "prefill")
         config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
-        http = HttpConfig(host="router", port=_PORT, secret=TOKEN)
-        router = build_router(config, http, clock=self.simulation, fast_path=False)
-        server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
-        host = self.network.host("router")
-        process = _process()
-        server.listen(lambda _, port: host.listen(process, port))  # type: ignore[arg-type,return-value]
-        await asyncio.sleep(1.0)  # instances are up
-        async with router.running():
-            await router.health.first_look()
-            self.router, self.router_server = router, server
-            await server.run()
+        self.routers.append(SimRouter(self.network.host(name), _PORT, config, TOKEN, after_s=1.0))  # instances are up
 
     def _is_ready(self) -> bool:
-        return self.router is not None and all(one.engine is not None for one in self.instances)
+        return all(one.router is not None for one in self.routers) and all(
+            one.engine is not None for one in self.instances
+        )
 
     # Time.
 
@@ -238,19 +225,22 @@ class World:
 
     async def _request(self, result: RequestResult) -> None:
         spec, begun = result.spec, self.simulation.now
+        router = self.routers[result.number % len(self.routers)]
+        num_processes, was_up = router.num_processes, router.router is not None
         try:
             async with asyncio.timeout(spec.leaves_after_s):
-                await self._ask(result, begun)
+                await self._ask(result, begun, router)
         except TimeoutError:
             result.outcome = "left"
         except TransferError as error:
             result.outcome, result.why = "broken", repr(error)
+        result.lost_router = not was_up or router.num_processes != num_processes
         result.end_s = self.simulation.now - begun
         result.ends += 1
         self._num_unfinished -= 1
         self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
 
-    async def _ask(self, result: RequestResult, begun: float) -> None:
+    async def _ask(self, result: RequestResult, begun: float, router: SimRouter) -> None:
         assert self._client is not None
         spec = result.spec
         body = {
@@ -266,7 +256,12 @@ class World:
         reader = _Reader(self, result, begun, times)
         headers = [*_JSON, (b"x-request-id", name.encode())]
         call = self._client.start(
-            Origin("router", _PORT), "POST", "/v1/completions", headers, msgspec.json.encode(body), connect_s=30.0
+            Origin(router.host.address, _PORT),
+            "POST",
+            "/v1/completions",
+            headers,
+            msgspec.json.encode(body),
+            connect_s=30.0,
         )
         try:
             await call.begun()
@@ -287,19 +282,14 @@ class World:
         if self._stop_clients is not None:
             self.clients.call_soon(self._stop_clients.set)
         self.run_until(lambda: not self.clients.process.tasks(), 1.0)
-        server = self.router_server
-        if server is not None:
-            self.clients.call_soon(server.stop)
+        for router in self.routers:
+            router.stop()
         for instance in self.instances:
             if instance.process.is_alive:
                 self.clients.call_soon(instance.stop)
         living = [one.process for one in self.instances if one.process.is_alive]
         self.run_until(lambda: not (self.network.num_open or any(one.tasks() for one in living)), _ENDS_S)
         return not any(process.tasks() for process in living)
-
-
-def _process() -> Any:
-    return asyncio.get_running_loop().process  # type: ignore[attr-defined]
 
 
 class _Errors(logging.Handler):

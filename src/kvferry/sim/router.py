@@ -1,0 +1,79 @@
+"""A simulated router: the real one, over all its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from kvferry.core.errors import KvferryError
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.lifecycle import Lifecycle
+from kvferry.router.app import Router, build_router
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.membership import Membership
+from kvferry.sim.loop import SimLoop
+from kvferry.sim.network import SimHost
+
+
+class SimRouter:
+    """One router of a deployment: when its process has crashed, the next may begin at the same address. `after_s`: it
+    begins so long after the others."""
+
+    def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, after_s: float) -> None:
+        self.host, self.port, self._config, self._token = host, port, config, token
+        self.process = host.process(host.address)
+        self.router: Router | None = None
+        self.server: HttpServer | None = None
+        self.num_processes = 0
+        """How many it has had; so a client sees whether its own has ended."""
+        self._loop: SimLoop
+        self._start(after_s)
+
+    def _start(self, after_s: float) -> None:
+        self.num_processes += 1
+        self._loop = loop = self.process.thread("router")
+        loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
+
+    def crash(self) -> None:
+        """End at once, as a process that is killed."""
+        self.num_processes += 1
+        self.router = self.server = None
+        self.process.crash()
+
+    def start_again(self) -> None:
+        """A new process, after the last one has ended. It knows the instances of its configuration."""
+        self.process = self.host.process(f"{self.host.address}.{self.num_processes}")
+        self._start(0.0)
+
+    def operate(self, what: str, change: Callable[[Membership], object]) -> None:
+        """What an operator changes, if the router is up; a change that is refused has no effect. `what`: noted if it is
+        made."""
+
+        def make() -> None:
+            if self.router is not None:
+                with suppress(KvferryError):
+                    change(self.router.membership)
+                    self.process.simulation.note(f"{self.host.address} {what}")
+
+        self._loop.call_soon(make)
+
+    def stop(self) -> None:
+        """Shut down as at SIGTERM."""
+        if self.server is not None:
+            self._loop.call_soon(self.server.stop)
+
+    async def _serve(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        host, process = self.host, self.process
+        http = HttpConfig(host=host.address, port=self.port, secret=self._token)
+        router = build_router(self._config, http, clock=process.simulation, fast_path=False)
+        server = HttpServer(router.routes(), http, Lifecycle("router"), router.guard)
+        listen: Any = lambda _, port: host.listen(process, port)  # noqa: E731 - in place of a socket's
+        server.listen(listen)
+        async with router.running():
+            await router.health.first_look()
+            self.router, self.server = router, server
+            await server.run()
