@@ -75,6 +75,10 @@ def test_a_file(tmp_path: Path) -> None:
         ({**BASE, "mode": "replica"}, r"needs a table \[unit\]"),
         ({**UNIT, "unit": {"members": {"both": 1}, "count": 3, "max": 1}}, "count = 3 is more than max = 1"),
         ({**BASE, "roll": {"surge": 0}}, "nothing could ever be replaced"),
+        (
+            {**BASE, "role": {"prefill": {"count": 2, "min": 2}, "decode": {}}, "roll": {"surge": 0, "unavailable": 1}},
+            "role.prefill: with min = 2 and no room",
+        ),
         ({**BASE, "failure": {"drain": "2 minutes"}}, "failure.drain: .*duration"),
         ({**BASE, "failure": {"backoff": ["2m", "1s"]}}, "longer than the longest"),
         ({**BASE, "backend": {"kind": "loacl"}}, "unknown backend.kind 'loacl'; did you mean 'local'"),

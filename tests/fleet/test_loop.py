@@ -244,6 +244,82 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
     world.settle()
 
 
+@st.composite
+def bounded_fleets(draw: st.DrawFn, mode: str) -> WantedFleet:
+    """With bounds that leave some way to roll."""
+    roll = {"surge": draw(st.integers(1, 2)), "unavailable": draw(st.integers(0, 2)), "pause": draw(st.booleans())}
+    more = {"roll": roll, "failure": {"crash_loop": 1000}, "model": draw(st.sampled_from("ab"))}
+    if mode == "replica":
+        unit = {"members": {"prefill": 1, "decode": draw(st.integers(1, 2))}, "count": draw(COUNTS)}
+        unit["max"] = unit["count"] + draw(st.integers(0, 2))
+        return fleet_from({**REPLICA, "unit": unit, **more})
+    roles = {}
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        count = draw(COUNTS)
+        bounds = {"min": draw(st.integers(0, count)), "max": count + draw(st.integers(0, 2))}
+        if count and bounds["max"] == count:
+            bounds["min"] = min(bounds["min"], max(0, count - roll["unavailable"]))
+        roles[role] = {"count": count, "can_be": draw(st.sampled_from([[], [other]])), **bounds}
+    return fleet_from({**POOLING, **more, "role": roles})
+
+
+class Bounded(World):
+    """Facts may be late: what the controller did itself it knows, and what became of a member it may learn later."""
+
+    def __init__(self, fleet: WantedFleet) -> None:
+        super().__init__(fleet)
+        self.known: dict[str, Observed] = {}
+
+    def look(self, late: frozenset[str]) -> None:
+        """One round, in which nothing new is known of `late`."""
+        self.now += TICK_S
+        facts = {name: self.known.get(name, one) if name in late else one for name, one in sorted(self.members.items())}
+        steps = plan(self.fleet, list(facts.values()), self.failures, self.now)
+        for step in steps:
+            self.do(step)
+        self.known = {name: facts.get(name, one) if name in late else one for name, one in self.members.items()}
+        self.check_bounds(steps, facts)
+
+    def check_bounds(self, steps: Sequence[Step], facts: dict[str, Observed]) -> None:
+        if self.fleet.roll.pause:
+            assert not [one for one in steps if isinstance(one, Start | Drain | SwitchRole)]
+        came = {one.role for one in steps if isinstance(one, Start | SwitchRole)}
+        unit = self.fleet.unit
+        if unit is not None and came:
+            assert unit.max is not None
+            assert len({one.unit for one in self.members.values()}) <= unit.max
+        left = {one.name for one in steps if isinstance(one, Drain | StopMember | SwitchRole)}
+        for role, one in self.fleet.role.items():
+            assert one.max is not None
+            assert role not in came or self.number(role) <= one.max
+            ready = {name for name, fact in facts.items() if fact.role == role and fact.phase is Phase.READY}
+            assert len(ready - left) >= min(len(ready), one.min)
+
+
+@pytest.mark.parametrize("mode", ["pooling", "replica"])
+@given(data=st.data())
+@settings(max_examples=examples(200))
+def test_bounds_hold_whatever_happens(mode: str, data: st.DataObject) -> None:
+    """Never more than `max`, never fewer than `min` that serve unless they die, nothing is started while paused."""
+    world = Bounded(data.draw(bounded_fleets(mode)))
+    for _ in range(data.draw(st.integers(1, 30))):
+        here = list(world.members.values())
+        match data.draw(st.sampled_from(("look", "look", "ready", "ready", "die", "drained", "spec"))):
+            case "look":
+                late = data.draw(st.sets(st.sampled_from(sorted(world.members)))) if here else set()
+                world.look(frozenset(late))
+            case "spec":
+                world.fleet = data.draw(bounded_fleets(mode))
+            case "ready":
+                for one in here:
+                    if one.phase is Phase.STARTING:
+                        world.to(one, Phase.READY)
+            case event:
+                wanted = Phase.DRAINING if event == "drained" else None
+                if able := [one for one in here if wanted in (None, one.phase)]:
+                    world.to(data.draw(st.sampled_from(able)), Phase.DRAINED if wanted else Phase.FAILED)
+
+
 # Failures.
 
 
@@ -346,6 +422,18 @@ def test_a_roll_that_could_never_end_is_refused_before_it_begins() -> None:
     world.settle()
     with pytest.raises(ConfigError, match="could never be replaced"):
         rehearse(another_model(fleet), list(world.members.values()))
+
+
+def test_a_roll_keeps_those_that_serve_although_their_other_half_is_dead() -> None:
+    """D serves alone when P is dead; it is not drained before another D is ready."""
+    world = World(pooling(1, 1))
+    world.settle()
+    world.to(world.members["prefill-0"], Phase.FAILED)
+    world.fleet = another_model(world.fleet)
+    world.tick()
+    world.tick()
+    assert world.members["decode-0"].phase is Phase.READY
+    world.settle()
 
 
 def test_another_image_is_rolled() -> None:

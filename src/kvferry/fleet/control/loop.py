@@ -12,6 +12,7 @@ nothing and remembers nothing, so the same facts give the same steps, whoever as
 P and D of different revisions may not understand each other's KV. So an instance counts as *effective* only if there
 is a ready one of every other role in its revision, and none is drained on account of which fewer than `count -
 unavailable` would be effective in any role: the last P of the old revision goes when there are enough D of the new one.
+Nor is one drained on account of which fewer than that, or than `min`, would be ready at all.
 
 In replica mode what is started, scaled and replaced is a unit: all its members, which hand over among themselves.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.fleet.control.backoff import held_back
 from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet, seconds
 
 UNIT = "unit"
 _LEAVING = (Phase.DRAINING, Phase.DRAINED, Phase.FAILED)
@@ -144,11 +145,12 @@ class _Tick:
         if self._fleet.unit is not None:
             return
         missing = {kind: num - self._num[kind] for kind, num, _ in self._kinds}
+        room = {kind: most - self._num_leaving[kind] - self._num[kind] for kind, _, most in self._kinds}
         for role, one in self._fleet.role.items():
             able = [item for item in self._of(role) if (item.phase, item.revision) == (Phase.READY, self._revision)]
             able.sort(key=_least_missed)
             for other in one.can_be:
-                for item in able[: max(0, min(-missing[role], missing.get(other, 0)))]:
+                for item in able[: max(0, min(-missing[role], missing.get(other, 0), room.get(other, 0)))]:
                     able.remove(item)
                     why = f"{role} has {-missing[role]} too many, {other} {missing[other]} too few"
                     self.steps.append(SwitchRole(item.members[0].name, other, why))
@@ -156,6 +158,7 @@ class _Tick:
                     self._add(replace(item, kind=other, phase=Phase.STARTING, since=self._now))
                     missing[role] += 1
                     missing[other] -= 1
+                    room[other] -= 1
 
     def shrink(self) -> None:
         """Drain what is too much; what a roll has started in advance is not."""
@@ -163,9 +166,12 @@ class _Tick:
             here = self._of(kind)
             rolling = 0 < self._num_updated[kind] < len(here)
             surplus = len(here) - (max(wanted, min(wanted + self._fleet.roll.surge, most)) if rolling else wanted)
-            by_use = sorted(here, key=lambda one: (one.revision == self._revision, *_least_missed(one)))
-            for item in by_use[: max(0, surplus)]:
-                self._remove(item, f"{wanted} wanted, {len(here)} there")
+            num_ready = sum(one.phase is Phase.READY for one in here)
+            for item in sorted(here, key=lambda one: (one.revision == self._revision, *_least_missed(one))):
+                is_ready = item.phase is Phase.READY
+                if surplus > 0 and (not is_ready or num_ready > wanted):  # what starts does not take its place yet
+                    self._remove(item, f"{wanted} wanted, {len(here)} there")
+                    surplus, num_ready = surplus - 1, num_ready - is_ready
 
     def fill(self) -> None:
         """Start what is missing."""
@@ -188,9 +194,10 @@ class _Tick:
         while kinds := [kind for kind in wanted if self._may_begin(kind, wanted, room[kind])]:
             if not self._start(min(kinds, key=lambda one: self._num_updated[one] / wanted[one]), why):
                 return  # what failed so far is to be understood before more is drained for it
-        ready = _Ready([one for one in self._items.values() if one.phase is Phase.READY], wanted)
+        least = {kind: num - self._fleet.roll.unavailable for kind, num in wanted.items()}
+        ready = _Ready([one for one in self._items.values() if one.phase is Phase.READY], least, self._fleet.role)
         for item in sorted(self._old(), key=_least_missed):
-            if ready.can_miss(item, self._fleet.roll.unavailable):
+            if ready.can_miss(item):
                 self._remove(item, why)
 
     def _old(self) -> list[Item]:
@@ -268,28 +275,33 @@ class _Tick:
 
 
 class _Ready:
-    """How many of each kind are ready in each revision, and which of them are effective."""
+    """How many of each kind are ready in each revision, and which of them are effective. `least`: how many are to be,
+    of the kinds that are wanted."""
 
-    def __init__(self, ready: Iterable[Item], wanted: Mapping[str, int]) -> None:
-        self._wanted = wanted
+    def __init__(self, ready: Iterable[Item], least: Mapping[str, int], roles: Mapping[MemberRole, RoleSpec]) -> None:
+        self._least, self._min = least, {str(role): one.min for role, one in roles.items()}
         self._number = defaultdict[str, Counter[str]](Counter)
         for one in ready:
             self._number[one.revision][one.kind] += 1
 
-    def can_miss(self, item: Item, unavailable: int) -> bool:
+    def can_miss(self, item: Item) -> bool:
         """Whether it can be drained; if so, it is ready no more."""
-        number, before = self._number[item.revision], self._effective()
+        number, effective, total = self._number[item.revision], self._effective(), self._total(item.kind)
         number[item.kind] -= 1
         after = self._effective()
-        if all(after[one] >= min(before[one], num - unavailable) for one, num in self._wanted.items()):
+        least = max(self._least.get(item.kind, 0), self._min.get(item.kind, 0))
+        if total > least and all(after[one] >= min(effective[one], num) for one, num in self._least.items()):
             return True
         number[item.kind] += 1
         return False
 
+    def _total(self, kind: str) -> int:
+        return sum(one[kind] for one in self._number.values())
+
     def _effective(self) -> dict[str, int]:
         """How many of each kind have a ready one of every other kind in their revision."""
-        whole = [one for one in self._number.values() if all(one[kind] > 0 for kind in self._wanted)]
-        return {kind: sum(one[kind] for one in whole) for kind in self._wanted}
+        whole = [one for one in self._number.values() if all(one[kind] > 0 for kind in self._least)]
+        return {kind: sum(one[kind] for one in whole) for kind in self._least}
 
 
 def _items(fleet: WantedFleet, members: Iterable[Observed]) -> Iterator[Item]:

@@ -95,7 +95,7 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: Number = 1
     """Instances wanted; what `kvferry fleet scale` changes."""
     min: Number = 0
-    """No fewer are kept, whoever asks."""
+    """No fewer are kept, whoever asks, and no fewer that serve while a roll replaces them."""
     max: Number | None = None
     """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
     tensor_parallel_size: Positive = 1
@@ -382,6 +382,11 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
             raise ConfigError(f"role.{name}: count = {one.count} is not between min = {one.min} and max = {one.max}")
         if one.count < one.min:
             raise ConfigError(f"role.{name}: count = {one.count} is less than min = {one.min}")
+        has_room = fleet.roll.surge and (one.max is None or one.max > one.count)
+        if not has_room and one.min > max(0, one.count - fleet.roll.unavailable):
+            raise ConfigError(
+                f"role.{name}: with min = {one.min} and no room for roll.surge, nothing could ever be replaced"
+            )
         if name in one.can_be:
             raise ConfigError(f"role.{name}.can_be names the role itself")
     if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
