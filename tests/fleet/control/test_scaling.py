@@ -14,6 +14,7 @@ from fleet.control.test_controller import DECODE, PREFILL, Controlled, pooling, 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.control.controller import LetGo
+from kvferry.fleet.control.scaling import rules_of
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
 SCALE = {
@@ -109,6 +110,20 @@ async def test_a_role_changes_before_anything_is_started(tmp_path: Path) -> None
     assert decided(made)[0] == "role"
     assert [role for _, role in made.backend.assigned] == ["prefill"]
     assert len(made.history("start")) == 5, "the instances at the beginning, and the router"
+
+
+def test_routers_with_a_threshold_of_their_own_are_not_counted_on() -> None:
+    """A controller cannot change it, and would wait for ever for what it brings."""
+    fleet = scaled(deflect=True)
+    assert fleet.scale is not None
+    assert rules_of(fleet, fleet.scale).deflect
+    fixed = pooling(
+        role={"prefill": {"max": 2}, "decode": {"max": 2}},
+        router={"args": ["--disaggregate-from=0"]},
+        scale={**SCALE, "deflect": True},
+    )
+    assert fixed.scale is not None
+    assert not rules_of(fixed, fixed.scale).deflect
 
 
 async def test_what_is_released_drains_until_its_tickets_are_over(tmp_path: Path) -> None:

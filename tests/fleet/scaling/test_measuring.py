@@ -60,6 +60,7 @@ def test_phase_times_are_those_of_the_fleet() -> None:
     assert found is not None
     assert found.prefill_base_s == pytest.approx(0.02, rel=0.02)
     assert found.prefill_token_s == pytest.approx(1e-4, rel=0.02)
+    assert found.first_token_s == pytest.approx(0.01, abs=0.001)
     assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
     assert found.decode_sequence_s == pytest.approx(0.001, rel=0.02)
     assert phase_times([]) is None

@@ -185,7 +185,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         fewest_per_decode=scale.fewest_per_decode,
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
         aggregate=scale.aggregate or _answering(fleet) == "both",
-        deflect=scale.deflect,
+        deflect=scale.deflect and not _has_fixed_threshold(fleet),
         switches=frozenset(
             (one, other)
             for one, spec in fleet.role.items()
@@ -196,6 +196,13 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         cool_down_s=cool_down_s,
         idle_s=idle_s,
         least_requests=scale.least_requests,
+    )
+
+
+def _has_fixed_threshold(fleet: WantedFleet) -> bool:
+    """Whether the routers were given a threshold, which no controller changes."""
+    return any(
+        one.startswith(("--disaggregate-from", "--disaggregate_from")) for one in (*fleet.router.args, *fleet.args)
     )
 
 

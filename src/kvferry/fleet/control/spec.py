@@ -183,7 +183,8 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aggregate: bool = False
     """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
     deflect: bool = True
-    """Short prompts may be computed on decode instances where that keeps the targets."""
+    """Short prompts may be computed on decode instances where that keeps the targets, unless the routers have a fixed
+    --disaggregate-from."""
     interval: Duration = "5s"
     """How often it is decided."""
     cool_down: Duration = "2m"

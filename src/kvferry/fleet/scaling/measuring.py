@@ -21,6 +21,8 @@ _MOST_BINS = 4096
 _MOST_ROUTERS = 256
 _FEWEST_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
+_UNQUEUED = 0.1
+"""The share of requests that waited for no prefill instance: what else their first token took is not waiting."""
 _UNSEEN_GROWTH = 0.01
 """By how much of itself a step is taken to grow with each sequence, where only one number of them was seen."""
 
@@ -133,7 +135,7 @@ def phase_times(
     base, growth = decode
     if np.ptp([beside for beside, _ in steps]) < 2.0:
         base, growth = (step := base + growth * steps[0][0]), step * _UNSEEN_GROWTH
-    hand_offs = [one.hand_off_s for one in known if one.hand_off_s is not None]
+    beyond = [one.first_s - one.prefill_s for one in known if one.first_s is not None and one.prefill_s is not None]
     mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
     fits = int(kv_tokens / mean_tokens) if kv_tokens else most_sequences
     return PhaseTimes(
@@ -141,7 +143,7 @@ def phase_times(
         prefill_token_s=prefill[1],
         decode_base_s=base,
         decode_sequence_s=growth,
-        first_token_s=float(np.median(hand_offs)) if hand_offs else 0.0,
+        first_token_s=max(0.0, float(np.quantile(beyond, _UNQUEUED))) if beyond else 0.0,
         most_sequences=max(1, min(most_sequences, fits)),
     )
 

@@ -19,10 +19,10 @@ MOST_LENGTHS = 256
 @dataclass(frozen=True)
 class PhaseTimes:
     """Seconds. A prompt of n tokens is computed in `prefill_base_s + n · prefill_token_s`; a decode step of n sequences
-    takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: from the end of
-    prefill to the client's first token (near 0 where P samples it). `most_sequences`: that one decode instance runs at
-    a time, by its limit and by its KV memory. `chunk_tokens`: of a prompt, computed in one step beside others'
-    decoding."""
+    takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: what a
+    first token takes beside prefill and waiting for it: the router, the network, a hand-off if D samples it.
+    `most_sequences`: that one decode instance runs at a time, by its limit and by its KV memory. `chunk_tokens`: of a
+    prompt, computed in one step beside others' decoding."""
 
     prefill_base_s: float
     prefill_token_s: float

@@ -74,7 +74,7 @@ class Delivery:
             except PeerLost as error:
                 lost = error
             if (closing := passage.closing) is not None:
-                self._record.num_tokens = passage.num_tokens
+                self._record.num_tokens = passage.count_tokens()
                 response.end(self._legs.conversation.without_ticket(answer.instance, closing, events=True))
                 return True
             logger.warning("request %s: %s", response.request.id, lost)

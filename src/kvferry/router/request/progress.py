@@ -65,8 +65,7 @@ class EventPassage(ABC):
         """Fields added to the request for the instance that continues. Raises `msgspec.MsgspecError` and
         `OverflowError` if the marks of the last instance were invalid."""
 
-    @property
-    def num_tokens(self) -> int:
+    def count_tokens(self) -> int:
         """Of the answer so far; 0: they are not told."""
         return 0
 
@@ -179,10 +178,10 @@ class Progress(EventPassage):
             self.hopeless = True
             self._marks.clear()
 
-    @property
-    def num_tokens(self) -> int:
-        """Of the answer so far; an event that has several counts as one until it is read."""
-        return len(self._tokens) + len(self._marks)
+    def count_tokens(self) -> int:
+        """Of the answer so far."""
+        self._compact()
+        return len(self._tokens)
 
     def _read_marks(self) -> None:
         for mark in self._marks:
