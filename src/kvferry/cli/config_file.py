@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from cyclopts import App, ArgumentCollection
 from cyclopts.config import Dict
 
 from kvferry.core.errors import ConfigError, UnknownName
+from kvferry.core.settings.toml_file import read_toml
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import EngineChoice, InstanceSpec
 from kvferry.router.config import RouterConfig
@@ -66,11 +66,9 @@ class ConfigFile:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+        return read_toml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--config {error}") from error
 
 
 def _as_flag(value: Any) -> Any:

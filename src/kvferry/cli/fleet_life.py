@@ -6,7 +6,7 @@ A controller in the background looks after it. These commands write down what is
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import signal
 import subprocess
 import sys
@@ -26,14 +26,14 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.core.settings.bounds import SECONDS_OR_ZERO
-from kvferry.core.settings.options import unknown_key
+from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, EndAsked, LetGo
 from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.front import Front
-from kvferry.fleet.control.ledger import Event, Ledger
+from kvferry.fleet.control.ledger import Event, Ledger, Wanted
 from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import WantedFleet, check_fleet, read_fleet
+from kvferry.fleet.control.spec import Number, WantedFleet, check_fleet, read_fleet
 from kvferry.fleet.display import PlainDisplay
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder, running_path
 from kvferry.fleet.process import PROGRAM
@@ -43,8 +43,8 @@ from kvferry.observe.logs import TEXT, set_up_logging
 _LOOK_S = 0.2
 _BEGIN_S = 20.0
 """How long a controller may take to begin."""
-_OLD_S = 10.0
-"""A status that is older, of a fleet without a controller, is said to be old."""
+_KILLED_S = 10.0
+"""How long the end of a controller that was killed is waited for."""
 _LOG = "controller.log"
 _MOST_LOG_BYTES = 16 * 2**20
 
@@ -75,7 +75,8 @@ def apply(
     _backend(running_path(ledger), fleet)
     if dry_run:
         return _rehearse(ledger, fleet)
-    return _want(ledger, fleet, wait_s)
+    _wait_for_end(ledger, wait_s)
+    return _pursue(ledger, ledger.want(fleet), wait_s)
 
 
 def status(
@@ -109,24 +110,27 @@ def scale(
 ) -> int:
     """Change how many instances of a role, or units, there are: `kvferry fleet scale chat prefill=3 decode=2`."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
-    ledger = _existing(name)
-    fleet = ledger.wanted().fleet
-    if fleet.scale is not None and not fleet.scale.recommend:
-        raise ConfigError(f"{name} has a table [scale], which decides about its counts; change min and max in its spec")
-    for one in counts:
-        what, _, number = one.partition("=")
-        if not number.isdecimal():
-            raise ConfigError(f"{one!r} is not a role and a number; write it as prefill=3")
-        fleet = _scaled(fleet, what, int(number))
-    return _want(ledger, check_fleet(fleet), wait_s)
+
+    def scaled(wanted: Wanted) -> WantedFleet:
+        fleet = wanted.fleet
+        if fleet.scale is not None and not fleet.scale.recommend:
+            why = "has a table [scale], which decides about its counts; change min and max in its spec"
+            raise ConfigError(f"{name} {why}")
+        for one in counts:
+            what, _, number = one.partition("=")
+            if not (number.isascii() and number.isdecimal()):
+                raise ConfigError(f"{one!r} is not a role and a number; write it as prefill=3")
+            fleet = _scaled(fleet, what, read_value(what, number, Number))
+        return check_fleet(fleet)
+
+    return _change(name, scaled, wait_s)
 
 
 def roll(name: Fleet, *, wait_s: Wait = 600.0) -> int:
     """Replace every instance and router by a new one of the same settings, a few at a time."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
-    ledger = _existing(name)
-    fleet = msgspec.structs.replace(ledger.wanted().fleet, stamp=f"{SYSTEM_CLOCK.wall():.3f}")
-    return _want(ledger, fleet, wait_s)
+    stamp = f"{SYSTEM_CLOCK.wall():.3f}"
+    return _change(name, lambda wanted: msgspec.structs.replace(wanted.fleet, stamp=stamp), wait_s)
 
 
 def rollback(
@@ -137,14 +141,17 @@ def rollback(
 ) -> int:
     """Make a fleet what it was to be before its last change of revision, or what it was at --to."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
-    ledger = _existing(name)
-    earlier = {one.revision: one for one in ledger.wanted().earlier}
-    if not earlier:
-        raise ConfigError(f"{name} has had no other revision that could be gone back to")
-    revision = to or next(iter(earlier))
-    if revision not in earlier:
-        raise ConfigError(unknown_key(f"revision {revision}", revision, earlier))
-    return _want(ledger, earlier[revision], wait_s)
+
+    def before(wanted: Wanted) -> WantedFleet:
+        earlier = {one.revision: one for one in wanted.earlier}
+        if not earlier:
+            raise ConfigError(f"{name} has had no other revision that could be gone back to")
+        revision = to or next(iter(earlier))
+        if revision not in earlier:
+            raise ConfigError(unknown_key(f"revision {revision}", revision, earlier))
+        return earlier[revision]
+
+    return _change(name, before, wait_s)
 
 
 def pause(name: Fleet) -> int:
@@ -163,25 +170,43 @@ def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     ledger = _existing(name)
     ledger.delete()
-    _require_controller(ledger, name)
+    try:
+        return _see_end(ledger, name, wait_s)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"kvferry: {name} goes on ending without being watched\n")
+        return 130
+
+
+def _see_end(ledger: Ledger, name: str, wait_s: float) -> int:
+    """Whoever deletes a fleet at the same time may be the one that sees it end."""
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
-    while ledger.has_controller and SYSTEM_CLOCK.monotonic() < deadline:
+    _require_controller(ledger, name)
+    while ledger.exists and ledger.has_controller:
+        if SYSTEM_CLOCK.monotonic() >= deadline:
+            sys.stderr.write(f"kvferry: {name} is ending; `kvferry fleet status {name}` shows what is left\n")
+            return 1 if wait_s else 0
         time.sleep(_LOOK_S)
-    if ledger.has_controller:
-        sys.stderr.write(f"kvferry: {name} is ending; `kvferry fleet status {name}` shows what is left\n")
-        return 1 if wait_s else 0
-    for folder in (running_path(ledger), ledger.folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        if (holder := ledger.controller) is not None and holder.hangs:
+            _require_controller(ledger, name)
+    if ledger.exists and not ledger.forget(running_path(ledger)):
+        raise ConfigError(f"{name} was applied again while it ended")
     sys.stdout.write(f"{name}: ended\n")
     return 0
 
 
-def control(name: Fleet) -> int:
+def control(
+    name: Fleet,
+    *,
+    wait: Annotated[bool, Parameter(help="Wait until a controller that looks after it already has ended.")] = True,
+) -> int:
     """Look after a fleet, in the foreground. `apply` runs this in the background; SIGTERM ends it, and the fleet goes
     on. A second one waits until the first has ended."""
     set_up_logging(TEXT, "controller")
     DigestCache()
-    return asyncio.run(_control(name, _existing(name)))
+    ledger = _existing(name)
+    if not wait and ledger.has_controller:
+        return 0
+    return asyncio.run(_control(name, ledger))
 
 
 async def _control(name: str, ledger: Ledger) -> int:
@@ -205,10 +230,12 @@ async def _control(name: str, ledger: Ledger) -> int:
 
 
 def _existing(name: str) -> Ledger:
-    ledger = ledger_of(name)
-    if not ledger.exists:
-        raise ConfigError(unknown_key(f"fleet {name}", name, fleet_names()))
-    return ledger
+    names = fleet_names()
+    if name not in names:  # which is also the answer to a name that is a path
+        if not names:
+            raise ConfigError(f"there is no fleet {name}, nor any other; `kvferry fleet apply SPEC` makes one")
+        raise ConfigError(unknown_key(f"fleet {name}", name, names))
+    return ledger_of(name)
 
 
 def _token() -> str:
@@ -241,36 +268,52 @@ def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
 
 
 def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
-    ledger = _existing(name)
-    fleet = ledger.wanted().fleet
-    return _want(ledger, msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=pause)), wait_s)
+    def set_pause(wanted: Wanted) -> WantedFleet:
+        return msgspec.structs.replace(wanted.fleet, roll=msgspec.structs.replace(wanted.fleet.roll, pause=pause))
+
+    return _change(name, set_pause, wait_s)
 
 
 # What becomes of it.
 
 
-def _want(ledger: Ledger, fleet: WantedFleet, wait_s: float) -> int:
-    wanted = ledger.want(fleet)
-    _require_controller(ledger, fleet.name)
-    if not wait_s:
-        return 0
+def _change(name: str, how: Callable[[Wanted], WantedFleet], wait_s: float) -> int:
+    ledger = _existing(name)
+    return _pursue(ledger, ledger.change(how), wait_s)
+
+
+def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
+    """Have a controller carry it out."""
+    name = wanted.fleet.name
     try:
-        return _follow(ledger, fleet, wanted.number, wait_s)
+        _require_controller(ledger, name)
+        return _follow(ledger, wanted.fleet, wanted.number, wait_s) if wait_s else 0
     except KeyboardInterrupt:
-        sys.stderr.write(f"kvferry: {fleet.name} goes on without being watched: kvferry fleet status {fleet.name}\n")
+        sys.stderr.write(f"kvferry: {name} goes on without being watched: kvferry fleet status {name}\n")
         return 130
 
 
+def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
+    """A fleet that is being deleted ends before it is made anew."""
+    deadline = SYSTEM_CLOCK.monotonic() + wait_s
+    while ledger.exists and ledger.has_controller and ledger.wanted().deleted:
+        if SYSTEM_CLOCK.monotonic() >= deadline:
+            raise ConfigError(f"{ledger.folder.name} is ending; apply its spec once it has ended")
+        time.sleep(_LOOK_S)
+
+
 def _require_controller(ledger: Ledger, name: str) -> None:
-    """Start one in the background, unless there is one."""
+    """Start one in the background, unless there is one that looks after the fleet. One that hangs is ended: the members
+    go on, and the next one finds them."""
+    _end_hung(ledger, name)
     if ledger.has_controller:
         return
     path = ledger.folder / _LOG
     if path.exists() and path.stat().st_size > _MOST_LOG_BYTES:
         path.replace(path.with_suffix(".log.old"))
-    with path.open("ab") as log:
+    with open(path, "ab", opener=_private) as log:
         process = subprocess.Popen(
-            [*PROGRAM, "fleet", "control", name],
+            [*PROGRAM, "fleet", "control", name, "--no-wait"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -278,11 +321,29 @@ def _require_controller(ledger: Ledger, name: str) -> None:
         )
     deadline = SYSTEM_CLOCK.monotonic() + _BEGIN_S
     while not ledger.has_controller:
-        if process.poll() is not None:
+        if process.poll() is not None and not ledger.has_controller:
             last = path.read_text(errors="replace").strip().splitlines()[-1:]
             raise ConfigError(f"the controller of {name} ended at once: {''.join(last)} (all of it: {path})")
         if SYSTEM_CLOCK.monotonic() > deadline:
             raise ConfigError(f"the controller of {name} does not begin; see {path}")
+        time.sleep(_LOOK_S)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _end_hung(ledger: Ledger, name: str) -> None:
+    holder = ledger.controller
+    if holder is None or not holder.hangs:
+        return
+    who = f"the controller of {name} (process {holder.pid})"
+    sys.stderr.write(f"kvferry: {who} has hung for {holder.silent_s:.0f} s; it is ended, and another one takes over\n")
+    holder.kill()
+    deadline = SYSTEM_CLOCK.monotonic() + _KILLED_S
+    while ledger.has_controller:
+        if SYSTEM_CLOCK.monotonic() > deadline:
+            raise ConfigError(f"{who} hangs, and cannot be ended")
         time.sleep(_LOOK_S)
 
 
@@ -304,7 +365,11 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
             if seen.trouble and not any(one.phase == "starting" for one in seen.members):
                 _complain(seen.trouble)
                 return 1
+        if (holder := ledger.controller) is not None and holder.hangs:
+            _require_controller(ledger, fleet.name)
         if not ledger.has_controller:
+            if not ledger.exists or ledger.wanted().deleted:
+                raise ConfigError(f"{fleet.name} has been deleted meanwhile")
             raise ConfigError(f"the controller of {fleet.name} has ended; see {ledger.folder / _LOG}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             _complain([f"{fleet.name} is not as it is to be after {wait_s:g} s; it goes on"])
@@ -318,7 +383,7 @@ def _complain(lines: Sequence[str]) -> None:
 
 
 def _rehearse(ledger: Ledger, fleet: WantedFleet) -> int:
-    seen = ledger.status() if ledger.exists and ledger.has_controller else None
+    seen = ledger.status() if ledger.has_controller else None
     members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
     steps = rehearse(fleet, members)
     for step in steps:
@@ -358,7 +423,11 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
     head = f"{name}  {fleet.model}  {fleet.mode}  revision {fleet.revision}"
     lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if wanted.deleted else "")]
     if not ledger.has_controller:
-        lines.append(f"  no controller looks after it; `kvferry fleet resume {name}` starts one")
+        then = f"{'delete' if wanted.deleted else 'resume'} {name}"
+        lines.append(f"  no controller looks after it; `kvferry fleet {then}` starts one")
+    elif (holder := ledger.controller) is not None and holder.hangs:
+        what = f"its controller (process {holder.pid}) has hung for {holder.silent_s:.0f} s"
+        lines.append(f"  {what}; `kvferry fleet resume {name}` replaces it")
     if seen is None:
         return lines
     if seen.url:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -15,6 +15,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
     streams: int = 1
     sizes: list[Annotated[int, Meta(ge=1)]] = []
+    kind: Literal["fast", "small"] = "fast"
+    kinds: tuple[Literal["fast", "small"], ...] = ()
+    members: dict[Literal["fast", "small"], int] | None = None
 
 
 def test_given_values_are_converted_and_others_have_their_defaults() -> None:
@@ -25,7 +28,7 @@ def test_given_values_are_converted_and_others_have_their_defaults() -> None:
     ("given", "message"),
     [
         ({"path": "/x", "leases": 3}, r"kv_connector_extra_config\.leases is not a known key; did you mean 'lease_s'"),
-        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams, sizes"),
+        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams, sizes, kind"),
         ({}, r"kv_connector_extra_config\.path is required"),
         ({"path": 7}, r"kv_connector_extra_config\.path: "),
         ({"path": "/x", "lease_s": 0}, r"kv_connector_extra_config\.lease_s: "),
@@ -34,6 +37,13 @@ def test_given_values_are_converted_and_others_have_their_defaults() -> None:
         ({"path": "/x", "streams": 1e400}, r"kv_connector_extra_config\.streams: "),
         ({"path": "/x", "sizes": 5}, r"kv_connector_extra_config\.sizes: Expected `array`"),
         ({"path": None}, r"kv_connector_extra_config\.path: "),
+        ({"path": "/x", "kind": "smal"}, r"config\.kind: 'smal' is not a known value; did you mean 'small'\?"),
+        (
+            {"path": "/x", "kinds": ["fast", "quick"]},
+            r"kinds: 'quick' is not a known value; known: fast, small",
+        ),
+        ({"path": "/x", "members": {"fats": 1}}, r"config\.members: 'fats' is not a known value; did you mean 'fast'"),
+        ({"path": "/x", "kind": 3}, r"config\.kind: "),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, object], message: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,7 +14,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control import ledger as module
-from kvferry.fleet.control.ledger import FleetStatus, Ledger
+from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
 
@@ -126,15 +128,100 @@ def test_status(ledger: Ledger) -> None:
 
 
 def test_one_controller_acts_at_a_time(ledger: Ledger) -> None:
+    assert not ledger.has_controller
+    assert not ledger.folder.exists()  # whoever only looks makes nothing
     first = ledger.try_to_act()
     assert first is not None
     assert ledger.try_to_act() is None
     assert Ledger(ledger.folder).has_controller
-    os.close(first)
+    first.close()
     assert not ledger.has_controller
     second = ledger.try_to_act()
     assert second is not None
-    os.close(second)
+    second.close()
+
+
+def test_changes_that_follow_from_what_is_are_made_one_after_the_other(ledger: Ledger) -> None:
+    """Two `kvferry fleet scale` at once both count."""
+    ledger.want(fleet(0))
+
+    def one_more(wanted: Wanted) -> WantedFleet:
+        return fleet(wanted.fleet.role["both"].count + 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(lambda _: ledger.change(one_more), range(40)):
+            pass
+    assert ledger.wanted().fleet == fleet(40)
+
+
+def test_a_fleet_that_is_ending_is_not_brought_back_by_a_change(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    ledger.delete()
+    with pytest.raises(ConfigError, match="f is ending; once it has ended"):
+        ledger.change(lambda wanted: wanted.fleet)
+    assert ledger.wanted().deleted
+
+
+def test_a_fleet_is_forgotten_once_it_has_ended_and_nobody_wants_it(ledger: Ledger, tmp_path: Path) -> None:
+    other = tmp_path / "members"
+    other.mkdir()
+    ledger.want(fleet())
+    assert not ledger.forget(other)
+    ledger.delete()
+    lease = ledger.try_to_act()
+    assert lease is not None
+    assert not ledger.forget(other)
+    lease.close()
+    ledger.want(fleet())  # somebody applies it at this moment
+    assert not ledger.forget(other)
+    assert other.exists()
+    ledger.delete()
+    assert ledger.forget(other)
+    assert not ledger.folder.exists()
+    assert not other.exists()
+
+
+def test_who_waits_for_a_ledger_that_is_removed_makes_another(ledger: Ledger) -> None:
+    """However many apply and delete a fleet at once, each of them has a ledger of its own or that of all."""
+
+    def apply_and_delete(seed: int) -> None:
+        for _ in range(10):
+            ledger.want(fleet(seed=seed))
+            with suppress(ConfigError):  # another one has
+                ledger.delete()
+                ledger.forget()
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(apply_and_delete, range(4)):
+            pass
+    assert not ledger.has_controller
+    ledger.want(fleet(seed=7))
+    assert ledger.wanted().fleet == fleet(seed=7)
+
+
+def test_a_file_that_cannot_be_read_is_put_aside_when_the_spec_is_applied_again(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    ledger.write_status(FleetStatus(at=1.0, pid=2, number=6, url="", roles={}, members=()))
+    (ledger.folder / "wanted.json").write_text("{")
+    with pytest.raises(ConfigError, match="apply the fleet's spec again"):
+        ledger.change(lambda wanted: wanted.fleet)
+    assert ledger.want(fleet(3)).number == 7  # which the controller has not seen yet
+    assert ledger.wanted().fleet == fleet(3)
+    assert (ledger.folder / "wanted.json.unreadable").read_text() == "{"
+
+
+def test_a_full_disk_leaves_no_drafts(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger.want(fleet())
+    before = {one.name for one in ledger.folder.iterdir()}
+
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.want(fleet(2))
+    assert {one.name for one in ledger.folder.iterdir()} == before
+    assert ledger.wanted().fleet == fleet()
 
 
 def test_who_reads_never_sees_half_of_a_file(ledger: Ledger) -> None:

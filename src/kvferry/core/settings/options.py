@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -43,12 +43,31 @@ def read_value(where: str, value: Any, wanted: Any) -> Any:
     try:
         found = msgspec.convert(value, wanted, strict=False)
     except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
+        if (unknown := _unknown_choice(where, value, wanted)) is not None:
+            raise ConfigError(unknown) from error
         bounds = _bounds(wanted) if isinstance(value, int | float | str) else ""
         raise ConfigError(
             f"{where}: must be {bounds}, got {str(value)[:40]}" if bounds else f"{where}: {error}"
         ) from error
     require_number(f"{where}:", found)
     return found
+
+
+def _unknown_choice(where: str, value: Any, wanted: Any) -> str | None:
+    """What is wrong with a value of which only some are known; None: it is another thing that is wrong."""
+    choices = _choices(wanted)
+    told = value if isinstance(value, list | tuple | dict) else [value]
+    wrong = next((one for one in told if choices and isinstance(one, str) and one not in choices), None)
+    return None if wrong is None else unknown_key(f"{where}: {wrong[:40]!r}", wrong[:40], choices, "value")
+
+
+def _choices(wanted: Any) -> tuple[str, ...]:
+    """The texts of which a value, the values of a list or the keys of a table are to be one; empty: any."""
+    if get_origin(wanted) is Literal:
+        return tuple(one for one in get_args(wanted) if isinstance(one, str))
+    kinds = get_args(wanted)[:1] if get_origin(wanted) in (Annotated, tuple, list, dict) else ()
+    kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else kinds
+    return tuple(choice for kind in kinds for choice in _choices(kind))
 
 
 def _bounds(wanted: Any) -> str:
@@ -69,8 +88,9 @@ def _bounds(wanted: Any) -> str:
     return ""
 
 
-def unknown_key(where: str, key: str, known: Collection[str]) -> str:
-    """The error message for a key that does not exist: it names the nearest known key, or all of them."""
+def unknown_key(where: str, key: str, known: Collection[str], what: str = "key") -> str:
+    """The error message for a key (or `what` it is) that does not exist: it names the nearest known one, or all of
+    them."""
     near = get_close_matches(key, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"{where} is not a known key; {hint}"
+    return f"{where} is not a known {what}; {hint}"

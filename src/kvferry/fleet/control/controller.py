@@ -35,6 +35,7 @@ from kvferry.fleet.control.facts import (
 )
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.hangs import HangWatch
+from kvferry.fleet.control.lease import Lease
 from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer, routers_of
@@ -133,8 +134,9 @@ class Controller:
         self._status: FleetStatus | None = None
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._is_up = False
-        self._lease: int | None = None
+        self._lease: Lease | None = None
         """The right to act, which one controller has at a time."""
+        self._saying: asyncio.Task[None] | None = None
 
     # From the beginning to the end.
 
@@ -143,6 +145,8 @@ class Controller:
         `ConfigError` if the fleet cannot be run here."""
         if not await self._may_act():
             return self._end.result()
+        assert self._lease is not None
+        self._saying = asyncio.create_task(self._lease.keep_saying())
         self._look_for_changes()
         await self._backend.open()
         await self._take_up()
@@ -157,9 +161,10 @@ class Controller:
 
     def close(self) -> None:
         """Let another controller act. To be called last, when the members are ended or let go."""
+        if self._saying is not None:
+            self._saying.cancel()
         if self._lease is not None:
-            os.close(self._lease)
-            self._lease = None
+            self._lease.close()
 
     def end(self, end: End) -> None:
         """The controller is to stop, for this reason; the first one counts."""
@@ -337,7 +342,7 @@ class Controller:
                 self._note("role", name, f"{role}: {why}")
                 self._display.note(f"{name} becomes {role}: {why}")
                 observer.changes_role(name)
-                running.begin(self._backend.assign(name, role))
+                running.begin(self._assign(name, role))
         return True
 
     def _note(self, what: str, name: str, why: str) -> None:
@@ -351,19 +356,33 @@ class Controller:
     async def _start(self, member: MemberSpec) -> None:
         try:
             await self._backend.start(member)
-        except KvferryError as error:
+        except Exception as error:
+            # The edge: whatever keeps one member from being started must not end who looks after all of them.
+            if not isinstance(error, KvferryError):
+                logger.exception("%s cannot be started", member.name)
+            why = str(error) or type(error).__name__
             self._observer.starting.pop(member.name, None)
-            self._note("not started", member.name, str(error))
-            self._remember(member.role, member.revision, str(error))
-            self._in_trouble(f"{member.name}: {error}")
+            self._note("not started", member.name, why)
+            self._remember(member.role, member.revision, why)
+            self._in_trouble(f"{member.name}: {why}")
             self._backend.changed.set()
 
     async def _stop(self, name: str, grace_s: float) -> None:
         try:
             await self._backend.stop(name, grace_s)
+        except Exception:
+            # The edge, as above; who is still there is stopped again.
+            logger.exception("%s cannot be stopped", name)
         finally:
             self._observer.stopping.discard(name)
             self._observer.draining.discard(name)
+
+    async def _assign(self, name: str, role: MemberRole) -> None:
+        try:
+            await self._backend.assign(name, role)
+        except Exception:
+            # The edge, as above; the change of role is taken up again.
+            logger.exception("the role of %s cannot be changed to %s", name, role)
 
     async def _on_hung(self, name: str, why: str) -> None:
         member = next((one for one in self._backend.members() if one.name == name), None)
@@ -433,8 +452,8 @@ class Controller:
             settled=not refused and is_settled((fleet, front), seen, roles),
         )
         if not says_the_same(status, self._status):
-            self._status = status
             self._ledger.write_status(status)
+            self._status = status
 
 
 def _is_hopeless(roles: dict[str, RoleStatus], seen: Sequence[Observed]) -> bool:

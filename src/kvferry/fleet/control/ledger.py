@@ -4,17 +4,17 @@
     history.jsonl     one step or event a line, the oldest first; bounded
     status.json       what the controller has seen last
     scaled.json       the counts that a fleet with [scale] is to have now
-    controller.lock   held by the controller that acts; another one waits
+    controller.lock   held by the controller that acts (`lease`); another one waits
 
 Each file is replaced as a whole, or appended to by its one writer, so that a reader never sees half of one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
+from kvferry.fleet.control.lease import Holder, Lease, holder, is_held, locked
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.scaling.scaler import ScalingMemory
 
@@ -88,28 +89,67 @@ class Ledger:
         except FileNotFoundError as error:
             raise ConfigError(f"there is no fleet in {self.folder}; `kvferry fleet apply` makes one") from error
         except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"{self.folder / 'wanted.json'} cannot be read: {error}") from error
+            raise ConfigError(
+                f"{self.folder / 'wanted.json'} cannot be read: {error}; apply the fleet's spec again"
+            ) from error
 
     def want(self, fleet: WantedFleet) -> Wanted:
-        """The fleet is to be this from now on. Another revision than before makes that one an earlier one."""
-        with self._locked("wanted.lock"):
-            before = self.wanted() if self.exists else None
-            if before is None or before.deleted:
-                new = Wanted(fleet, number=1 if before is None else before.number + 1)
+        """The fleet is to be this from now on. Another revision than before makes that one an earlier one. A file that
+        cannot be read is put aside."""
+        with self._changing():
+            before = self._before()
+            if isinstance(before, int) or before.deleted:
+                new = Wanted(fleet, number=1 + (before if isinstance(before, int) else before.number))
             else:
-                earlier = before.earlier
-                if fleet.revision != before.fleet.revision:
-                    kept = [one for one in earlier if one.revision != fleet.revision]
-                    earlier = (before.fleet, *kept)[: fleet.roll.history]
-                new = Wanted(fleet, earlier, number=before.number + 1)
+                new = _following(before, fleet)
+            self._replace("wanted.json", new)
+        return new
+
+    def change(self, how: Callable[[Wanted], WantedFleet]) -> Wanted:
+        """The fleet is to be this from now on, as it follows from what it is to be now: nobody else changes it in
+        between. Raises `ConfigError` if there is no fleet, or it is to end."""
+        with self._changing():
+            before = self.wanted()
+            if before.deleted:
+                raise ConfigError(
+                    f"{before.fleet.name} is ending; once it has ended, `kvferry fleet apply` makes it anew"
+                )
+            new = _following(before, how(before))
             self._replace("wanted.json", new)
         return new
 
     def delete(self) -> None:
         """The fleet is to end."""
-        with self._locked("wanted.lock"):
+        with self._changing():
             before = self.wanted()
             self._replace("wanted.json", msgspec.structs.replace(before, deleted=True, number=before.number + 1))
+
+    def forget(self, *others: Path) -> bool:
+        """Remove all that is kept of a fleet that has ended, and these folders too. False if a controller still acts,
+        or somebody wants the fleet again."""
+        with self._changing():
+            lease = Lease.take(self._lease)
+            if lease is None:
+                return False
+            try:
+                if not self.wanted().deleted:
+                    return False
+                for folder in (*others, self.folder):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                lease.close()
+        return True
+
+    def _before(self) -> Wanted | int:
+        """What was wanted before, or, where nothing was or nobody can read it, the number of its last change."""
+        if not self.exists:
+            return 0
+        try:
+            return self.wanted()
+        except ConfigError:
+            (self.folder / "wanted.json").replace(self.folder / "wanted.json.unreadable")
+            seen = self.status()
+            return 0 if seen is None else seen.number
 
     # What was done.
 
@@ -163,34 +203,33 @@ class Ledger:
 
     # Who acts.
 
-    def try_to_act(self) -> int | None:
-        """A lock that only one controller of this fleet has at a time, until it closes the descriptor or ends; None:
-        another one has it."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / "controller.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _has_locked(descriptor):
-            return descriptor
-        os.close(descriptor)
-        return None
+    def try_to_act(self) -> Lease | None:
+        """The right to act, which only one controller of this fleet has at a time; None: another one has it."""
+        return Lease.take(self._lease)
 
     @property
     def has_controller(self) -> bool:
         """Whether a controller acts."""
-        descriptor = self.try_to_act()
-        if descriptor is not None:
-            os.close(descriptor)
-        return descriptor is None
+        return is_held(self._lease)
+
+    @property
+    def controller(self) -> Holder | None:
+        """The controller that acts, as far as it has said who it is."""
+        return holder(self._lease)
+
+    @property
+    def _lease(self) -> Path:
+        return self.folder / "controller.lock"
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _changing(self) -> Iterator[None]:
+        """Nobody else changes what is wanted meanwhile."""
+        deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
+        while (descriptor := locked(self.folder / "wanted.lock")) is None:
+            if SYSTEM_CLOCK.monotonic() > deadline:
+                raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
+            time.sleep(_TRY_AGAIN_S)
         try:
-            deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
-            while not _has_locked(descriptor):
-                if SYSTEM_CLOCK.monotonic() > deadline:
-                    raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
-                time.sleep(_TRY_AGAIN_S)
             yield
         finally:
             os.close(descriptor)
@@ -200,14 +239,17 @@ class Ledger:
 
     def _replace_bytes(self, name: str, content: bytes) -> None:
         draft = self.folder / f"{name}.{os.getpid()}"
-        draft.touch(mode=0o600)
-        draft.write_bytes(content)
-        draft.replace(self.folder / name)
+        try:
+            draft.touch(mode=0o600)
+            draft.write_bytes(content)
+            draft.replace(self.folder / name)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
-def _has_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _following(before: Wanted, fleet: WantedFleet) -> Wanted:
+    earlier = before.earlier
+    if fleet.revision != before.fleet.revision:
+        kept = [one for one in earlier if one.revision != fleet.revision]
+        earlier = (before.fleet, *kept)[: fleet.roll.history]
+    return Wanted(fleet, earlier, number=before.number + 1)

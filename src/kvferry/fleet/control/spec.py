@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -20,6 +19,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
+from kvferry.core.settings.toml_file import read_toml
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 from kvferry.fleet.control.ray_spec import ActorRole, ActorSpec, read_ray
 
@@ -44,17 +44,17 @@ MOST = 4096
 """Instances of one role, or units."""
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Duration = Annotated[
-    str, msgspec.Meta(pattern=rf"^{_DURATION.pattern}$", description='a duration such as "90s", "2m" or "500ms"')
+    str, msgspec.Meta(pattern=rf"^{_DURATION.pattern}\Z", description='a duration such as "90s", "2m" or "500ms"')
 ]
 Name = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$",
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z",
         description="lower-case letters, digits and hyphens, 40 at most",
     ),
 ]
@@ -286,12 +286,7 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_fleet(path: Path) -> WantedFleet:
     """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    given = read_toml(path)
     try:
         return fleet_from(given)
     except ConfigError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.core.settings.toml_file import read_toml
 from kvferry.http.headers import RawHeaders, find_header, require_key
 from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
@@ -279,9 +279,9 @@ def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
     """Read a TOML file with a table for each tenant; what a table leaves out is as in `limits`. Raises
     `ConfigError`."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--tenants-file {path}: {getattr(error, 'strerror', None) or error}") from error
+        tables = read_toml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--tenants-file {error}") from error
     found: dict[bytes, Limits] = {}
     for name, table in tables.items():
         own = _read_table(path, name, table, limits)

@@ -21,11 +21,11 @@ from fleet.children import CRASHING, CRASHING_WHEN_TOLD, GOOD, STUBBORN, child
 from fleet.fleets import Make, Programs, fleet_of
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.backends.local.backend import LocalBackend
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.started import started_at
 from kvferry.http.server.listen import BACKLOG, reserve
 
 TESTS = Path(__file__).parents[3]

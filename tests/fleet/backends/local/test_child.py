@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.fleet.backends.local import launcher
-from kvferry.fleet.backends.local.child import ChildProcess, spawn, started_at
+from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.launcher import launching
+from kvferry.fleet.started import started_at
 
 HANGS_S = 60.0
 FOR_EVER = "import signal\nprint('here', flush=True)\nwhile True: signal.pause()"

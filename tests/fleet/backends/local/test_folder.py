@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.fleet.backends.local import folder as module
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.local.folder import LONGEST_LINE, About, MemberFolder, Tail
+from kvferry.fleet.started import started_at
 
 ABOUT = About(name="decode-0", role="decode", revision="r", unit="", number=3, cores=(1, 2), url="http://a:1")
 

@@ -11,13 +11,8 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 _AGAIN_S = 0.01
-_START_TIME = 19
-"""The place of a process's start time in /proc/PID/stat, counted from after its name, which is in brackets."""
-
-_ZOMBIE = "Z"
 
 
 class ChildProcess:
@@ -114,13 +109,3 @@ def spawn(
         for one in inherits:
             os.set_inheritable(one, False)
         os.close(null)
-
-
-def started_at(pid: int) -> int:
-    """When a process began, in ticks since the machine did; with its number, this names it. Raises `OSError` if there
-    is no such process, or it has ended and nobody has taken notice."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    fields = stat.rpartition(")")[2].split()
-    if fields[0] == _ZOMBIE:
-        raise ProcessLookupError(pid)
-    return int(fields[_START_TIME])

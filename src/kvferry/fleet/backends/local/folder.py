@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.control.spec import MemberRole
+from kvferry.fleet.started import started_at
 
 LONGEST_LINE = 64 * 1024
 """Bytes; longer lines come in pieces."""

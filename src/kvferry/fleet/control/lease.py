@@ -1,0 +1,142 @@
+"""The right to act on a fleet, which one controller has at a time: a lock on a file, in which it says who it is and,
+about once a second, that it still looks after the fleet.
+
+A controller that ends, in whatever way, has the right no more. One that hangs (stopped, or waiting for a disk that does
+not answer) would keep it: whoever wants something of the fleet sees that by `silent_s`, and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.started import started_at
+
+BEAT_S = 1.0
+HUNG_S = 20.0
+"""A controller that has not looked after its fleet for so long hangs."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """The controller that acts. `started`: as in `started_at`. `beat`: when it was last seen, in seconds of the
+    monotonic clock, which all processes of a machine share."""
+
+    pid: int
+    started: int
+    beat: float
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has not been seen."""
+        return max(0.0, SYSTEM_CLOCK.monotonic() - self.beat)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it looks after nothing any more."""
+        return self.silent_s > HUNG_S
+
+    def kill(self) -> None:
+        """End its process, if that is still the same."""
+        with suppress(OSError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if started_at(self.pid) == self.started:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
+
+
+class Lease:
+    """The right, until `close` or the end of this process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._started = started_at(os.getpid())
+        self.say()
+
+    @classmethod
+    def take(cls, path: Path) -> Lease | None:
+        """None: another controller has it. Raises `OSError`."""
+        descriptor = locked(path)
+        return None if descriptor is None else cls(descriptor)
+
+    def say(self) -> None:
+        """Say that this process looks after the fleet. Always as many bytes in the same place, so that a full disk
+        has room for them."""
+        text = msgspec.json.encode(Holder(os.getpid(), self._started, round(SYSTEM_CLOCK.monotonic(), 3)))
+        with suppress(OSError):
+            os.pwrite(self._descriptor, text.ljust(128), 0)
+
+    async def keep_saying(self) -> None:
+        """Say so again and again, for as long as this process's event loop turns."""
+        while True:
+            self.say()
+            await asyncio.sleep(BEAT_S)
+
+    def close(self) -> None:
+        """Let another controller act."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_held(path: Path) -> bool:
+    """Whether a controller has the right. Takes nothing that another could miss, and makes no file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _has_locked(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> Holder | None:
+    """The controller that has the right; None: nobody has it, or it has not said yet who it is."""
+    if not is_held(path):
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Holder)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def locked(path: Path) -> int | None:
+    """A descriptor of the file, which is made if it is not there, locked until it is closed; None: somebody else has
+    locked it. Raises `OSError`."""
+    while True:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the folder has just been removed
+            continue
+        if not _has_locked(descriptor, fcntl.LOCK_EX):
+            os.close(descriptor)
+            return None
+        if _is_still(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the file was not removed while it was being locked: who comes next would lock another one."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _has_locked(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
