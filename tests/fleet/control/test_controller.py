@@ -16,8 +16,9 @@ from fleet.control.memory import MemoryBackend, MemoryFront
 from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
-from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
 HANGS_S = 60.0
@@ -221,6 +222,83 @@ async def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
         made.ledger.want(pooling(1, 1, **told))
         await made.settled()
     assert len(made.backend.stops) == 1
+
+
+async def test_while_no_router_answers_what_they_said_last_holds(tmp_path: Path) -> None:
+    """A router that hangs may have requests everywhere: nothing is stopped in its back, and who is new serves only
+    once a router knows it."""
+    made = Controlled(tmp_path, pooling(1, 2))
+    async with made.running():
+        await made.settled()
+        made.front.answers = False
+        made.front.busy |= {DECODE, "decode-1"}
+        made.ledger.want(pooling(2, 1))
+        await made.until(lambda: made.history("drain") and "prefill-1" in made.backend.serving)
+        await ticks(made.backend)
+        assert made.backend.stops == []
+        status = made.ledger.status()
+        assert status is not None
+        assert [one.phase for one in status.members if one.name == "prefill-1"] == ["starting"]
+        made.front.answers = True
+        made.front.busy.clear()
+        await made.settled()
+        assert len(made.backend.stops) == 1
+
+
+async def test_where_no_router_is_nobody_waits_for_one(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(1, 2, routers=0))
+    async with made.running():
+        await made.settled()
+        made.ledger.want(pooling(1, 1, routers=0))
+        await made.settled()
+    assert len(made.backend.stops) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("embedded null byte"), OSError(2, "No such file"), RuntimeError()])
+async def test_whatever_keeps_a_member_from_being_started_the_rest_is_looked_after(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 2}))
+    start = made.backend.start
+
+    async def fails(member: MemberSpec) -> None:
+        if member.role == "decode":
+            raise error
+        await start(member)
+
+    monkeypatch.setattr(made.backend, "start", fails)
+    async with made.running() as task:
+        await made.until(lambda: f"is not started again: {str(error) or 'RuntimeError'}" in made.trouble())
+        assert made.backend.serving == [PREFILL, ROUTER]
+        made.backend.die(PREFILL)
+        await made.until(lambda: [one for one, _ in made.backend.starts].count(PREFILL) == 2)
+        assert not task.done()
+
+
+async def test_a_status_that_could_not_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Controlled(tmp_path, pooling())
+    written = made.ledger.write_status
+    failures = iter(range(3))
+
+    def full(status: FleetStatus) -> None:
+        if next(failures, None) is not None:
+            raise OSError(28, "No space left on device")
+        written(status)
+
+    monkeypatch.setattr(made.ledger, "write_status", full)
+    async with made.running():
+        await made.settled()
+
+
+async def test_a_controller_says_that_it_is_there(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        first = made.ledger.controller
+        assert first is not None
+        await made.until(lambda: (now := made.ledger.controller) is not None and now.beat > first.beat)
 
 
 async def test_an_operator_drains_an_instance_at_a_router_and_it_is_replaced(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class Observer:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._views: Mapping[str, View] | None = None
-        """How the routers see the instances; None: no router answers, or there is none."""
+        """How the routers see the instances, or saw them when one answered last; None: there is no router."""
         self._since: dict[str, tuple[Phase, float]] = {}
         self.starting: dict[str, Observed] = {}
         """Those that the backend does not know of yet."""
@@ -32,7 +32,7 @@ class Observer:
 
     @property
     def has_routers(self) -> bool:
-        """Whether a router has answered the last time."""
+        """Whether there is a router that serves, although it may not answer at the moment."""
         return self._views is not None
 
     async def take_up(self, members: Sequence[Member]) -> None:
@@ -44,10 +44,13 @@ class Observer:
                 return
 
     async def declare(self, fleet: WantedFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
-        """Tell the routers which instances serve, which of them are leaving, and what the fleet is to be."""
+        """Tell the routers which instances serve, which of them are leaving, and what the fleet is to be. While none
+        answers, what they said last holds: they may have requests everywhere, and know of no other instances."""
         if routers := routers_of(members):
-            serving = _admitted(fleet, members, set(self._views or ()))
-            self._views = await self._front.declare(routers, serving, self.draining, plan)
+            before = self._views or {}
+            serving = _admitted(fleet, members, set(before))
+            views = await self._front.declare(routers, serving, self.draining, plan)
+            self._views = before if views is None else views
         else:
             self._views = None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from fleet.backends.local.test_child import somebody_elses
 from fleet.children import CRASHING, CRASHING_WHEN_TOLD, GOOD, STUBBORN, child
 from fleet.fleets import Make, Programs, fleet_of
 from fleet.recording import RecordingDisplay
+from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
@@ -378,10 +381,100 @@ async def test_the_next_backend_has_the_same_address_as_long_as_a_router_is_ther
         await start(one, "router-0")
         await until(one, "router-0", MemberState.SERVING)
         port = (folder / "ports").read_text()
-        assert int(port)
+        ((_, asked, bound),) = json.loads(port)
+        assert asked == 0
+        assert bound
     async with backend(folder, addresses=addresses) as (other, _):
         assert (folder / "ports").read_text() == port
         await other.stop("router-0", 10.0)
+
+
+@pytest.mark.parametrize("said", ["", "nonsense", "{}"])
+async def test_an_address_of_which_nothing_is_said_any_more_is_taken_beside_the_routers_that_have_it(
+    folder: Path, said: str
+) -> None:
+    with reserve("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    async with backend(folder, addresses=[("127.0.0.1", port)]) as (one, _):
+        await start(one, "router-0")
+        await until(one, "router-0", MemberState.SERVING)
+        kept = one._listeners[0].dup()  # as the router has it
+    (folder / "ports").write_text(said)
+    with kept:
+        async with backend(folder, addresses=[("127.0.0.1", port)]) as (other, _):
+            assert json.loads((folder / "ports").read_text()) == [["127.0.0.1", port, port]]
+            await other.stop("router-0", 10.0)
+
+
+async def test_routers_that_are_started_after_a_change_of_the_address_have_the_new_one(folder: Path) -> None:
+    addresses = [("127.0.0.1", 0)]
+    async with backend(folder, addresses=addresses) as (one, _):
+        first = json.loads((folder / "ports").read_text())[0][2]
+        with reserve("127.0.0.1", 0) as taken:
+            taken.listen(BACKLOG)
+            addresses[:] = [taken.getsockname()[:2]]
+            with pytest.raises(ConfigError, match="cannot listen on"):
+                one.use(one.recipe.fleet)
+            assert json.loads((folder / "ports").read_text())[0][2] == first
+        addresses[:] = [*addresses, ("127.0.0.1", 0)]  # for operators, say
+        one.use(one.recipe.fleet)
+        moved = json.loads((folder / "ports").read_text())
+        assert [asked for _, asked, _ in moved] == [addresses[0][1], 0]
+        assert moved[1][2] == first  # what stays is kept
+        del addresses[1]
+        one.use(one.recipe.fleet)
+        reserve("127.0.0.1", first).close()  # nobody has it any more
+
+
+# Folders that somebody has touched.
+
+
+async def test_a_member_of_which_nothing_can_be_read_is_ended(folder: Path) -> None:
+    async with backend(folder) as (one, _):
+        await start(one, "decode-0")
+        await until(one, "decode-0", MemberState.SERVING)
+        pid = pid_of(folder, "decode-0")
+    (folder / "members" / "decode-0" / "about").write_text("{")
+    descriptor = os.pidfd_open(pid)
+    async with backend(folder) as (other, _):
+        assert other.members() == []
+        assert list((folder / "members").iterdir()) == []
+        assert select.select([descriptor], [], [], HANGS_S)[0]
+    os.close(descriptor)
+
+
+async def test_what_is_no_folder_is_removed_and_what_it_points_to_stays(folder: Path, tmp_path: Path) -> None:
+    (folder / "members").mkdir()
+    (folder / "members" / "file").touch()
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "here").touch()
+    (folder / "members" / "link").symlink_to(kept)
+    async with backend(folder) as (one, _):
+        assert one.members() == []
+    assert list((folder / "members").iterdir()) == []
+    assert (kept / "here").exists()
+
+
+async def test_a_folder_that_somebody_removes_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some systems remove what a user has in memory when he logs out."""
+    monkeypatch.setattr("kvferry.fleet.backends.local.member._KEEP_EVERY_S", 0.1)
+    async with backend(folder) as (one, _):
+        await start(one, "decode-0")
+        await until(one, "decode-0", MemberState.SERVING)
+        pid = pid_of(folder, "decode-0")
+        shutil.rmtree(folder / "members")
+        shutil.rmtree(folder / "routers")
+        await one.assign("decode-0", "prefill")
+        while MemberFolder(folder / "members" / "decode-0").pid() != pid:
+            await asyncio.sleep(0.05)
+        await start(one, "router-0")
+        await until(one, "router-0", MemberState.SERVING)
+        await one.stop("router-0", 10.0)
+    async with backend(folder) as (other, _):
+        member = named(other, "decode-0")
+        assert (member.state, member.role, member.url) == (MemberState.SERVING, "prefill", "http://here:1")
+        await other.stop("decode-0", 10.0)
 
 
 def test_a_reserved_port_is_refused_to_others_and_given_beside() -> None:

@@ -15,7 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar
 from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
@@ -31,7 +34,7 @@ from kvferry.http.server.listen import BACKLOG, reserve
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN_S = 2.0
+_WRITTEN_S = 10.0
 """How long after a controller's death a process that it has just started may take to say which one it is."""
 _LOOK_S = 0.02
 
@@ -49,14 +52,20 @@ class LocalBackend(FleetBackend):
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._registrars: dict[str, tuple[Registrar, asyncio.Task[None]]] = {}
         self._listeners: list[socket.socket] = []
+        self._addresses: list[tuple[str, int]] | None = None
+        """What the listeners were asked for; None: there are none yet."""
         self._fork_server = fork_server or ForkServer(is_tied=not context.outlives)
         self._owns_fork_server = fork_server is None
 
     # The backend's methods.
 
     def use(self, fleet: WantedFleet) -> None:
-        """Start members for this fleet from now on. Raises `ConfigError`."""
-        self.recipe = self.context.make_recipe(fleet)
+        """Start members for this fleet from now on. Raises `ConfigError`. Routers that run keep the sockets that they
+        have; those that are started from now on get the new address."""
+        recipe = self.context.make_recipe(fleet)
+        if self._addresses not in (None, [*recipe.addresses]):
+            self._move([*recipe.addresses])
+        self.recipe = recipe
 
     @property
     def num_routers(self) -> int:
@@ -70,12 +79,12 @@ class LocalBackend(FleetBackend):
         for path in sorted(self._members_folder.iterdir()):
             await self._find(MemberFolder(path))
         adopts = any(one.about.role == "router" for one in self._members.values())
-        ports = self._folder / "ports"
-        bound = list(map(int, ports.read_text().split())) if ports.exists() and adopts else []
-        for index, (host, port) in enumerate(self.recipe.addresses):
-            known = bound[index] if index < len(bound) else port
-            self._listeners.append(reserve(host, known, beside=index < len(bound)))
-        ports.write_text(" ".join(str(one.getsockname()[1]) for one in self._listeners))
+        known = self._known_ports() if adopts else {}
+        for host, port in self.recipe.addresses:
+            bound = known.get((host, port))
+            self._listeners.append(reserve(host, bound or port, beside=bound is not None))
+        self._addresses = list(self.recipe.addresses)
+        self._write_ports()
 
     def members(self) -> list[Member]:
         """Those of this machine."""
@@ -90,15 +99,10 @@ class LocalBackend(FleetBackend):
         recipe, cores = self.recipe, Cores()
         if not is_router:
             cores = cores_of(number, recipe.num_instances, recipe.cores)
-        group = RouterGroup(self._group_folder, tuple(one.fileno() for one in self._listeners))
-        if is_router:
-            for listener in self._listeners:
-                listener.listen(BACKLOG)
-        spec = (
-            recipe.router_member(member.name, group)
-            if is_router
-            else recipe.instance(member.name, member.role, number, cores)
-        )
+        try:
+            spec = self._router(member) if is_router else recipe.instance(member.name, member.role, number, cores)
+        except OSError as error:
+            raise NotStarted(f"cannot start a process: {error.strerror or error}") from error
         about = About(
             name=member.name,
             role=member.role,
@@ -190,9 +194,45 @@ class LocalBackend(FleetBackend):
     def _group_folder(self) -> Path:
         return self._folder / "routers"
 
+    def _move(self, addresses: list[tuple[str, int]]) -> None:
+        listeners: list[socket.socket] = []
+        before = dict(zip(self._addresses or (), self._listeners, strict=True))
+        try:
+            for host, port in addresses:
+                kept = before.get((host, port))
+                listeners.append(reserve(host, port) if kept is None else kept.dup())
+        except ConfigError:
+            for one in listeners:
+                one.close()
+            raise
+        self.ends()
+        self._listeners, self._addresses = listeners, addresses
+        self._write_ports()
+
+    def _known_ports(self) -> dict[tuple[str, int], int]:
+        """The ports that the routers of an earlier controller have, by the addresses that were asked for."""
+        try:
+            bound = msgspec.json.decode((self._folder / "ports").read_bytes(), type=list[tuple[str, int, int]])
+        except (OSError, msgspec.MsgspecError):
+            return {address: address[1] for address in self.recipe.addresses if address[1]}
+        return {(host, port): number for host, port, number in bound}
+
+    def _write_ports(self) -> None:
+        asked = zip(self._addresses or (), self._listeners, strict=True)
+        draft = self._folder / "ports.new"
+        draft.write_bytes(msgspec.json.encode([(*address, one.getsockname()[1]) for address, one in asked]))
+        draft.replace(self._folder / "ports")
+
     def _free_number(self) -> int:
         used = {one.about.number for one in self._members.values() if one.about.role != "router"}
         return next(one for one in range(len(used) + 1) if one not in used)
+
+    def _router(self, member: MemberSpec) -> ProcessSpec:
+        self._group_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for listener in self._listeners:
+            listener.listen(BACKLOG)
+        group = RouterGroup(self._group_folder, tuple(one.fileno() for one in self._listeners))
+        return self.recipe.router_member(member.name, group)
 
     async def _launch(self, spec: ProcessSpec, cores: Cores, folder: MemberFolder) -> ChildProcess:
         if spec.forks and (self.recipe.num_instances > 1 or not self._owns_fork_server):
@@ -223,12 +263,12 @@ class LocalBackend(FleetBackend):
         """Take up a member of an earlier controller; one that has ended meanwhile counts as ended."""
         about = folder.about()
         if about is None or about.name != folder.path.name:
-            folder.remove()
+            await _end_unknown(folder)
             return
         try:
             member = LocalMember(folder, about, None, self._watcher, self.changed.set)
         except OSError:
-            folder.remove()
+            await _end_unknown(folder)
             return
         member.take_up()
         self._members[about.name] = member
@@ -259,6 +299,21 @@ class LocalBackend(FleetBackend):
 
         registrar = Registrar(spec.registrar, spec.registrar.host, urlsplit(url).port or 0, answers)
         self._registrars[member.about.name] = registrar, asyncio.create_task(registrar.run())
+
+
+async def _end_unknown(folder: MemberFolder) -> None:
+    """Of a member of which nothing can be read, nothing is to stay: nobody would look after it."""
+    if (pid := folder.pid()) is not None:
+        with suppress(OSError):
+            child = ChildProcess(pid, is_ours=False)
+            if folder.pid() == pid:
+                child.kill()
+                await child.wait(_WRITTEN_S)
+            child.let_go()
+    if folder.path.is_dir() and not folder.path.is_symlink():
+        folder.remove()
+    else:
+        folder.path.unlink(missing_ok=True)
 
 
 async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> None:

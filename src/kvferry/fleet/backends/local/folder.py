@@ -72,7 +72,8 @@ class MemberFolder:
         self.write(about)
 
     def write(self, about: About) -> None:
-        """Replace what is known of it."""
+        """Replace what is known of it. Raises `OSError`."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it: see `keep`
         draft = self.path / "about.new"
         draft.write_bytes(msgspec.json.encode(about))
         draft.replace(self.path / "about")
@@ -91,6 +92,18 @@ class MemberFolder:
             return pid if started_at(pid) == started else None
         except (OSError, ValueError):
             return None
+
+    def keep(self, about: About, pid: int) -> None:
+        """Write everything anew if somebody has removed it: some systems do so with all in memory of a user who logs
+        out. Raises `OSError`."""
+        if not (self.path / "about").exists():
+            self.write(about)
+        for one in (self.messages, self.log):
+            one.touch()
+        if not self.process.exists():
+            draft = self.path / "process.new"
+            draft.write_text(f"{pid} {started_at(pid)}\n", encoding="utf-8")
+            draft.replace(self.process)
 
     def remove(self) -> None:
         """Forget the member."""

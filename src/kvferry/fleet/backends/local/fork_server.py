@@ -86,6 +86,7 @@ class ForkServer:
             return await server.fork(request, log, ready)
         except (TimeoutError, BlockingIOError):
             logger.warning("the process that forks instances has hung; starting an instance without it")
+            server.kill()  # or it might fork one later, which would say that it is this member
             return None
 
     async def _running(self, environment: Mapping[str, str]) -> _Server | None:
@@ -163,6 +164,10 @@ class _Server:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 answer.result().kill()  # it arrived at the moment at which the wait for it ended
             raise
+
+    def kill(self) -> None:
+        """End it now, with nothing that it has been asked for."""
+        self._process.kill()
 
     async def close(self) -> None:
         """End it; returns when it has ended, and all that it has forked since for nobody is killed."""

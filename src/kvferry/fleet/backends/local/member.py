@@ -8,6 +8,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +33,8 @@ _NUM_LAST_LINES = 20
 _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
 """How often its files are looked at."""
 _ASK_EVERY_S = 0.25
+_KEEP_EVERY_S = 2.0
+"""How often it is seen to that its folder is there."""
 _DRAIN_S = 1.0
 """For how long the rest of its group may finish their work after its end."""
 _KILLED_S = 5.0
@@ -92,7 +95,10 @@ class LocalMember:
     def assign(self, **changes: object) -> None:
         """Note that something about it is otherwise from now on."""
         self.about = msgspec.structs.replace(self.about, **changes)
-        self.folder.write(self.about)
+        try:
+            self.folder.write(self.about)
+        except OSError as error:
+            logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
     async def watch(self, child: ChildProcess) -> None:
         """Read what it writes, until it and its whole group have ended. If this is cancelled, it goes on unwatched."""
@@ -115,9 +121,14 @@ class LocalMember:
         self._changed()
 
     async def _follow(self, child: ChildProcess) -> None:
-        asks_at, loop = 0.0, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        asks_at, keeps_at = 0.0, loop.time() + _KEEP_EVERY_S
         while not await child.wait(_LOOK_SERVING_S if self._is_serving else _LOOK_STARTING_S):
             self._read()
+            if loop.time() >= keeps_at:
+                with suppress(OSError):  # no room, or it has just ended
+                    self.folder.keep(self.about, child.pid)
+                keeps_at = loop.time() + _KEEP_EVERY_S
             if self.about.is_foreign and not self._is_serving and loop.time() >= asks_at:
                 if await serves(self.about.url):
                     self._serves(InstanceReady(self.about.url))
