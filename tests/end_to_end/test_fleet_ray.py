@@ -17,9 +17,9 @@ import pytest
 
 from conftest import ModelMaker
 from end_to_end.test_fleet_changes import NUM_CHANGES, SEED, SPEC, Load, require_clean
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
 from kvferry.fleet.places import ledger_of
+from kvferry.fleet.started import started_at
 from support.processes import AUTH_TOKEN, begun, run, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 

@@ -12,9 +12,9 @@ import pytest
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
-from kvferry.fleet.backends.local.child import started_at  # noqa: E402
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
 from kvferry.fleet.backends.ray.folders import root_folder  # noqa: E402
+from kvferry.fleet.started import started_at  # noqa: E402
 
 _MEMORY_BYTES = 80 * 2**20
 

@@ -203,17 +203,16 @@ def control(
     on. A second one waits until the first has ended."""
     set_up_logging(TEXT, "controller")
     DigestCache()
-    ledger = _existing(name)
-    if not wait and ledger.has_controller:
-        return 0
-    return asyncio.run(_control(name, ledger))
+    return asyncio.run(_control(_existing(name), waits=wait))
 
 
-async def _control(name: str, ledger: Ledger) -> int:
+async def _control(ledger: Ledger, *, waits: bool) -> int:
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = _backend(running_folder(ledger), fleet)
     async with Front(backend.context.token, tells_each=not backend.routers_share) as front:
-        controller = Controller(ledger, backend, front, display, SYSTEM_CLOCK, grace_s=grace_of(fleet, serve))
+        controller = Controller(
+            ledger, backend, front, display, SYSTEM_CLOCK, waits=waits, grace_s=grace_of(fleet, serve)
+        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, controller.end, LetGo())

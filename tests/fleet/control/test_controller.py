@@ -388,6 +388,17 @@ async def test_a_second_controller_waits_and_takes_up_what_is_there(tmp_path: Pa
     assert not made.ledger.has_controller
 
 
+async def test_a_controller_that_is_not_to_wait_ends_if_there_is_another(tmp_path: Path) -> None:
+    """Two commands at once may each start one, and only one is to stay."""
+    made = Controlled(tmp_path, pooling())
+    async with made.running():
+        await made.settled()
+        assert await made.controller(waits=False).run() == LetGo()
+        assert made.backend.num_opened == 1
+    async with made.running(waits=False):
+        await made.settled()
+
+
 async def test_a_controller_that_waits_can_be_ended(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     async with made.running():

@@ -110,7 +110,8 @@ class Steps:
 
 class Controller:
     """Owns what is remembered of failures. `attended`: somebody waits for the fleet to come up, and it ends if it
-    cannot. `grace_s`: what members have for running requests when everything ends."""
+    cannot. `waits`: until another controller of the fleet has ended, if there is one. `grace_s`: what members have for
+    running requests when everything ends."""
 
     def __init__(
         self,
@@ -121,10 +122,11 @@ class Controller:
         clock: Clock,
         *,
         attended: bool = False,
+        waits: bool = True,
         grace_s: float = 35.0,
     ) -> None:
         self._ledger, self._backend, self._front, self._display = ledger, backend, front, display
-        self._clock, self._attended, self._grace_s = clock, attended, grace_s
+        self._clock, self._attended, self._waits, self._grace_s = clock, attended, waits, grace_s
         self._observer, self._hangs = Observer(front), HangWatch(clock, self._on_hung)
         self._scaling = Scaling(ledger, clock)
         self._wanted: Wanted | None = None
@@ -185,6 +187,10 @@ class Controller:
         """Wait until no other controller acts; False if this one was told to end meanwhile."""
         waited = False
         while (lease := self._ledger.try_to_act()) is None:
+            if not self._waits and self._ledger.has_controller:
+                self._display.note("another controller looks after this fleet")
+                self.end(LetGo())
+                return False
             if not waited:
                 waited = True
                 self._display.note("another controller looks after this fleet; waiting in case it ends")

@@ -338,21 +338,15 @@ async def test_a_process_that_says_late_who_it_is_is_found(folder: Path) -> None
 
 
 async def test_one_that_became_ready_while_nobody_looked_serves(folder: Path) -> None:
-    makes: Any = {
-        **MAKES,
-        "decode": lambda name: child(name, "signal.sigwait({signal.SIGUSR2})\n" + GOOD, "D", "http://d:1"),
-    }
+    told = folder / "told"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(told)!r}).exists():\n    time.sleep(0.01)\n"
+    makes: Any = {**MAKES, "decode": lambda name: child(name, waits + GOOD, "D", "http://d:1")}
     async with backend(folder, makes=makes) as (one, _):
-        # Blocked in the child from its first line on, so that the signal waits for it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-        try:
-            await start(one, "decode-0")
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        await start(one, "decode-0")
         while not (folder / "members" / "decode-0" / "process").exists():
             await asyncio.sleep(0.01)
         assert named(one, "decode-0").state is MemberState.STARTING
-    os.kill(pid_of(folder, "decode-0"), signal.SIGUSR2)
+    told.touch()
     while b"url" not in (folder / "members" / "decode-0" / "messages").read_bytes():
         await asyncio.sleep(0.01)
     async with backend(folder, makes=makes) as (other, _):
@@ -365,7 +359,7 @@ async def test_what_cannot_be_started_leaves_nothing(folder: Path, monkeypatch: 
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     async with backend(folder) as (one, _):
-        monkeypatch.setattr("kvferry.fleet.backends.local.backend.spawn", no_room)
+        monkeypatch.setattr("kvferry.fleet.backends.local.starting.spawn", no_room)
         with pytest.raises(NotStarted, match="cannot start a process: Resource temporarily unavailable"):
             await start(one, "decode-0")
         assert one.members() == []

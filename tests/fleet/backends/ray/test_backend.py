@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, MemberSpec, MemberState, backend_class
 from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
+from kvferry.fleet.started import started_at
 from kvferry.testing.backends import Programs, UnheardWatcher, named, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 

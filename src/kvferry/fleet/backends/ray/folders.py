@@ -12,8 +12,8 @@ from pathlib import Path
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.local.backend import memory_folder
-from kvferry.fleet.backends.local.child import started_at
 from kvferry.fleet.backends.ray.address import owners
+from kvferry.fleet.started import started_at
 
 _ROUTERS = "routers-"
 _NEW_S = 60.0
