@@ -198,20 +198,27 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     figure, panels = plt.subplots(1, 3, figsize=(12, 4.2))
     for axes, latency in zip(panels, LATENCIES, strict=True):
+        seen: list[float] = []
         for percentile, marker in zip(PERCENTILES, "o^", strict=True):
             real, simulated = (
                 [found[side][latency][percentile] * 1e3 for found in results.values()] for side in ("real", "simulated")
             )
             axes.scatter(real, simulated, marker=marker, label=percentile.upper(), s=28)
-        low, high = min(*axes.get_xlim(), *axes.get_ylim(), 1e9), max(*axes.get_xlim(), *axes.get_ylim())
-        low = max(low, 0.5)
+            seen += [*real, *simulated]
+        low, high = 0.8 * min(seen), 1.25 * max(seen)
         axes.plot([low, high], [low, high], color="black", linewidth=0.8)
         axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], alpha=0.15, color="grey")
-        axes.set(xscale="log", yscale="log", title=latency.upper(), xlabel="measured, ms", ylabel="simulated, ms")
-        axes.grid(True, which="both", alpha=0.25)
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        axes.set(title=latency.upper(), xlabel="measured, ms", ylabel="simulated, ms")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FormatStrFormatter("%g"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.grid(True, alpha=0.25)
         axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -225,6 +232,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--times", type=Path, help="a file of kvferry calibrate; default: measure now")
     parser.add_argument("--again", action="store_true", help="keep what was measured of the real fleets")
+    parser.add_argument("--note", default="", help="kept with the results: what else the machine did")
     options = parser.parse_args()
     print_machine()
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.fit import fit_bandwidth, fit_steps
+from kvferry.sim.fit import fit_steps, fit_transfer
 from kvferry.sim.times import StepSample, StepTimes, StepWork
 
 KNOWN = StepTimes(
@@ -65,9 +65,9 @@ def test_too_few_samples() -> None:
         fit_steps(_samples(KNOWN)[:4])
 
 
-def test_bandwidth_is_the_slope() -> None:
-    assert fit_bandwidth([(size, 0.01 + size / 2e9) for size in (1e6, 2e6, 8e6)]) == pytest.approx(2e9)
-    assert fit_bandwidth([(1e6, 0.002)]) == pytest.approx(5e8)
-    assert fit_bandwidth([(1e6, 0.002), (4e6, 0.001)]) == pytest.approx(4e9)
+def test_bandwidth_is_the_slope_and_what_is_left_is_of_each_transfer() -> None:
+    assert fit_transfer([(size, 0.01 + size / 2e9) for size in (1e6, 2e6, 8e6)]) == pytest.approx((2e9, 0.01))
+    assert fit_transfer([(1e6, 0.002)]) == pytest.approx((5e8, 0.0), abs=1e-6)
+    assert fit_transfer([(1e6, 0.002), (4e6, 0.001)])[0] == pytest.approx(4e9)
     with pytest.raises(ConfigError, match="no transfer"):
-        fit_bandwidth([])
+        fit_transfer([])

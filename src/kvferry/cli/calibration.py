@@ -25,7 +25,7 @@ from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.sim.fit import fit_bandwidth, fit_steps
+from kvferry.sim.fit import fit_steps, fit_transfer
 from kvferry.sim.times import KVSize, MachineTimes, StepSample, StepWork, TransferTimes
 
 STREAMS = (1, 2, 4, 8, 16, 32)
@@ -221,7 +221,8 @@ class Calibration:
         step, error = fit_steps(self.steps)
         layout = facts.kv_layout
         assert layout is not None
-        bandwidth = fit_bandwidth(self.transfers) if self.transfers else TransferTimes().bandwidth
+        bandwidth, whole_s = fit_transfer(self.transfers) if self.transfers else (TransferTimes().bandwidth, 0.0)
+        read_s = max(0.0, whole_s - 2 * self.hop_s)  # a question and its answer come before the bytes
         return MachineTimes(
             model=model,
             machine=this_machine(),
@@ -229,7 +230,7 @@ class Calibration:
             step=msgspec.structs.replace(step, request_s=self.request_s),
             step_error=error,
             kv=KVSize(len(layout.layers), self.token_bytes, facts.num_kv_tokens, facts.block_size),
-            transfer=TransferTimes(latency_s=self.hop_s, bandwidth=bandwidth),
+            transfer=TransferTimes(self.hop_s, bandwidth, read_s, self.transfers),
             start_s=start_s,
             max_model_len=facts.max_model_len,
             tensor_parallel_size=facts.tp_size,

@@ -50,9 +50,8 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         for one in fields(RouterConfig)
         if one.name not in _NOT_SIMULATED and getattr(router, one.name) != getattr(default, one.name)
     }
-    network = NetworkSpec(
-        latency_s=times.transfer.latency_s, jitter_s=0.0, bandwidth=times.transfer.bandwidth, late_share=0.0
-    )
+    transfer = times.transfer
+    network = NetworkSpec(transfer.latency_s, transfer.read_s, 0.0, transfer.bandwidth, late_share=0.0)
     return WorldSpec(
         num_prefill=counts.get("prefill", 0),
         num_decode=counts.get("decode", 0),

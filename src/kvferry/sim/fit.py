@@ -51,9 +51,9 @@ def _row(sample: StepSample) -> list[float]:
     ]
 
 
-def fit_bandwidth(samples: Sequence[tuple[float, float]]) -> float:
-    """Bytes per second of transfers (bytes, seconds), where each has a cost of its own besides: the slope between them.
-    Where larger ones took no longer, the largest is taken alone."""
+def fit_transfer(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Bytes per second of transfers (bytes, seconds), and what each takes besides. Where larger ones took no longer,
+    the bandwidth is that of the largest. Raises `ConfigError` if there is none."""
     if not samples:
         raise ConfigError("no transfer was measured")
     sizes, seconds = np.array(samples).T
@@ -62,4 +62,5 @@ def fit_bandwidth(samples: Sequence[tuple[float, float]]) -> float:
     if slope <= 0:
         largest = int(sizes.argmax())
         slope = float(seconds[largest] / sizes[largest])
-    return 1 / max(slope, 1e-15)
+    slope = max(slope, 1e-15)
+    return 1 / slope, max(0.0, float((seconds - slope * sizes).mean()))

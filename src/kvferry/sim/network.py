@@ -41,10 +41,12 @@ _NO_CONTEXT = Context()
 class NetworkSpec:
     """One link for all pairs of hosts. Times in seconds, bandwidth in bytes per second for each host and direction.
 
-    `late_share`: of all pieces, those that take up to `late_s` longer; `cut_share`: those that arrive in two parts.
+    `late_share`: of all pieces, those that take up to `late_s` longer; `cut_share`: those that arrive in two parts;
+    `read_s`: of each read of another instance's blocks, besides its bytes.
     """
 
     latency_s: float = 50e-6
+    read_s: float = 0.0
     jitter_s: float = 20e-6
     bandwidth: float = 10e9
     late_share: float = 0.0005

@@ -94,6 +94,10 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From one process until another has read a short message, one way."""
     bandwidth: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 10e9
     """Bytes of KV per second."""
+    read_s: Seconds = 0.0
+    """Of each read of KV, besides its bytes."""
+    samples: list[tuple[float, float]] = []
+    """Bytes and seconds of the hand-offs that were measured."""
 
 
 class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

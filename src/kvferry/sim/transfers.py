@@ -314,7 +314,8 @@ class SimFabricPeer(FabricPeer):
         assert self._ours.process is not None
         source, target = self._theirs.process.host, self._ours.process.host
         now = asyncio.get_running_loop().time()
-        seconds = self._network.arrival(source, target, sum(length for _, length in local)) - now
+        arrival = self._network.arrival(source, target, sum(length for _, length in local))
+        seconds = arrival - now + self._network.spec.read_s
         first = random.random() * seconds
         async with limited_to(deadline, "reading a peer's blocks"):
             for pause_s, part in ((first, pairs[:place]), (seconds - first, pairs[place:])):
