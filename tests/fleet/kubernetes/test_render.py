@@ -237,6 +237,12 @@ def test_ranks_on_several_pods_find_each_other() -> None:
     assert "lifecycle" not in worker
 
 
+def test_flags_of_routers_are_theirs() -> None:
+    objects = rendered({**pooling(), "router": {"args": ["--policy=round_robin"]}})
+    (router,) = of_kind(objects, "StatefulSet")["chat-router"]["spec"]["template"]["spec"]["containers"]
+    assert router["args"][-1] == "--policy=round_robin"
+
+
 def test_the_members_of_a_unit_stay_among_themselves() -> None:
     objects = rendered(CASES["units"])
     first = of_kind(objects, "Deployment")["chat-0-prefill"]["spec"]["template"]
@@ -259,6 +265,8 @@ def test_the_members_of_a_unit_stay_among_themselves() -> None:
         (in_units(disaggregated_set=True), "disaggregated_set is for"),
         (pooling(roles={"both": {}}, disaggregated_set=True), "two roles or more"),
         ({**pooling(), "backend": {"kind": "local"}}, "no table"),
+        ({**pooling(), "args": ["--log-format=json"]}, "args is not for pods"),
+        (pooling({"kv_transfer_config": "{}"}), "engine.kv_transfer_config is not for pods"),
     ],
 )
 def test_what_pods_cannot_do_is_refused(told: OBJECTS, complaint: str) -> None:

@@ -89,6 +89,7 @@ class Pods:
         container = self._container("router")
         container["command"] = ["kvferry", "router"]
         arguments = ["--host=0.0.0.0", f"--port={HTTP_PORT}", "--registration", f"--grace-s={self._drain_s}"]
+        arguments += self._fleet.router.args
         container["args"] = self._values.value("arguments.router", arguments)
         container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         container |= {

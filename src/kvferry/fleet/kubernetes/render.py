@@ -48,6 +48,12 @@ def check(fleet: WantedFleet) -> None:
     if fleet.backend.kubernetes is None:
         raise ConfigError('there is no table [backend.kubernetes] (with kind = "kubernetes" in [backend])')
     kubernetes = fleet.backend.kubernetes
+    for where, given, instead in (
+        ("engine.kv_transfer_config", fleet.engine.kv_transfer_config, "engine.connector"),
+        ("args", fleet.args, "args of [engine], of a role or of [router]"),
+    ):
+        if given:
+            raise ConfigError(f"{where} is not for pods; use {instead}")
     for role, one in kubernetes.pod.items():
         where = f"backend.kubernetes.pod.{role}.hosts = {one.hosts}"
         if one.hosts == 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from kvferry.fleet.control.backend import BackendContext, MemberState, NotStarte
 from kvferry.fleet.control.controller import Controller, LetGo
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.process import PROGRAM
 from kvferry.testing.backends import Programs, named, start, until
 
 HANGS_S = 60.0
@@ -250,3 +253,40 @@ async def test_a_fleet_of_pods_is_scaled_rolled_and_outlives_its_controller(tmp_
             await made.settled(fleet(2, 1, image="kvferry:2"))
             assert set(made.images.values()) == {"kvferry:2"}
             assert len(made.images) == 5
+
+
+@pytest.mark.processes
+async def test_the_commands_make_a_fleet_of_pods_and_end_it(tmp_path: Path) -> None:
+    """The controller is a process of its own. No router answers it, so that pods count as ready when they serve."""
+    spec = tmp_path / "chat.toml"
+    spec.write_text(
+        """name = "chat"
+model = "m"
+mode = "pooling"
+[role.both]
+count = 1
+[failure]
+hang = "0s"
+[backend]
+kind = "kubernetes"
+kubernetes = { image = "kvferry:1", namespace = "llm", routers = 1 }
+"""
+    )
+
+    async def kvferry(*arguments: str) -> str:
+        environment = {**os.environ, "KVFERRY_STATE_DIR": str(tmp_path / "state"), "KVFERRY_AUTH_TOKEN": "t" * 32}
+        process = await asyncio.create_subprocess_exec(
+            *PROGRAM, "fleet", *arguments, env=environment, stdout=PIPE, stderr=STDOUT
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()
+        return said.decode()
+
+    async with asyncio.timeout(4 * HANGS_S), Cluster().running(tmp_path) as cluster:
+        assert "+ start both-0" in await kvferry("apply", str(spec), "--dry-run")
+        assert cluster.server.there("secrets") == []
+        assert "chat is up: http://chat.llm:8000" in await kvferry("apply", str(spec))
+        assert [one["metadata"]["name"] for one in cluster.server.pods()] == ["chat-router-0", "chat-both-0"]
+        assert [one["stringData"]["token"] for one in cluster.server.there("secrets")] == ["t" * 32]
+        await kvferry("delete", "chat")
+        assert cluster.server.pods() == cluster.server.there("secrets") == []

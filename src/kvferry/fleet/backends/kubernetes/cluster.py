@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import aiohttp
@@ -180,10 +181,11 @@ class Cluster:
                 if not since:
                     objects, since = await self.list_all(version, kind, selector)
                     follower.listed(objects)
-                async for event in self._watch(self._path(version, kind), selector, since):
-                    if event["type"] != "BOOKMARK":
-                        follower.changed_to(event["object"], deleted=event["type"] == "DELETED")
-                    since = event["object"]["metadata"].get("resourceVersion", since)
+                async with aclosing(self._watch(self._path(version, kind), selector, since)) as events:
+                    async for event in events:
+                        if event["type"] != "BOOKMARK":
+                            follower.changed_to(event["object"], deleted=event["type"] == "DELETED")
+                        since = event["object"]["metadata"].get("resourceVersion", since)
             except ClusterError as error:
                 since = ""
                 logger.log(
@@ -196,7 +198,7 @@ class Cluster:
             wait_s = first if SYSTEM_CLOCK.monotonic() - begun > longest else min(2 * wait_s, longest)
             await asyncio.sleep(wait_s)
 
-    async def _watch(self, path: str, selector: str, since: str) -> AsyncIterator[Object]:
+    async def _watch(self, path: str, selector: str, since: str) -> AsyncGenerator[Object, None]:
         """Each change, until the server has told enough. Raises `ClusterError`."""
         query = [
             ("labelSelector", selector),
