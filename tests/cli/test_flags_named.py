@@ -30,12 +30,13 @@ FOREIGN = {
     "--load-format", "--mm-processor-cache-type",
     "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
-    # of pip, docker, git, kubectl, helm, compilers and Python's own tools
+    # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
     "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
     "--from-literal", "--namespace",
+    "--head",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
-    "--log", "--no-faults",
+    "--log", "--no-faults", "--faults", "--jobs", "--shrink", "--twice",
 }  # fmt: skip
 
 

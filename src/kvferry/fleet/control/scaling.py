@@ -201,9 +201,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
 
 def _has_fixed_threshold(fleet: WantedFleet) -> bool:
     """Whether the routers were given a threshold, which no controller changes."""
-    return any(
-        one.startswith(("--disaggregate-from", "--disaggregate_from")) for one in (*fleet.router.args, *fleet.args)
-    )
+    return any(one.replace("_", "-").startswith("--disaggregate-from") for one in (*fleet.router.args, *fleet.args))
 
 
 def _told(memory: ScalingMemory) -> tuple[Counts, int | None]:
