@@ -85,6 +85,16 @@ def test_a_burst_costs_more_than_the_same_number_evenly() -> None:
     assert found == pytest.approx(exact, abs=0.04)
 
 
+def test_a_rate_that_changes_is_no_burst() -> None:
+    random, now, arrivals = Random(5), 0.0, []
+    for number in range(2000):
+        now += random.expovariate(20.0 if number // 250 % 2 else 1.0)
+        arrivals.append(now)
+    assert burstiness(arrivals) < 1.3
+    assert burstiness(arrivals[:20]) == 1.0
+    assert burstiness([1.0] * 100) == 1.0, "all at once: there is nothing to divide by"
+
+
 def test_more_of_either_role_is_never_worse() -> None:
     requests = poisson(2, 5.0, 2000, prompt=2000, output=150)
     predictor = predicted(5.0, Topology(1, 1), requests)

@@ -58,14 +58,22 @@ class Workload:
         return replace(self, rate=rate)
 
 
+_BURST = 32
+"""Arrivals that are looked at together."""
+
+
 def burstiness(arrivals: Sequence[float]) -> float:
-    """The squared coefficient of variation of the times between arrivals, for `Workload`. Clipped to [1, 16]: fewer
-    than thirty say nothing, and regular arrivals are not relied on."""
-    if len(arrivals) < 30:
-        return 1.0
+    """The squared coefficient of variation of the times between arrivals, for `Workload`: the mean of those within each
+    few dozen, so that a rate which changes more slowly is no burst; it is known as such. Clipped to [1, 16]: fewer say
+    nothing, and regular arrivals are not relied on."""
     gaps: Any = np.diff(np.sort(np.asarray(arrivals, dtype=np.float64)))
-    mean = float(gaps.mean())
-    return float(np.clip(gaps.var() / mean**2, 1.0, 16.0)) if mean > 0 else 16.0
+    number = len(gaps) // _BURST
+    if not number:
+        return 1.0
+    groups = gaps[-number * _BURST :].reshape(number, _BURST)
+    means = np.maximum(groups.mean(axis=1), 1e-9)
+    varies = groups.var(axis=1, ddof=1) / means**2
+    return float(np.clip(np.median(varies), 1.0, 16.0))
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
