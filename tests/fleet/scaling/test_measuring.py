@@ -8,7 +8,8 @@ import pytest
 
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.measuring import Measuring, lengths, phase_times, share_within
-from kvferry.fleet.scaling.traffic import PhaseTimes
+from kvferry.fleet.scaling.predictor import LatencyTargets, Predictor, Topology
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 NOW = 1_000_000.0
 
@@ -64,6 +65,24 @@ def test_phase_times_are_those_of_the_fleet() -> None:
     assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
     assert found.decode_sequence_s == pytest.approx(0.001, rel=0.02)
     assert phase_times([]) is None
+
+
+def test_what_a_short_answer_takes_beside_its_steps_is_the_hand_off() -> None:
+    """Its mean time between tokens is longer, although no step is."""
+    requests = some(200)
+    for one in requests:
+        assert one.answer_s is not None
+        one.answer_s += 0.2
+    found = phase_times(requests)
+    assert found is not None
+    assert found.hand_off_s == pytest.approx(0.2, rel=0.02)
+    assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
+    lengths = [(1000.0, 5.0)] * 20 + [(1000.0, 500.0)] * 20
+    targets = LatencyTargets(1.0, 0.05)
+    split = Predictor(Workload.of(0.1, lengths), found, targets).predict(Topology(1, 1))
+    whole = Predictor(Workload.of(0.1, lengths), found, targets).predict(Topology(0, 2))
+    assert split.itl == pytest.approx(0.5, abs=0.02)
+    assert whole.itl > 0.9
 
 
 def test_instances_for_both_phases_have_phase_times_too() -> None:

@@ -136,6 +136,8 @@ def test_nothing_is_released_before_the_lower_demand_has_lasted() -> None:
     assert decide(rules, state, told, Situation(needed), 0.0).what == "hold"
     later = replace(measured(1.0), demand=Demand([40] * 20 + [5] * 14, 5.0))
     assert decide(rules, state, later, Situation(needed), 0.0).what == "release"
+    young = replace(measured(1.0), demand=Demand([5] * 6, 5.0))
+    assert decide(rules, state, young, Situation(needed), 0.0).what == "hold", "who knows what was needed before"
     soon_after = memory(needed.prefill, needed.decode, changed_at=-30.0)
     assert decide(rules, soon_after, later, Situation(needed), 0.0).what == "hold"
 

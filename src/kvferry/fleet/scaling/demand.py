@@ -21,6 +21,11 @@ class Demand:
     counts: Sequence[float]
     bin_s: float
 
+    @property
+    def known_s(self) -> float:
+        """For how long arrivals have been counted."""
+        return len(self.counts) * self.bin_s
+
     def mean(self, for_s: float) -> float:
         """Requests a second in the last `for_s` seconds, as far as they are known."""
         counts = self._last(for_s)

@@ -11,7 +11,7 @@ import numpy as np
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.scaler import Measured
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_line
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_answers, fit_line
 
 MOST_ASKED = 1024
 """Requests of each router that are looked at."""
@@ -124,17 +124,19 @@ def phase_times(
     if prefill is None:
         prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
     answers = [one for one in known if one.answer_s and one.output_tokens >= _FEWEST_TOKENS]
-    steps = [
-        (one.beside, one.answer_s / one.output_tokens)
-        for one in [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
-        if one.answer_s
-    ]
-    decode = fit_line(steps)
+    decode = fit_answers(
+        [
+            (one.output_tokens, one.beside, one.answer_s)
+            for one in [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
+            if one.answer_s
+        ]
+    )
     if prefill is None or decode is None:
         return None
-    base, growth = decode
-    if np.ptp([beside for beside, _ in steps]) < 2.0:
-        base, growth = (step := base + growth * steps[0][0]), step * _UNSEEN_GROWTH
+    delay, base, growth = decode
+    beside = [one.beside for one in answers]
+    if np.ptp(beside) < 2.0:
+        base, growth = (step := base + growth * float(np.mean(beside))), step * _UNSEEN_GROWTH
     beyond = [one.first_s - one.prefill_s for one in known if one.first_s is not None and one.prefill_s is not None]
     mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
     fits = int(kv_tokens / mean_tokens) if kv_tokens else most_sequences
@@ -144,6 +146,7 @@ def phase_times(
         decode_base_s=base,
         decode_sequence_s=growth,
         first_token_s=max(0.0, float(np.quantile(beyond, _UNQUEUED))) if beyond else 0.0,
+        hand_off_s=delay,
         most_sequences=max(1, min(most_sequences, fits)),
     )
 

@@ -143,7 +143,8 @@ class Predictor:
             left_s = targets.ttft_s - service
             ttft[whole] = (shared.within(left_s) + apart.within(left_s)) / 2.0
             load = max(load, apart.load)
-        return PoolPrediction(ttft, running.within(targets.itl_s, prompts_per_s, stall), load)
+        delay_s = np.where(whole, 0.0, times.hand_off_s)
+        return PoolPrediction(ttft, running.within(targets.itl_s, delay_s, prompts_per_s, stall), load)
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,9 @@ class Running:
         mean = float((np.where(found > most, step_s[-1], at) * _WEIGHTS).sum())
         return cls(at, mean, output, workload.burstiness, busy, load)
 
-    def within(self, target_s: float, prompts_per_s: float, stall_s: Vector) -> Vector:
-        """For each request, the probability that its tokens follow each other fast enough. `stall_s`: how long typical
+    def within(self, target_s: float, delay_s: Vector, prompts_per_s: float, stall_s: Vector) -> Vector:
+        """For each request, the probability that its tokens follow each other fast enough. `delay_s`: before its first
+        step. `stall_s`: how long typical
         prompts stop it that are computed on the same instance; `prompts_per_s` of them come there."""
         if self.load >= 1.0:
             return np.zeros(len(self.output_tokens))
@@ -241,7 +243,8 @@ class Running:
         life = self.output_tokens / float(self.output_tokens.mean())
         varies = 2.0 * (life - 1.0 + np.exp(-life)) / life**2 * (1.0 + self.burstiness) / 2.0
         steps = usual + np.sqrt(varies)[:, None] * (self.step_s[None, :] - usual)
-        left = (target_s - steps) * self.output_tokens[:, None]  # of a request's life, for others' prompts
+        # What is left of a request's life, for others' prompts.
+        left = (target_s - steps) * self.output_tokens[:, None] - delay_s[:, None]
         if not len(stall_s) or self.busy <= 0.0:
             return (left >= 0.0).astype(np.float64) @ _WEIGHTS
         lives = np.minimum(steps, 1e6) * self.output_tokens[:, None] / (1.0 - self.busy)

@@ -234,6 +234,8 @@ def _less(
     here = memory.counts
     if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != here:
         return None
+    if measured.demand.known_s < rules.cool_down_s:
+        return None  # nobody knows what was needed before
     assert measured.workload is not None
     assert measured.times is not None
     calm = max(measured.demand.highest(rules.cool_down_s), measured.demand.soon(seen.starts_s))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
 
-MOST_LENGTHS = 256
+MOST_LENGTHS = 512
 """Requests whose lengths stand for all."""
 
 
@@ -21,6 +21,7 @@ class PhaseTimes:
     """Seconds. A prompt of n tokens is computed in `prefill_base_s + n · prefill_token_s`; a decode step of n sequences
     takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: what a
     first token takes beside prefill and waiting for it: the router, the network, a hand-off if D samples it.
+    `hand_off_s`: how much longer an answer takes than its steps, for its KV to come from P.
     `most_sequences`: that one decode instance runs at a time, by its limit and by its KV memory. `chunk_tokens`: of a
     prompt, computed in one step beside others' decoding."""
 
@@ -29,6 +30,7 @@ class PhaseTimes:
     decode_base_s: float
     decode_sequence_s: float
     first_token_s: float = 0.0
+    hand_off_s: float = 0.0
     most_sequences: int = 256
     chunk_tokens: int = 2048
 
@@ -45,13 +47,17 @@ class Workload:
 
     @classmethod
     def of(cls, rate: float, lengths: Iterable[tuple[float, float]], burstiness: float = 1.0) -> Workload:
-        """From (prompt tokens, output tokens) of requests, of which at most `MOST_LENGTHS` are used, evenly chosen.
-        Raises `ValueError` if there are none."""
+        """From (prompt tokens, output tokens) of requests, of which at most `MOST_LENGTHS` are used: every so many, by
+        their length, with the mean output of all. Raises `ValueError` if there are none."""
         given = np.array(list(lengths), dtype=np.float64).reshape(-1, 2)
         if not len(given):
             raise ValueError("there is no request whose lengths are known")
-        chosen = given[np.linspace(0, len(given) - 1, min(len(given), MOST_LENGTHS)).astype(np.intp)]
-        return cls(rate, np.maximum(chosen[:, 0], 0.0), np.maximum(chosen[:, 1], 1.0), burstiness)
+        number = min(len(given), MOST_LENGTHS)
+        by_length = given[np.lexsort((given[:, 1], given[:, 0]))]
+        chosen = by_length[((np.arange(number) + 0.5) * len(given) / number).astype(np.intp)]
+        output = np.maximum(chosen[:, 1], 1.0)
+        output *= np.maximum(given[:, 1], 1.0).mean() / output.mean()
+        return cls(rate, np.maximum(chosen[:, 0], 0.0), output, burstiness)
 
     def at(self, rate: float) -> Workload:
         """The same requests, at another rate."""
@@ -87,6 +93,39 @@ def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | Non
         above = given[:, 1] - (base + slope * given[:, 0])
         base, slope = _least_squares(given[above <= np.quantile(above, 0.99)])
     return base, slope
+
+
+def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+    """(delay, base, growth), none negative, so that answers of so many tokens, beside so many others, take `delay +
+    tokens · (base + growth · beside)` seconds. `answers`: tokens, beside, seconds; None: there is none. The hundredth
+    part that took longest beyond it is left out."""
+    given = np.array(list(answers), dtype=np.float64).reshape(-1, 3)
+    if not len(given):
+        return None
+    tokens, beside, seconds = given.T
+    terms = np.stack([np.ones(len(given)), tokens, tokens * beside], axis=1)
+    weight = 1.0 / np.sqrt(np.maximum(tokens, 1.0))
+    found = _not_negative(terms, seconds, weight)
+    if len(given) >= 20:
+        beyond = (seconds - terms @ found) * weight
+        kept = beyond <= np.quantile(beyond, 0.99)
+        found = _not_negative(terms[kept], seconds[kept], weight[kept])
+    delay, base, growth = map(float, found)
+    return delay, base, growth
+
+
+def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
+    """Least squares; a factor that would be negative is 0. The second is the last to be given up."""
+    used = [0, 1, 2]
+    found = np.zeros(3)
+    while used:
+        solved = np.linalg.lstsq(terms[:, used] * weight[:, None], values * weight, rcond=None)[0]
+        if (solved >= 0).all() or len(used) == 1:
+            found[used] = np.maximum(solved, 0.0)
+            break
+        negative = [place for place, one in zip(used, solved, strict=True) if one < 0 and place != 1] or [used[-1]]
+        used.remove(min(negative, key=lambda place: solved[used.index(place)]))
+    return found
 
 
 def _least_squares(given: Vector) -> tuple[float, float]:
