@@ -15,7 +15,7 @@ ALL := not vllm
 VLLM := $(if $(PART),vllm,vllm and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway demo test test-all test-part test-fast test-vllm test-vllm-next soak check docs format bench clean
+.PHONY: help install install-media install-clients install-gateway demo test test-all test-part test-fast test-vllm test-vllm-next soak hunt check docs format bench clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -71,6 +71,10 @@ endef
 soak: $(STAMP)  ## thousands of random faults against real processes (FAULTS=3000 SEED=1)
 	@KVFERRY_FAKE_REQUESTS=$(or $(FAULTS),3000) $(BIN)/pytest -s --timeout=3600 tests/router/test_random_faults.py $(ARGS)
 	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/end_to_end/test_random_faults.py $(ARGS)
+
+hunt: $(STAMP)  ## thousands of simulations in which a seed decides what breaks (SEEDS=1-2000 JOBS=2)
+	@$(BIN)/python -m kvferry.sim $(or $(SEEDS),1-2000) --jobs $(or $(JOBS),2) --twice 40
+	@$(BIN)/python -m kvferry.sim $(or $(SEEDS),1-150) --jobs $(or $(JOBS),2) --twice 40 --fleet
 
 check: $(STAMP)  ## formatting, lint, types, borders
 	@$(BIN)/ruff format --check .

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
-from kvferry.sim.hunt import hunt, shrink
+from kvferry.sim.fleet_scenario import draw_fleet, run_fleet
+from kvferry.sim.hunt import ScenarioKind, hunt, shrink
 from kvferry.sim.scenario import Report, Scenario, draw, run
 
 _MOST_TOLD = 6
@@ -19,6 +21,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvferry.sim", description=__doc__)
     parser.add_argument("seeds", nargs="+", help="seeds, or ranges such as 1-200")
     parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
+    parser.add_argument("--fleet", action="store_true", help="of a fleet that a controller looks after")
     parser.add_argument("--log", action="store_true", help="print all events")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--twice", type=int, default=0, metavar="N", help="run each Nth seed twice, and compare")
@@ -28,15 +31,21 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     seeds = [seed for one in given.seeds for seed in _range(one)]
     begun, num_failed = time.monotonic(), 0
-    if given.shrink or given.log or given.requests is not None or given.faults is not None:
+    if given.fleet and given.log:
+        for seed in seeds:
+            num_failed += _tell(run_fleet(draw_fleet(seed), keep_log=True), log=True)
+    elif given.shrink or given.log or given.requests is not None or given.faults is not None:
         for seed in seeds:
             scenario = _part(draw(seed, with_faults=not given.no_faults), given.requests, given.faults)
             num_failed += _shrink(scenario) if given.shrink else _tell(run(scenario, keep_log=given.log), log=given.log)
     else:
-        reports = hunt(seeds, jobs=given.jobs, twice_every=given.twice, with_faults=not given.no_faults)
-        for report in reports:
+        kind: ScenarioKind = "fleet" if given.fleet else "unharmed" if given.no_faults else "deployment"
+        for report in hunt(seeds, jobs=given.jobs, twice_every=given.twice, kind=kind):
             num_failed += _tell(report, always=len(seeds) <= _FEW_SEEDS)
-    sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {time.monotonic() - begun:.1f} s\n")
+            if report.violations and not given.fleet:
+                sys.stdout.write(f"  to shrink it: python -m kvferry.sim {report.seed} --shrink\n")
+    wall_s, cpu_s = time.monotonic() - begun, sum(os.times()[:4])
+    sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {wall_s:.1f} s, {cpu_s:.1f} s of CPU time\n")
     return 1 if num_failed else 0
 
 

@@ -437,6 +437,10 @@ class SimInstance:
         loop = self.process.thread("server")
         loop.call_soon(lambda: loop.create_task(self._serve(loop)))
 
+    def crash(self) -> None:
+        """End at once, as a process that is killed."""
+        self.process.crash()
+
     def start_again(self) -> None:
         """A new process, after the last one has ended."""
         self._number += 1

@@ -10,38 +10,52 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
+from kvferry.sim.fleet_scenario import draw_fleet, run_fleet
 from kvferry.sim.invariants import Violation
 from kvferry.sim.scenario import Report, Scenario, draw, run
 
 _SEEDS_AT_ONCE = 4
+ScenarioKind = Literal["deployment", "unharmed", "fleet"]
+"""`deployment`: instances and routers, with faults; `unharmed`: the same without; `fleet`: with a controller."""
 DIFFERS = "the same seed gives the same events"
 
 
-def run_seed(seed: int, *, with_faults: bool = True, twice: bool = False) -> Report:
+def run_seed(seed: int, *, kind: ScenarioKind = "deployment", twice: bool = False) -> Report:
     """The scenario of a seed; `twice`: and once more, to compare."""
-    report = run(draw(seed, with_faults=with_faults))
+    report = _run(seed, kind)
     if twice:
-        other = run(draw(seed, with_faults=with_faults))
+        other = _run(seed, kind)
         if (other.digest, other.num_events) != (report.digest, report.num_events):
             report.violations.append(Violation(DIFFERS, f"{report.num_events} and {other.num_events} events"))
     return report
 
 
-def _run_one(task: tuple[int, bool], with_faults: bool) -> Report:
+def _run(seed: int, kind: ScenarioKind) -> Report:
+    if kind == "fleet":
+        return run_fleet(draw_fleet(seed))
+    return run(draw(seed, with_faults=kind == "deployment"))
+
+
+def _run_one(task: tuple[int, bool], kind: ScenarioKind) -> Report:
     seed, twice = task
-    return run_seed(seed, with_faults=with_faults, twice=twice)
+    return run_seed(seed, kind=kind, twice=twice)
 
 
-def hunt(seeds: Sequence[int], *, jobs: int = 1, twice_every: int = 0, with_faults: bool = True) -> Iterator[Report]:
+def hunt(
+    seeds: Sequence[int], *, jobs: int = 1, twice_every: int = 0, kind: ScenarioKind = "deployment"
+) -> Iterator[Report]:
     """The reports of all these seeds, in their order. One of `twice_every` runs twice; 0: none."""
     tasks = [(seed, bool(twice_every) and place % twice_every == 0) for place, seed in enumerate(seeds)]
-    one = partial(_run_one, with_faults=with_faults)
+    one = partial(_run_one, kind=kind)
     if jobs == 1:
         yield from map(one, tasks)
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap(one, tasks, _SEEDS_AT_ONCE)
+        pool.close()
+        pool.join()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,16 @@ class SimRouter:
         self._loop = loop = self.process.thread("router")
         loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
 
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://{self.host.address}:{self.port}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answers GET /health with 200."""
+        return self.router is not None and self.router.services.pools.decode.num_alive > 0
+
     def crash(self) -> None:
         """End at once, as a process that is killed."""
         self.num_processes += 1

@@ -17,7 +17,7 @@ LEASE_S = 1.0
 SETTLES_S = 10.0
 """After the last request and fault: leases, loads and timeouts of the connectors are over by then."""
 _LOOKED_AT_EVERY_S = 0.25
-_AUDITED_EVERY = 64
+AUDITED_EVERY = 64
 """Movements of the time between two audits of all blocks."""
 
 
@@ -69,6 +69,15 @@ class Report:
     outcomes: dict[str, int] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
     last_events: list[str] = field(default_factory=list)
+
+    def end(self, world: World) -> None:
+        """Note what there was until now."""
+        simulation = world.simulation
+        for one in world.results:
+            self.outcomes[one.outcome] = self.outcomes.get(one.outcome, 0) + 1
+        self.digest, self.num_events = simulation.log.digest(), simulation.log.num_events
+        self.num_callbacks, self.virtual_s = simulation.num_callbacks, simulation.now
+        self.last_events = list(simulation.log.last)
 
 
 def draw(seed: int, *, with_faults: bool = True) -> Scenario:
@@ -149,7 +158,7 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
         def audit() -> None:
             nonlocal moves
             moves += 1
-            if moves % _AUDITED_EVERY == 0 and not violations:
+            if moves % AUDITED_EVERY == 0 and not violations:
                 violations.extend(of_blocks(world))
 
         simulation.after_callbacks = audit
@@ -170,12 +179,7 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
         if world.network.num_open:
             violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
         violations += of_code(world)
-        report.virtual_s = simulation.now
-    for one in world.results:
-        report.outcomes[one.outcome] = report.outcomes.get(one.outcome, 0) + 1
-    report.digest, report.num_events = simulation.log.digest(), simulation.log.num_events
-    report.num_callbacks = simulation.num_callbacks
-    report.last_events = list(simulation.log.last)
+        report.end(world)
     return report
 
 

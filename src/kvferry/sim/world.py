@@ -32,7 +32,7 @@ from kvferry.sim.network import Network, NetworkSpec
 from kvferry.sim.router import SimRouter
 
 TOKEN = "a secret of the simulated deployment"
-_PORT = 8000
+PORT = 8000
 _JSON = [(b"content-type", b"application/json")]
 _ENDS_S = 90.0
 """Everything has ended so long after it was asked to."""
@@ -151,7 +151,7 @@ class World:
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
         spec = self.spec.by_role.get(role, self.spec.instance)
-        instance = SimInstance(name, role, spec, process, _PORT, TOKEN)
+        instance = SimInstance(name, role, spec, process, PORT, TOKEN)
         self.instances.append(instance)
         instance.start()
 
@@ -159,7 +159,7 @@ class World:
         prefill = tuple(one.url for one in self.instances if one.role == "prefill")
         decode = tuple(one.url for one in self.instances if one.role != "prefill")
         config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
-        self.routers.append(SimRouter(self.network.host(name), _PORT, config, TOKEN, after_s=1.0))  # instances are up
+        self.routers.append(SimRouter(self.network.host(name), PORT, config, TOKEN, after_s=1.0))  # instances are up
 
     def _is_ready(self) -> bool:
         return all(one.router is not None for one in self.routers) and all(
@@ -225,7 +225,8 @@ class World:
 
     async def _request(self, result: RequestResult) -> None:
         spec, begun = result.spec, self.simulation.now
-        router = self.routers[result.number % len(self.routers)]
+        routers = self.open_routers()
+        router = routers[result.number % len(routers)]
         num_processes, was_up = router.num_processes, router.router is not None
         try:
             async with asyncio.timeout(spec.leaves_after_s):
@@ -239,6 +240,10 @@ class World:
         result.ends += 1
         self._num_unfinished -= 1
         self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
+
+    def open_routers(self) -> list[SimRouter]:
+        """Those to which clients turn; at least one."""
+        return self.routers
 
     async def _ask(self, result: RequestResult, begun: float, router: SimRouter) -> None:
         assert self._client is not None
@@ -256,7 +261,7 @@ class World:
         reader = _Reader(self, result, begun, times)
         headers = [*_JSON, (b"x-request-id", name.encode())]
         call = self._client.start(
-            Origin(router.host.address, _PORT),
+            Origin(router.host.address, PORT),
             "POST",
             "/v1/completions",
             headers,

@@ -1,0 +1,225 @@
+"""A simulated fleet: the real controller, its loop, its ledger and its orders to the routers, over simulated processes.
+
+`SimBackend` starts and stops simulated instances and routers; they outlive the controller, whose process may crash, and
+the next one takes them up. The ledger is a real folder: what is in it has no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.controller import Controller, EndAsked
+from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.router.config import RouterConfig
+from kvferry.sim.engine import SimInstance
+from kvferry.sim.loop import SimProcess
+from kvferry.sim.router import SimRouter
+from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
+
+_LOOKS_EVERY_S = 0.05
+_COMES_UP_S = 120.0
+_GRACE_S = 30.0
+
+
+@dataclass
+class _Started:
+    """A member that was started and not stopped. `what` runs it."""
+
+    spec: MemberSpec
+    what: SimInstance | SimRouter
+    is_stopping: bool = False
+
+    def member(self) -> Member:
+        """As a backend reports it."""
+        what, spec = self.what, self.spec
+        if not what.process.is_alive:
+            return self._in(MemberState.ENDED)
+        serves = what.engine is not None if isinstance(what, SimInstance) else what.router is not None
+        if not serves:
+            return self._in(MemberState.STARTING)
+        health = what.url if spec.role == "router" else ""
+        return replace(self._in(MemberState.SERVING), url=what.url, health_url=health)
+
+    def _in(self, state: MemberState) -> Member:
+        spec = self.spec
+        reason = "was killed" if state is MemberState.ENDED else ""
+        return Member(spec.name, spec.role, spec.revision, state, unit=spec.unit, reason=reason)
+
+
+class SimBackend(FleetBackend):
+    """The members of a `FleetWorld`, for one controller."""
+
+    routers_share = False
+    num_routers = 1
+
+    def __init__(self, world: FleetWorld) -> None:
+        self.changed = asyncio.Event()
+        self._world = world
+
+    def use(self, fleet: WantedFleet) -> None:
+        """All fleets can be run."""
+
+    async def open(self) -> None:
+        """The world has what an earlier controller left."""
+
+    def members(self) -> Sequence[Member]:
+        """As they are now."""
+        return [one.member() for one in self._world.started.values()]
+
+    async def start(self, member: MemberSpec) -> None:
+        """A new process, on the machine that has the member's name."""
+        self._world.start_member(member)
+        self.changed.set()
+
+    async def stop(self, name: str, grace_s: float) -> None:
+        """As at SIGTERM, and after `grace_s` as at SIGKILL."""
+        started = self._world.started.get(name)
+        if started is None:
+            return
+        loop = asyncio.get_running_loop()
+        until, process = loop.time() + grace_s, started.what.process
+        if process.is_alive and not started.is_stopping:
+            started.is_stopping = True
+            started.what.stop()
+        while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(_LOOKS_EVERY_S)
+        if self._world.started.get(name) is started:
+            self._world.forget_member(name)
+            self.changed.set()
+
+    async def assign(self, name: str, role: MemberRole) -> None:
+        """Note its role."""
+        started = self._world.started.get(name)
+        if started is not None:
+            started.spec = replace(started.spec, role=role)
+            self.changed.set()
+
+    async def close(self) -> None:
+        """Members outlive it."""
+
+
+class FleetWorld(World):
+    """A deployment that a controller brings up and looks after. `router` of the spec are settings of its routers."""
+
+    def __init__(self, spec: WorldSpec, fleet: WantedFleet, seed: int, *, keep_log: bool = False) -> None:
+        super().__init__(replace(spec, num_prefill=0, num_decode=0, num_routers=0), seed, keep_log=keep_log)
+        self.started: dict[str, _Started] = {}
+        self._fleet = fleet
+        self._last: dict[str, SimInstance | SimRouter] = {}
+        self.ledger: Ledger
+        self.controller_process: SimProcess
+        self._num_controllers = 0
+
+    @contextmanager
+    def running(self) -> Iterator[World]:
+        """As of `World`; the ledger is gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix="kvferry-sim-") as folder:
+            self.ledger = Ledger(Path(folder) / "fleet")
+            self.ledger.want(self._fleet)
+            with super().running():
+                yield self
+
+    def _start(self) -> None:
+        self.start_controller()
+        self.run_until(lambda: self.is_settled, _COMES_UP_S)
+        super()._start()
+
+    # The controller.
+
+    def start_controller(self) -> None:
+        """A new one. The last one has ended, or it waits until it has."""
+        self._num_controllers += 1
+        host = self.network.host(f"controller{self._num_controllers}")
+        self.controller_process = process = host.process(host.address)
+        loop = process.thread("controller")
+        loop.call_soon(lambda: loop.create_task(self._control(process)))
+
+    async def _control(self, process: SimProcess) -> None:
+        backend, clock = SimBackend(self), self.simulation
+        async with Front(TOKEN, tells_each=True) as front:
+            controller = Controller(self.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
+            process.on_end[controller] = controller.close  # the kernel's, when a process ends
+            try:
+                if isinstance(await controller.run(), EndAsked):
+                    await controller.bring_down()
+            finally:
+                process.on_end.pop(controller, None)
+                controller.close()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the controller has seen all that is wanted now."""
+        seen = self.ledger.status()
+        return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
+
+    def want(self, fleet: WantedFleet) -> None:
+        """Somebody applies another spec."""
+        self.ledger.want(fleet)
+        self.simulation.note("another fleet is wanted")
+
+    # Its members.
+
+    def open_routers(self) -> list[SimRouter]:
+        """Those that are ready, as a load balancer in front of them asks for, and are not to end; else any that was."""
+        ready = [
+            one.what
+            for one in self.started.values()
+            if isinstance(one.what, SimRouter) and one.what.is_ready and not one.is_stopping
+        ]
+        return ready or [one for one in self._last.values() if isinstance(one, SimRouter)]
+
+    def start_member(self, spec: MemberSpec) -> None:
+        """For the backend. Raises `NotStarted`."""
+        if spec.name in self.started:
+            raise NotStarted(f"{spec.name} is here")
+        self.simulation.note(f"{spec.name} is started")
+        last = self._last.get(spec.name)
+        if isinstance(last, SimRouter) or (last is not None and last.role == spec.role):
+            last.start_again()
+            what = last
+        elif spec.role == "router":
+            config = RouterConfig(declared=True, **self.spec.router)
+            what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=self.spec.instance.start_s)
+        else:
+            process = self.network.host(spec.name).process(spec.name)
+            what = SimInstance(spec.name, spec.role, self.spec.instance, process, PORT, TOKEN)
+            what.start()
+        self.started[spec.name] = _Started(spec, what)
+        self._last[spec.name] = what
+        if isinstance(what, SimRouter):
+            self.routers.append(what)
+        else:
+            self.instances.append(what)
+
+    def forget_member(self, name: str) -> None:
+        """For the backend: end its process, if it is not over."""
+        what = self.started.pop(name).what
+        what.crash()
+        if isinstance(what, SimInstance):
+            self.instances.remove(what)
+        else:
+            self.routers.remove(what)
+
+    # The end.
+
+    def end(self) -> bool:
+        """The fleet is deleted, and its controller ends everything; returns whether all of it ended."""
+        members = [one.what.process for one in self.started.values()]
+        self.ledger.delete()
+        self.run_until(lambda: not (self.started or self.controller_process.tasks()), _COMES_UP_S)
+        return super().end() and not any(one.tasks() for one in members if one.is_alive) and not self.started
+
+
+class _Silent:
+    """Nobody looks."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None

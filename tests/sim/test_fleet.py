@@ -1,0 +1,63 @@
+"""Fleets whose real controller runs in the simulation."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.fleet.control.backend import Member, MemberState
+from kvferry.fleet.control.facts import Phase
+from kvferry.fleet.control.front import View
+from kvferry.fleet.control.observer import Observer
+from kvferry.sim.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
+from kvferry.sim.scenario import draw
+
+SEEDS = range(1, 5)
+
+
+def _scenario(*changes: Change, seed: int = 1) -> FleetScenario:
+    plain = draw(seed, with_faults=False)
+    instance = replace(plain.world.instance, kv_load_failure_policy="recompute")
+    return FleetScenario(seed, replace(plain.world, instance=instance), (2, 2, 1), plain.requests, list(changes))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_holds_whatever_happens_to_a_fleet(seed: int) -> None:
+    report = run_fleet(draw_fleet(seed))
+    assert not report.violations, "\n".join(f"{one.name}: {one.what}" for one in report.violations)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fleet_becomes_what_is_wanted(kind: ChangeKind) -> None:
+    report = run_fleet(_scenario(Change(0.1, kind, 0.7, 0.2, 0.5)), keep_log=True)
+    assert not report.violations
+    happens = {
+        "scale": "prefill-2 is started",
+        "roll": "decode-2 is started",
+        "kill": "decode-0 ends",
+        "controller": "controller1 ends",
+    }
+    assert any(happens[kind] in event for event in report.last_events)
+
+
+def test_a_roll_during_which_the_controller_dies_loses_no_request() -> None:
+    scenario = _scenario(Change(0.1, "roll", 0.0, 0.0, 0.0), Change(0.9, "controller", 0.0, 0.0, 1.0))
+    assert scenario.loses_nothing
+    report = run_fleet(scenario)
+    assert not report.violations
+    assert set(report.outcomes) <= {"complete", "left"}
+
+
+def test_the_same_seed_gives_the_same_events() -> None:
+    one, other = (run_fleet(draw_fleet(3)) for _ in range(2))
+    assert (one.digest, one.num_events) == (other.digest, other.num_events)
+
+
+def test_a_member_that_is_dead_and_taken_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    phase = Observer._phase
+
+    def take_for_ready(self: Observer, member: Member, view: View | None) -> Phase:
+        return Phase.READY if member.state is MemberState.ENDED else phase(self, member, view)
+
+    monkeypatch.setattr(Observer, "_phase", take_for_ready)
+    report = run_fleet(_scenario(Change(0.1, "kill", 0.7, 0.2, 0.5)))
+    assert "instances come back" in {one.name for one in report.violations}
