@@ -49,7 +49,7 @@ FIRST = {
     "fleet apply": ["x"], "fleet scale": ["x", "prefill=1"], "fleet roll": ["x"], "fleet rollback": ["x"],
     "fleet resume": ["x"], "fleet delete": ["x"],
     "cache warm": ["-", "--model", "m", "--store", "file:/x"], "cache simulate": ["nowhere"],
-    "simulate": ["nowhere", "--trace", "nowhere"], "calibrate": ["m"], "plan": ["nowhere"],
+    "simulate": ["nowhere", "--trace", "nowhere"], "calibrate": ["m"], "plan": ["nowhere"], "why": ["http://127.0.0.1:9"],
 }  # fmt: skip
 """What a command needs besides, so that the number is all that is wrong."""
 

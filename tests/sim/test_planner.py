@@ -38,7 +38,13 @@ TIMES = MachineTimes(
 
 def _world(candidate: Candidate) -> WorldSpec:
     instance = SimInstanceSpec(times=STEP, num_blocks=2048, max_num_batched_tokens=candidate.chunk)
-    return WorldSpec(candidate.prefill, candidate.decode, candidate.both, instance, network=NetworkSpec(late_share=0.0))
+    return WorldSpec(
+        num_prefill=candidate.prefill,
+        num_decode=candidate.decode,
+        num_both=candidate.both,
+        instance=instance,
+        network=NetworkSpec(late_share=0.0),
+    )
 
 
 def _plan(arrivals: list[Arrival], targets: Targets, budget: int = 4, share: float = 0.95) -> tuple[Planner, Findings]:

@@ -56,6 +56,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         num_prefill=counts.get("prefill", 0),
         num_decode=counts.get("decode", 0),
         num_both=counts.get("both", 0),
+        num_routers=fleet.router.count or 1,
         instance=next(iter(specs.values())),
         by_role=specs,
         network=network,
