@@ -1,0 +1,176 @@
+"""A fleet with [scale] under a load that rises and falls: an instance changes its role, and what is not needed any more
+drains. Every request is answered, and rightly, token for token."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from kvferry.core.messages.traffic import TrafficReport
+from kvferry.fleet.control.ledger import FleetStatus
+from kvferry.fleet.places import ledger_of
+from support.processes import AUTH_TOKEN, OPERATOR, run, until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.full]
+
+NAME = "scaling"
+SPEC = """
+name = "{name}"
+model = "kvferry/tiny-python"
+mode = "pooling"
+args = ["--served-model-name=m", "--grace-s=5"]
+[engine]
+args = ["--kv-cache-memory=64MiB", "--no-prefix-caching"]
+[role.prefill]
+count = 1
+min = 1
+can_be = ["decode"]
+[role.decode]
+count = 2
+min = 1
+can_be = ["prefill"]
+[router]
+port = 0
+count = 2
+args = ["--disaggregate-from=0"]
+[failure]
+hang = "20s"
+drain = "30s"
+[scale]
+ttft = "{ttft}"
+itl = "10s"
+attainment = 0.9
+budget = 3
+interval = "1s"
+cool_down = "{cool_down}"
+warm = "0s"
+starts = "3s"
+deflect = false
+"""
+PROMPTS = [[one % 90 + 3 for one in range(begin, begin + 400)] for begin in (0, 7, 20, 50)]
+
+
+class Clients:
+    """Ask at a rate that a test sets, and compare what they get."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self.rate = url, 1.0
+        self.wrong: list[str] = []
+        self.num_answers = 0
+        self.expected = [self._ask(prompt) for prompt in PROMPTS]
+        self._asking: list[threading.Thread] = []
+        self._ending = threading.Event()
+        self._clock = threading.Thread(target=self._run)
+
+    def _ask(self, prompt: list[int]) -> list[int]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
+        found: list[int] = []
+        with httpx.stream(
+            "POST", f"{self._url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        found += choice.get("token_ids") or []
+        return found
+
+    def _check(self, which: int) -> None:
+        try:
+            found: Any = self._ask(PROMPTS[which])
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
+            found = repr(error)
+        self.num_answers += 1
+        if found != self.expected[which]:
+            self.wrong.append(f"{found} for prompt {which}")
+
+    def _run(self) -> None:
+        dice = random.Random(1)
+        while not self._ending.is_set():
+            self._asking.append(threading.Thread(target=self._check, args=(dice.randrange(len(PROMPTS)),)))
+            self._asking[-1].start()
+            time.sleep(dice.expovariate(self.rate))
+
+    def __enter__(self) -> Clients:
+        self._clock.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        self._clock.join()
+        for one in self._asking:
+            one.join(90)
+
+
+@pytest.fixture
+def apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes the fleet, or changes it."""
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def make(ttft_s: float, cool_down_s: float) -> None:
+        path = tmp_path / "spec.toml"
+        path.write_text(SPEC.format(name=NAME, ttft=f"{ttft_s:.3f}s", cool_down=f"{cool_down_s:g}s"))
+        done = run("fleet", "apply", str(path))
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+    try:
+        yield make
+    finally:
+        run("fleet", "delete", NAME)
+
+
+def told() -> list[str]:
+    return [f"{one.what} {one.name}: {one.why}" for one in ledger_of(NAME).history()]
+
+
+def decided() -> list[str]:
+    return [one.name for one in ledger_of(NAME).history() if one.what == "scale"]
+
+
+def status() -> FleetStatus:
+    found = ledger_of(NAME).status()
+    assert found is not None
+    return found
+
+
+def ready() -> dict[str, int]:
+    return {role: one.ready for role, one in status().roles.items() if role != "router"}
+
+
+def traffic(url: str) -> TrafficReport:
+    answer = httpx.get(f"{url}/kvferry/traffic", auth=OPERATOR)
+    assert answer.status_code == 200, answer.text
+    return msgspec.json.decode(answer.content, type=TrafficReport)
+
+
+def test_instances_follow_the_load_and_every_answer_is_right(apply: Callable[..., None]) -> None:
+    apply(ttft_s=60.0, cool_down_s=60.0)
+    with Clients(status().url) as clients:
+        clients.rate = 4.0
+        until(lambda: clients.num_answers >= 25, 60)
+        report = traffic(status().url)
+        assert report.num_arrived >= len(report.requests) > 20
+        took_s = statistics.median(one.prefill_s for one in report.requests if one.prefill_s)
+        assert not decided(), told()
+        # As much as one prefill instance can do, but with queues that the target does not allow.
+        apply(ttft_s=3.0 * took_s, cool_down_s=6.0)
+        clients.rate = 0.85 / took_s
+        until(lambda: "role" in decided(), 40, str(told()))
+        until(lambda: ready() == {"prefill": 2, "decode": 1}, 20, str(told()))
+        clients.rate = 0.15 / took_s
+        until(lambda: decided()[-1] == "release", 60, str(told()))
+        until(lambda: ready() == {"prefill": 1, "decode": 1}, 30, str(told()))
+    assert not clients.wrong, clients.wrong[:3]
+    assert "requests/s" in str(told())
