@@ -166,13 +166,13 @@ def test_a_node_hangs(fleet: Fleet, nodes: Nodes) -> None:
     """It is replaced before Ray sees it; when it runs again, nothing of the fleet is left there."""
     fleet.does("scale", NAME, "prefill=2", "decode=2")
     node = a_node(fleet, nodes)
-    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    raylet = psutil.Process(raylet_of(node))
     hung = [raylet, *raylet.children(recursive=True)]
     with Load(fleet.status.url) as load:
         for one in hung:
             one.suspend()
         try:
-            until(lambda: not on(fleet, node), 30, fleet.log)
+            eventually(fleet, lambda: not on(fleet, node), 30)
             assert any(one.what == "stop" and "GET /health" in one.why for one in ledger_of(NAME).history())
             fleet.settle()
         finally:
@@ -219,9 +219,9 @@ def test_random_changes(fleet: Fleet, nodes: Nodes) -> None:
         signal_one(signal.SIGSTOP, 1)
 
     def kill_node() -> None:
-        others = [one for one in nodes.cluster.list_all_nodes() if one is not nodes.head]
-        nodes.cluster.remove_node(dice.choice(others), allow_graceful=False)
-        nodes.add()
+        if others := to_lose(fleet, nodes):
+            nodes.cluster.remove_node(dice.choice(others), allow_graceful=False)
+            nodes.add()
 
     def scale() -> None:
         fleet.does("scale", NAME, f"prefill={dice.randint(1, 2)}", f"decode={dice.randint(1, 2)}", "--wait-s=0")
@@ -275,6 +275,24 @@ def on(fleet: Fleet, node: Any) -> list[str]:
     return [one.name for one in fleet.status.members if f"//{node.node_ip_address}:" in one.url]
 
 
+def eventually(fleet: Fleet, holds: Callable[[], bool], within_s: float) -> None:
+    """As `until`, and shows what the controller has written meanwhile."""
+    try:
+        until(holds, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{[*map(str, fleet.status.members)]}\n{fleet.log}") from None
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def to_lose(fleet: Fleet, nodes: Nodes) -> list[Any]:
+    """The nodes without Ray's control service, and without the controller and its routers."""
+    routers = {psutil.Process(actor).ppid() for name, (actor, _) in fleet.processes().items() if "router" in name}
+    return [one for one in nodes.cluster.list_all_nodes() if one is not nodes.head and raylet_of(one) not in routers]
+
+
 def a_node(fleet: Fleet, nodes: Nodes) -> Any:
-    """One with an instance, and not the head, where the router is."""
-    return next(one for one in nodes.cluster.list_all_nodes() if one is not nodes.head and on(fleet, one))
+    """One that can be lost, and has an instance."""
+    return next(one for one in to_lose(fleet, nodes) if on(fleet, one))
