@@ -32,6 +32,7 @@ class MemoryBackend(FleetBackend):
         self.cannot_run: set[str] = set()
         """Stamps of fleets that cannot be run."""
         self.num_opened = 0
+        self.stop_takes_s = 0.0
 
     def use(self, fleet: WantedFleet) -> None:
         if fleet.stamp in self.cannot_run:
@@ -57,7 +58,7 @@ class MemoryBackend(FleetBackend):
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.stop_takes_s)
         if self.here.pop(name, None) is not None:
             self.stops.append((name, grace_s))
         self.changed.set()

@@ -245,6 +245,14 @@ async def test_while_no_router_answers_what_they_said_last_holds(tmp_path: Path)
         assert len(made.backend.stops) == 1
 
 
+async def test_the_end_of_one_that_hangs_may_take_longer_than_a_look(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"hang": "200ms"}))  # nothing answers for the health of a router here
+    made.backend.stop_takes_s = 2.0
+    async with made.running():
+        await made.until(lambda: made.backend.stops)
+    assert made.backend.stops[0] == (ROUTER, 0.0)
+
+
 async def test_where_no_router_is_nobody_waits_for_one(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling(1, 2, routers=0))
     async with made.running():

@@ -35,7 +35,7 @@ class HangWatch:
             self._asking.pop(name).cancel()
         for name, member in serving.items():
             if name not in self._asking:
-                self._asking[name] = group.create_task(self._ask(member, timeout_s))
+                self._asking[name] = group.create_task(self._ask(member, timeout_s, group))
 
     def end(self) -> None:
         """Look after none any more."""
@@ -43,7 +43,7 @@ class HangWatch:
             task.cancel()
         self._asking.clear()
 
-    async def _ask(self, member: Member, timeout_s: float) -> None:
+    async def _ask(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
         """Report a member once it has left its health unanswered for so long. One whose health may be elsewhere is
         judged only after it has answered; and only the time during checks counts, so that a machine that was suspended
         does not take its own pause for its members'."""
@@ -58,4 +58,5 @@ class HangWatch:
                 silent_s, has_answered = 0.0, True
             else:
                 silent_s += every_s + min(every_s, self._clock.monotonic() - begun)
-        await self._on_hung(member.name, f"has not answered GET /health for {silent_s:.0f} s")
+        # In a task of its own: this one is cancelled as soon as the member is being stopped.
+        group.create_task(self._on_hung(member.name, f"has not answered GET /health for {silent_s:.0f} s"))
