@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli.common import http_settings
 from kvferry.cli.main import main
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import read_fleet
 from kvferry.fleet.spec import Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
@@ -62,3 +65,106 @@ def test_no_registration_without_a_token(
 def test_a_router_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "list", "--router", "http://127.0.0.1:9"]) == 2
     assert "the router at http://127.0.0.1:9 (--router) did not answer" in capsys.readouterr().err
+
+
+SPEC = """
+name = "chat"
+model = "kvferry/tiny-python"
+mode = "pooling"
+[role.both]
+[router]
+count = 0
+port = 0
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "a token of tests that is long enough")
+    (tmp_path / "chat.toml").write_text(SPEC)
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("pooling", "poling", "mode: 'poling' is not a known value; did you mean 'pooling'?"),
+        ("kvferry/tiny-python", "/nowhere/at/all", "there is no directory '/nowhere/at/all'"),
+        ("kvferry/tiny-python", "kvferry/tiny-pyton", "did you mean 'kvferry/tiny-python'?"),
+        ("[role.both]", "[role.boht]", "role.boht is not a known key; did you mean 'both'?"),
+        ("[role.both]", "[role.both]\ncount = 99999", "role.both.count: must be 0 to 4096, got 99999"),
+        ('"chat"', '"chat\\n"', "name: must be lower-case letters, digits and hyphens"),
+        ("count = 0", "count = " + "[" * 5000, "is not valid TOML: its lists or tables are too deep"),
+    ],
+)
+def test_a_wrong_spec_is_one_line_and_makes_nothing(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, said: str
+) -> None:
+    (tmp_path / "chat.toml").write_text(SPEC.replace(before, after))
+    assert main(["fleet", "apply", str(tmp_path / "chat.toml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("name", ["chat", "", ".", "..", "../x", "/etc", "a" * 5000, "a\0b"])
+def test_a_fleet_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    for command in (["status"], ["delete"], ["roll"], ["rollback"], ["pause"], ["resume"], ["control"]):
+        assert main(["fleet", *command, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "nor any other; `kvferry fleet apply SPEC` makes one" in line
+    assert not state.exists()
+
+
+def test_what_is_kept_of_a_fleet_cannot_be_read(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    (ledger.folder / "status.json").write_bytes(b"\xff{")
+    (ledger.folder / "history.jsonl").write_text('nonsense\n{"at": 1e300, "what": "up"}\n')
+    assert main(["fleet", "status", "chat"]) == 0
+    assert "no controller looks after it" in capsys.readouterr().out
+    assert main(["fleet", "status", "chat", "--history"]) == 0
+    assert capsys.readouterr().out == "1e+300 up\n"
+    (ledger.folder / "wanted.json").write_text("{")
+    for command in (["status", "chat"], ["scale", "chat", "both=2"], ["delete", "chat"]):
+        assert main(["fleet", *command]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "apply the fleet's spec again" in line
+
+
+def test_why_the_last_controller_ended_is_said(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    (ledger.folder / "controller.log").write_text("kvferry: error: cannot listen on 127.0.0.1:1: Permission denied\n")
+    assert main(["fleet", "status", "chat"]) == 0
+    assert "no controller looks after it (cannot listen on 127.0.0.1:1: Permission denied);" in capsys.readouterr().out
+
+
+def test_counts_are_checked_when_a_fleet_is_scaled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    before = ledger.want(read_fleet(state.parent / "chat.toml"))
+    for count in ("both=-1", "both=99999", "both=" + "9" * 5000, "both=²", "both", "=3", "boht=3"):
+        assert main(["fleet", "scale", "chat", count]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert ledger.wanted() == before
+
+
+def test_a_state_folder_that_cannot_be_written_to(
+    state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.write_text("a file")
+    assert main(["fleet", "apply", str(state.parent / "chat.toml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be written to: Not a directory" in line
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_the_fleet_of_another_user_is_left_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    os.chown(ledger.folder, 65534, 65534)
+    for command in (["apply", str(state.parent / "chat.toml")], ["resume", "chat"], ["delete", "chat"]):
+        assert main(["fleet", *command]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is another user's" in line

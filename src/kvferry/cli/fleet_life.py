@@ -27,6 +27,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.core.settings.bounds import SECONDS_OR_ZERO
 from kvferry.core.settings.options import read_value, unknown_key
+from kvferry.fleet.backends.local.member import ERROR_PREFIX
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, EndAsked, LetGo
 from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
@@ -37,6 +38,7 @@ from kvferry.fleet.control.spec import Number, WantedFleet, check_fleet, read_fl
 from kvferry.fleet.display import PlainDisplay
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder, running_path
 from kvferry.fleet.process import PROGRAM
+from kvferry.models.catalog import resolve
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
 
@@ -72,6 +74,8 @@ def apply(
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     fleet = read_fleet(spec)
     ledger = ledger_of(fleet.name)
+    if fleet.backend.kind == "local":
+        resolve(fleet.model)
     _backend(running_path(ledger), fleet)
     if dry_run:
         return _rehearse(ledger, fleet)
@@ -295,10 +299,26 @@ def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
 def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
     """A fleet that is being deleted ends before it is made anew."""
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
-    while ledger.exists and ledger.has_controller and ledger.wanted().deleted:
+    while ledger.has_controller and _is_ending(ledger):
         if SYSTEM_CLOCK.monotonic() >= deadline:
             raise ConfigError(f"{ledger.folder.name} is ending; apply its spec once it has ended")
         time.sleep(_LOOK_S)
+
+
+def _is_ending(ledger: Ledger) -> bool:
+    try:
+        return not ledger.exists or ledger.wanted().deleted
+    except ConfigError:  # nobody can read it, so nobody ends anything for it
+        return False
+
+
+def _last_error(ledger: Ledger) -> str:
+    """What the last controller said before it ended, if that was an error."""
+    try:
+        last = (ledger.folder / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
+    except OSError:
+        return ""
+    return next((one.removeprefix(ERROR_PREFIX) for one in last if one.startswith(ERROR_PREFIX)), "")
 
 
 def _require_controller(ledger: Ledger, name: str) -> None:
@@ -321,8 +341,7 @@ def _require_controller(ledger: Ledger, name: str) -> None:
     deadline = SYSTEM_CLOCK.monotonic() + _BEGIN_S
     while not ledger.has_controller:
         if process.poll() is not None and not ledger.has_controller:
-            last = path.read_text(errors="replace").strip().splitlines()[-1:]
-            raise ConfigError(f"the controller of {name} ended at once: {''.join(last)} (all of it: {path})")
+            raise ConfigError(f"the controller of {name} ended at once: {_last_error(ledger) or f'see {path}'}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             raise ConfigError(f"the controller of {name} does not begin; see {path}")
         time.sleep(_LOOK_S)
@@ -367,9 +386,10 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
         if (holder := ledger.controller) is not None and holder.hangs:
             _require_controller(ledger, fleet.name)
         if not ledger.has_controller:
-            if not ledger.exists or ledger.wanted().deleted:
+            if _is_ending(ledger):
                 raise ConfigError(f"{fleet.name} has been deleted meanwhile")
-            raise ConfigError(f"the controller of {fleet.name} has ended; see {ledger.folder / _LOG}")
+            why = _last_error(ledger) or f"see {ledger.folder / _LOG}"
+            raise ConfigError(f"the controller of {fleet.name} has ended: {why}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             _complain([f"{fleet.name} is not as it is to be after {wait_s:g} s; it goes on"])
             return 1
@@ -413,7 +433,14 @@ def _told(event: Event) -> str:
 
 
 def _history(ledger: Ledger) -> list[str]:
-    return [f"{datetime.fromtimestamp(one.at):%Y-%m-%d %H:%M:%S} {_told(one)}" for one in ledger.history()]
+    return [f"{_when(one.at)} {_told(one)}" for one in ledger.history()]
+
+
+def _when(at: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # somebody has written to the file
+        return f"{at:g}"
 
 
 def _overview(name: str, ledger: Ledger) -> list[str]:
@@ -423,7 +450,8 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
     lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if wanted.deleted else "")]
     if not ledger.has_controller:
         then = f"{'delete' if wanted.deleted else 'resume'} {name}"
-        lines.append(f"  no controller looks after it; `kvferry fleet {then}` starts one")
+        why = f" ({last})" if (last := _last_error(ledger)) else ""
+        lines.append(f"  no controller looks after it{why}; `kvferry fleet {then}` starts one")
     elif (holder := ledger.controller) is not None and holder.hangs:
         what = f"its controller (process {holder.pid}) has hung for {holder.silent_s:.0f} s"
         lines.append(f"  {what}; `kvferry fleet resume {name}` replaces it")

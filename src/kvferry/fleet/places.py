@@ -27,14 +27,25 @@ def fleets_folder() -> Path:
 
 
 def ledger_of(name: str) -> Ledger:
-    """A fleet's ledger, whether there is such a fleet or not."""
-    return Ledger(fleets_folder() / "fleets" / name)
+    """A fleet's ledger, whether there is such a fleet or not. Raises `ConfigError` if it is another user's, who could
+    have this one start whatever he likes, and whose members this one would not find."""
+    folder = fleets_folder() / "fleets" / name
+    try:
+        owner = folder.stat().st_uid
+    except (OSError, ValueError):
+        owner = os.getuid()
+    if owner != os.getuid():
+        raise ConfigError(f"{folder} is another user's; name a folder of your own in {STATE_DIR}")
+    return Ledger(folder)
 
 
 def fleet_names() -> list[str]:
-    """The fleets that this user has, those that are to end included."""
+    """The fleets that this user has, those that are to end included. Raises `ConfigError`."""
     folder = fleets_folder() / "fleets"
-    return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
+    try:
+        return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
 def running_path(ledger: Ledger) -> Path:

@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_no_drafts(ledger: Ledger, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ConfigError, match="cannot be written to: No space left"):
         ledger.want(fleet(2))
     assert {one.name for one in ledger.folder.iterdir()} == before
     assert ledger.wanted().fleet == fleet()

@@ -91,7 +91,7 @@ def is_held(path: Path) -> bool:
     """Whether a controller has the right. Takes nothing that another could miss, and makes no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         return not _has_locked(descriptor, fcntl.LOCK_SH)

@@ -223,16 +223,19 @@ class Ledger:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Nobody else changes what is wanted meanwhile."""
+        """Nobody else changes what is wanted meanwhile. Raises `ConfigError` if it cannot be written."""
         deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
-        while (descriptor := locked(self.folder / "wanted.lock")) is None:
-            if SYSTEM_CLOCK.monotonic() > deadline:
-                raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
-            time.sleep(_TRY_AGAIN_S)
         try:
-            yield
-        finally:
-            os.close(descriptor)
+            while (descriptor := locked(self.folder / "wanted.lock")) is None:
+                if SYSTEM_CLOCK.monotonic() > deadline:
+                    raise ConfigError(f"another process has been changing {self.folder} for {_LOCKED_S:g} s; try again")
+                time.sleep(_TRY_AGAIN_S)
+            try:
+                yield
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written to: {error.strerror or error}") from error
 
     def _replace(self, name: str, value: Any) -> None:
         self._replace_bytes(name, msgspec.json.encode(value))
