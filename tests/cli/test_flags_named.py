@@ -36,7 +36,7 @@ FOREIGN = {
     "--head",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
-    "--log", "--no-faults", "--faults", "--jobs", "--shrink", "--twice",
+    "--log", "--no-faults", "--faults", "--fleet", "--jobs", "--requests", "--shrink", "--twice",
 }  # fmt: skip
 
 
