@@ -35,6 +35,7 @@ from fleet.test_foreign import foreign
 from kvferry.cli import attended as foreground
 from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar, make_registrar
+from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import Failing
 from kvferry.fleet.process import ProcessSpec
 
@@ -355,3 +356,23 @@ def ended(pid: int) -> Iterator[None]:
 def _numbers(display: RecordingDisplay, word: str) -> list[int]:
     lines = (text.split() for _, text in display.of("line"))
     return [int(words[1]) for words in lines if words[:1] == [word]]
+
+
+def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path) -> None:
+    """Not what somebody else has made, is serving from, or has just begun."""
+    names = ("kvferry-killed", "kvferry-serving", "kvferry-new", "other-killed")
+    for name in names:
+        lease = Ledger(tmp_path / name / "ledger").try_to_act()
+        assert lease is not None
+        if name == "kvferry-serving":
+            serving = lease
+        else:
+            lease.close()
+    (tmp_path / "kvferry-else").mkdir()
+    for one in [*tmp_path.iterdir(), *tmp_path.glob("*/ledger")]:
+        if "kvferry-new" not in str(one):
+            os.utime(one, (0, 0))
+    foreground.remove_what_killed_ones_left(tmp_path)
+    left = {"kvferry-serving", "kvferry-new", "other-killed", "kvferry-else"}
+    assert {one.name for one in tmp_path.iterdir()} == left
+    serving.close()
