@@ -4,9 +4,7 @@ none fails but those that a killed router was answering. Nothing of it is left i
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
-from end_to_end.test_fleet_changes import NUM_CHANGES, SEED, SPEC, Load, require_clean
+from end_to_end.test_fleet_changes import SPEC, Load, require_clean
 from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
@@ -197,57 +195,6 @@ def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model
             until(lambda: load.num_answers > num_answers + 20, 30, fleet.log)
         assert load.wrong == []
         short_lived.cluster.shutdown()
-
-
-def test_random_changes(fleet: Fleet, nodes: Nodes) -> None:
-    dice = random.Random(SEED)
-
-    def signal_one(number: int, which: int) -> None:
-        """`which`: 0, a member's actor; 1, its own process."""
-        found = {name: pair for name, pair in fleet.processes().items() if not name.startswith("router")}
-        if found:
-            with suppress(ProcessLookupError):
-                os.kill(found[dice.choice(sorted(found))][which], number)
-
-    def kill_actor() -> None:
-        signal_one(signal.SIGKILL, 0)
-
-    def kill() -> None:
-        signal_one(signal.SIGKILL, 1)
-
-    def stop() -> None:
-        signal_one(signal.SIGSTOP, 1)
-
-    def kill_node() -> None:
-        if others := to_lose(fleet, nodes):
-            nodes.cluster.remove_node(dice.choice(others), allow_graceful=False)
-            nodes.add()
-
-    def scale() -> None:
-        fleet.does("scale", NAME, f"prefill={dice.randint(1, 2)}", f"decode={dice.randint(1, 2)}", "--wait-s=0")
-
-    def roll() -> None:
-        fleet.does("roll", NAME, "--wait-s=0")
-
-    def controller() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(fleet.status.pid, signal.SIGKILL)
-        fleet.does("resume", NAME, "--wait-s=0")
-
-    changes: list[Callable[[], None]] = [kill_actor, kill, stop, kill_node, scale, scale, roll, controller]
-    done: list[str] = []
-    with Load(fleet.status.url) as load:
-        for _ in range(NUM_CHANGES):
-            change = dice.choice(changes)
-            done.append(change.__name__)
-            change()
-            time.sleep(dice.choice([0.0, 0.2, 1.0]))  # so that some come in the middle of others
-            if dice.random() < 0.4:
-                fleet.settle()
-            assert load.wrong == [], f"after {done}\n{[*map(str, fleet.status.members)]}"
-        fleet.settle()
-    assert load.wrong == [], done
-    require_clean(fleet)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
