@@ -182,7 +182,7 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill instances for each decode instance, at most. Default: any number."""
     aggregate: bool = False
     """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
-    deflect: bool = True
+    deflect: bool = False
     """Short prompts may be computed on decode instances where that keeps the targets, unless the routers have a fixed
     --disaggregate-from."""
     interval: Duration = "5s"
