@@ -64,11 +64,11 @@ drain = "30s"
 class Fleet:
     """The commands that change it, and what its ledger says."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
+    def __init__(self, folder: Path, name: str, model: Path | str) -> None:
+        self.folder, self.name, self.model = folder, name, model
 
     def apply(self, **changes: str) -> None:
-        text = SPEC.format(name=NAME, model=self.model)
+        text = SPEC.format(name=self.name, model=self.model)
         for before, after in changes.items():
             text = text.replace(before, after)
         path = self.folder / "spec.toml"
@@ -81,18 +81,18 @@ class Fleet:
 
     @property
     def status(self) -> FleetStatus:
-        found = ledger_of(NAME).status()
+        found = ledger_of(self.name).status()
         assert found is not None
         return found
 
     @property
     def log(self) -> str:
-        path = ledger_of(NAME).folder / "controller.log"
+        path = ledger_of(self.name).folder / "controller.log"
         return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 
     def pid(self, member: str) -> int | None:
         with suppress(OSError, ValueError):
-            return int((running_folder(ledger_of(NAME)) / "members" / member / "process").read_text().split()[0])
+            return int((running_folder(ledger_of(self.name)) / "members" / member / "process").read_text().split()[0])
         return None
 
     def names(self, *roles: str) -> list[str]:
@@ -100,7 +100,7 @@ class Fleet:
 
     def settle(self) -> None:
         """As `kvferry fleet resume`, which also starts a controller where there is none."""
-        self.does("resume", NAME)
+        self.does("resume", self.name)
         until(lambda: self.status.settled, 240, self.log)
 
 
@@ -151,7 +151,7 @@ def fleet(tmp_path: Path, model_maker: ModelMaker, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    made = Fleet(tmp_path, model_maker("llama"))
+    made = Fleet(tmp_path, NAME, model_maker("llama"))
     try:
         made.apply()
         yield made

@@ -1,0 +1,95 @@
+"""vLLM servers behind a fleet's spec: scaled, given other roles and killed while they serve; every answer is right."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from end_to_end.test_fleet_changes import Fleet, Load
+from support.processes import AUTH_TOKEN, run, until
+from support.vllm_servers import MODEL, QUIET, VLLM_ARGUMENTS, figure, require_idle
+
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.full]
+
+NAME = "vllms"
+SPEC = """
+name = "vllms"
+model = "{model}"
+mode = "pooling"
+args = ["--served-model-name=m", "--grace-s=5"]
+[engine]
+kind = "vllm"
+args = {arguments}
+[role.prefill]
+max = 2
+can_be = ["decode"]
+[role.decode]
+max = 2
+can_be = ["prefill"]
+[router]
+port = 0
+count = 2
+args = ["--disaggregate-from=0"]
+[failure]
+backoff = ["100ms", "1s"]
+drain = "30s"
+"""
+
+
+class VllmFleet(Fleet):
+    """Of vLLM servers."""
+
+    def apply(self, **changes: str) -> None:
+        path = self.folder / "spec.toml"
+        path.write_text(SPEC.format(model=self.model, arguments=list(VLLM_ARGUMENTS)))
+        self.does("apply", str(path), "--wait-s=0")
+        self.until_ready(1, 1)
+
+    def scale(self, prefill: int, decode: int) -> None:
+        """Until that is so."""
+        self.does("scale", NAME, f"prefill={prefill}", f"decode={decode}", "--wait-s=0")
+        self.until_ready(prefill, decode)
+
+    def until_ready(self, *wanted: int) -> None:
+        """As many of prefill and decode."""
+        until(lambda: tuple(len(self.names(role)) for role in ("prefill", "decode")) == wanted, 400, self.log)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmFleet]:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
+    for name, value in {**QUIET, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    made = VllmFleet(tmp_path, NAME, MODEL)
+    try:
+        made.apply()
+        yield made
+    finally:
+        run("fleet", "delete", NAME)
+
+
+def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wrong(fleet: VllmFleet) -> None:
+    with Load(fleet.status.url) as load:
+        fleet.scale(prefill=2, decode=1)
+        before = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
+        fleet.scale(prefill=1, decode=2)  # by a change of role
+        assert {name: fleet.pid(name) for name in fleet.names("prefill", "decode")} == before
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+        assert figure(fleet.status.url, "kvferry_router_hand_offs_total") > 0
+        killed = fleet.names("decode")[0]
+        os.kill(fleet.pid(killed) or 0, signal.SIGKILL)
+        until(lambda: fleet.pid(killed) != before[killed], 60, fleet.log)
+        fleet.until_ready(1, 2)
+        fleet.scale(prefill=1, decode=1)
+    assert load.wrong == []
+    for one in fleet.status.members:
+        if one.role != "router":
+            assert httpx.get(f"{one.url}/health", timeout=30).status_code == 200
+            require_idle(one.url)
