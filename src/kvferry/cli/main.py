@@ -15,18 +15,14 @@ from cyclopts.config import Env
 
 from kvferry import __version__
 from kvferry.cli.cache import cache
-from kvferry.cli.calibrate import calibrate
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet import app as fleet
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
-from kvferry.cli.plan import plan
 from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
-from kvferry.cli.simulate import simulate
-from kvferry.cli.why import why
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
@@ -76,10 +72,9 @@ app.command(demo, sort_key=6)
 add_render_to(fleet)
 app.command(fleet)
 app.command(cache)
-app.command(simulate, sort_key=8)
-app.command(calibrate, sort_key=9)
-app.command(plan, sort_key=10)
-app.command(why, sort_key=11)
+for sort_key, name in enumerate(("simulate", "calibrate", "plan", "why"), 8):
+    # Imported when used: no instance or router is to load the simulator when it starts.
+    app.command(f"kvferry.cli.{name}:{name}", name=name, sort_key=sort_key)
 
 
 @app.meta.default
