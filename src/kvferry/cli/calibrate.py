@@ -141,5 +141,5 @@ async def _measured(url: str, router: str | None, engine: EngineConfig, seed: in
             await calibration.measure()
     default = EngineConfig(model=engine.model)
     settings = {name: str(value) for name, value in vars(engine).items() if getattr(default, name) != value}
-    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    day = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%d")
     return calibration.times(facts.model_names[0] if router is None else engine.model, day, start_s, settings)

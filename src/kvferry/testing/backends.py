@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.control.backend import (
     BackendContext,
     FleetBackend,
@@ -288,9 +288,9 @@ class BackendContract:
         async def use(backend: FleetBackend) -> None:
             await start(backend, "stays-0")
             await until(backend, "stays-0", MemberState.SERVING)
-            begun = time.monotonic()
+            begun = SYSTEM_CLOCK.monotonic()
             await backend.stop("stays-0", 1.0)
-            assert time.monotonic() - begun < 1.0 + MARGIN_S
+            assert SYSTEM_CLOCK.monotonic() - begun < 1.0 + MARGIN_S
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)
