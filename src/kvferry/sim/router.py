@@ -29,6 +29,8 @@ class SimRouter:
         self.server: HttpServer | None = None
         self.num_processes = 0
         """How many it has had; so a client sees whether its own has ended."""
+        self.is_ending = False
+        """Whether it has been told to shut down."""
         self._loop: SimLoop
         self._start(after_s)
 
@@ -72,6 +74,7 @@ class SimRouter:
 
     def stop(self) -> None:
         """Shut down as at SIGTERM."""
+        self.is_ending = True
         if self.server is not None:
             self._loop.call_soon(self.server.stop)
 

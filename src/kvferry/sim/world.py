@@ -235,7 +235,9 @@ class World:
             result.outcome = "left"
         except TransferError as error:
             result.outcome, result.why = "broken", repr(error)
-        result.lost_router = not was_up or router.num_processes != num_processes
+        # One that ends in stages closes connections on which, as far as it knows, nothing is asked any more.
+        crossed = router.is_ending and not result.status
+        result.lost_router = not was_up or crossed or router.num_processes != num_processes
         result.end_s = self.simulation.now - begun
         result.ends += 1
         self._num_unfinished -= 1
