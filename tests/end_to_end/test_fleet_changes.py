@@ -96,7 +96,9 @@ class Fleet:
         return None
 
     def names(self, *roles: str) -> list[str]:
-        return [one.name for one in self.status.members if one.role in roles and one.phase == "ready"]
+        status = ledger_of(self.name).status()  # None: no controller has looked yet
+        members = () if status is None else status.members
+        return [one.name for one in members if one.role in roles and one.phase == "ready"]
 
     def settle(self) -> None:
         """As `kvferry fleet resume`, which also starts a controller where there is none."""

@@ -89,6 +89,7 @@ def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wro
         fleet.until_ready(1, 2)
         fleet.scale(prefill=1, decode=1)
     assert load.wrong == []
+    until(lambda: fleet.status.settled, 60, fleet.log)  # one that leaves has ended
     for one in fleet.status.members:
         if one.role != "router":
             assert httpx.get(f"{one.url}/health", timeout=30).status_code == 200
