@@ -14,11 +14,10 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
-from end_to_end.test_fleet_changes import SPEC, Load, require_clean
-from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
-from support.processes import AUTH_TOKEN, begun, run, until
+from support.fleets import SPEC, Fleet, Load, require_clean, use_state_in
+from support.processes import begun, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
@@ -32,38 +31,17 @@ address = "{address}"
 """
 
 
-class Fleet:
-    """The commands that change it, what its ledger says, and its processes."""
+class RayFleet(Fleet):
+    """Also knows its processes."""
 
-    def __init__(self, folder: Path, model: Path, nodes: Nodes) -> None:
-        self.folder, self.model, self.nodes = folder, model, nodes
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, NAME)
         self.pids: set[tuple[int, int]] = set()
         """Every process that was seen of it, with its start time."""
 
-    def apply(self) -> None:
-        path = self.folder / "spec.toml"
-        path.write_text(SPEC.format(name=NAME, model=self.model) + ON_RAY.format(address=self.nodes.address))
-        path.write_text(path.read_text().replace("count = 2\n", ""))
-        self.does("apply", str(path))
-
     def does(self, *command: str) -> None:
-        done = run("fleet", *command)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{self.log}"
+        super().does(*command)
         self.processes()
-
-    @property
-    def status(self) -> FleetStatus:
-        found = ledger_of(NAME).status()
-        assert found is not None
-        return found
-
-    @property
-    def log(self) -> str:
-        path = ledger_of(NAME).folder / "controller.log"
-        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
-
-    def ready(self, *roles: str) -> list[MemberStatus]:
-        return [one for one in self.status.members if one.role in roles and one.phase == "ready"]
 
     def processes(self) -> dict[str, tuple[int, int]]:
         """Of each member: its actor's process, and its own."""
@@ -72,10 +50,6 @@ class Fleet:
             with suppress(OSError):
                 self.pids |= {(pid, started_at(pid)) for pid in pair}
         return found
-
-    def settle(self) -> None:
-        self.does("resume", NAME)
-        until(lambda: self.status.settled, 240, self.log)
 
     def is_gone(self) -> bool:
         return not any(runs(*one) for one in self.pids)
@@ -94,34 +68,33 @@ def short_lived() -> Iterator[Nodes]:
 
 
 @contextmanager
-def fleet_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[Fleet]:
-    made = Fleet(folder, model, nodes)
+def fleet_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[RayFleet]:
+    made = RayFleet(folder)
+    spec = SPEC.format(name=NAME, model=model).replace("count = 2\n", "")
     try:
-        made.apply()
+        made.apply(spec + ON_RAY.format(address=nodes.address))
         yield made
     finally:
-        run("fleet", "delete", NAME)
+        made.delete()
     until(made.is_gone, 60, made.log)
 
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    use_state_in(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def fleet(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[Fleet]:
+def fleet(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[RayFleet]:
     with fleet_on(nodes, tmp_path, model_maker("llama")) as made:
         yield made
 
 
-def test_it_is_scaled_and_instances_change_their_roles(fleet: Fleet) -> None:
+def test_it_is_scaled_and_instances_change_their_roles(fleet: RayFleet) -> None:
     with Load(fleet.status.url) as load:
-        fleet.does("scale", NAME, "prefill=2", "decode=2")
+        fleet.scale("prefill=2", "decode=2")
         before = fleet.processes()
-        fleet.does("scale", NAME, "prefill=1", "decode=3")
+        fleet.scale("prefill=1", "decode=3")
         assert fleet.processes() == before
         assert len(fleet.ready("decode")) == 3
     assert load.wrong == []
@@ -129,7 +102,7 @@ def test_it_is_scaled_and_instances_change_their_roles(fleet: Fleet) -> None:
     require_clean(fleet)
 
 
-def test_an_actor_and_a_controller_are_killed(fleet: Fleet) -> None:
+def test_an_actor_and_a_controller_are_killed(fleet: RayFleet) -> None:
     before = fleet.processes()
     with Load(fleet.status.url) as load:
         actor, pid = before["decode-0"]
@@ -146,8 +119,8 @@ def test_an_actor_and_a_controller_are_killed(fleet: Fleet) -> None:
     assert load.wrong == []
 
 
-def test_a_node_is_killed(fleet: Fleet, nodes: Nodes) -> None:
-    fleet.does("scale", NAME, "prefill=2", "decode=2")
+def test_a_node_is_killed(fleet: RayFleet, nodes: Nodes) -> None:
+    fleet.scale("prefill=2", "decode=2")
     with Load(fleet.status.url) as load:
         node = a_node(fleet, nodes)
         nodes.cluster.remove_node(node, allow_graceful=False)
@@ -160,9 +133,9 @@ def test_a_node_is_killed(fleet: Fleet, nodes: Nodes) -> None:
     require_clean(fleet)
 
 
-def test_a_node_hangs(fleet: Fleet, nodes: Nodes) -> None:
+def test_a_node_hangs(fleet: RayFleet, nodes: Nodes) -> None:
     """It is replaced before Ray sees it; when it runs again, nothing of the fleet is left there."""
-    fleet.does("scale", NAME, "prefill=2", "decode=2")
+    fleet.scale("prefill=2", "decode=2")
     node = a_node(fleet, nodes)
     raylet = psutil.Process(raylet_of(node))
     hung = [raylet, *raylet.children(recursive=True)]
@@ -217,12 +190,12 @@ def test_serve_is_the_whole_command_and_leaves_nothing(
         until(lambda: not any(runs(*one) for one in started), 60, served.log)
 
 
-def on(fleet: Fleet, node: Any) -> list[str]:
+def on(fleet: RayFleet, node: Any) -> list[str]:
     """The members that serve on a node."""
     return [one.name for one in fleet.status.members if f"//{node.node_ip_address}:" in one.url]
 
 
-def eventually(fleet: Fleet, holds: Callable[[], bool], within_s: float) -> None:
+def eventually(fleet: RayFleet, holds: Callable[[], bool], within_s: float) -> None:
     """As `until`, and shows what the controller has written meanwhile."""
     try:
         until(holds, within_s)
@@ -234,12 +207,12 @@ def raylet_of(node: Any) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
 
 
-def to_lose(fleet: Fleet, nodes: Nodes) -> list[Any]:
+def to_lose(fleet: RayFleet, nodes: Nodes) -> list[Any]:
     """The nodes without Ray's control service, and without the controller and its routers."""
     routers = {psutil.Process(actor).ppid() for name, (actor, _) in fleet.processes().items() if "router" in name}
     return [one for one in nodes.cluster.list_all_nodes() if one is not nodes.head and raylet_of(one) not in routers]
 
 
-def a_node(fleet: Fleet, nodes: Nodes) -> Any:
+def a_node(fleet: RayFleet, nodes: Nodes) -> Any:
     """One that can be lost, and has an instance."""
     return next(one for one in to_lose(fleet, nodes) if on(fleet, one))

@@ -8,7 +8,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from kvferry.core.messages.traffic import TrafficReport
-from kvferry.fleet.control.ledger import FleetStatus
 from kvferry.fleet.places import ledger_of
-from support.processes import AUTH_TOKEN, OPERATOR, run, until
+from support.fleets import Fleet, use_state_in
+from support.processes import OPERATOR, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300), pytest.mark.full]
 
@@ -113,22 +113,18 @@ class Clients:
 
 
 @pytest.fixture
-def apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes the fleet, or changes it."""
-    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def make(ttft_s: float, cool_down_s: float) -> None:
-        path = tmp_path / "spec.toml"
-        path.write_text(SPEC.format(name=NAME, ttft=f"{ttft_s:.3f}s", cool_down=f"{cool_down_s:g}s"))
-        done = run("fleet", "apply", str(path))
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Not begun yet."""
+    use_state_in(tmp_path, monkeypatch)
+    made = Fleet(tmp_path, NAME)
     try:
-        yield make
+        yield made
     finally:
-        run("fleet", "delete", NAME)
+        made.delete()
+
+
+def spec(ttft_s: float, cool_down_s: float) -> str:
+    return SPEC.format(name=NAME, ttft=f"{ttft_s:.3f}s", cool_down=f"{cool_down_s:g}s")
 
 
 def told() -> list[str]:
@@ -139,14 +135,8 @@ def decided() -> list[str]:
     return [one.name for one in ledger_of(NAME).history() if one.what == "scale"]
 
 
-def status() -> FleetStatus:
-    found = ledger_of(NAME).status()
-    assert found is not None
-    return found
-
-
-def ready() -> dict[str, int]:
-    return {role: one.ready for role, one in status().roles.items() if role != "router"}
+def ready(fleet: Fleet) -> dict[str, int]:
+    return {role: one.ready for role, one in fleet.status.roles.items() if role != "router"}
 
 
 def traffic(url: str) -> TrafficReport:
@@ -155,22 +145,22 @@ def traffic(url: str) -> TrafficReport:
     return msgspec.json.decode(answer.content, type=TrafficReport)
 
 
-def test_instances_follow_the_load_and_every_answer_is_right(apply: Callable[..., None]) -> None:
-    apply(ttft_s=60.0, cool_down_s=60.0)
-    with Clients(status().url) as clients:
+def test_instances_follow_the_load_and_every_answer_is_right(fleet: Fleet) -> None:
+    fleet.apply(spec(ttft_s=60.0, cool_down_s=60.0))
+    with Clients(fleet.status.url) as clients:
         clients.rate = 4.0
         until(lambda: clients.num_answers >= 25, 60)
-        report = traffic(status().url)
+        report = traffic(fleet.status.url)
         assert report.num_arrived >= len(report.requests) > 20
         took_s = statistics.median(one.prefill_s for one in report.requests if one.prefill_s)
         assert not decided(), told()
         # As much as one prefill instance can do, but with queues that the target does not allow.
-        apply(ttft_s=3.0 * took_s, cool_down_s=6.0)
+        fleet.apply(spec(ttft_s=3.0 * took_s, cool_down_s=6.0))
         clients.rate = 0.85 / took_s
         until(lambda: "role" in decided(), 40, str(told()))
-        until(lambda: ready() == {"prefill": 2, "decode": 1}, 20, str(told()))
+        until(lambda: ready(fleet) == {"prefill": 2, "decode": 1}, 20, str(told()))
         clients.rate = 0.15 / took_s
         until(lambda: decided()[-1] == "release", 60, str(told()))
-        until(lambda: ready() == {"prefill": 1, "decode": 1}, 30, str(told()))
+        until(lambda: ready(fleet) == {"prefill": 1, "decode": 1}, 30, str(told()))
     assert not clients.wrong, clients.wrong[:3]
     assert "requests/s" in str(told())

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from end_to_end.test_fleet_changes import Fleet, Load
-from support.processes import AUTH_TOKEN, run, until
+from support.fleets import Fleet, Load, use_state_in
+from support.processes import until
 from support.vllm_servers import MODEL, QUIET, VLLM_ARGUMENTS, figure, require_idle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.full]
@@ -42,17 +42,11 @@ drain = "30s"
 
 
 class VllmFleet(Fleet):
-    """Of vLLM servers."""
+    """Servers that take a minute to start."""
 
-    def apply(self, **changes: str) -> None:
-        path = self.folder / "spec.toml"
-        path.write_text(SPEC.format(model=self.model, arguments=list(VLLM_ARGUMENTS)))
-        self.does("apply", str(path), "--wait-s=0")
-        self.until_ready(1, 1)
-
-    def scale(self, prefill: int, decode: int) -> None:
-        """Until that is so."""
-        self.does("scale", NAME, f"prefill={prefill}", f"decode={decode}", "--wait-s=0")
+    def becomes(self, prefill: int, decode: int) -> None:
+        """Scale it, and wait."""
+        self.scale(f"prefill={prefill}", f"decode={decode}", "--wait-s=0")
         self.until_ready(prefill, decode)
 
     def until_ready(self, *wanted: int) -> None:
@@ -62,23 +56,23 @@ class VllmFleet(Fleet):
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmFleet]:
-    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
-    for name, value in {**QUIET, "OMP_NUM_THREADS": "1"}.items():
+    use_state_in(tmp_path, monkeypatch)
+    for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
-    made = VllmFleet(tmp_path, NAME, MODEL)
+    made = VllmFleet(tmp_path, NAME)
     try:
-        made.apply()
+        made.apply(SPEC.format(model=MODEL, arguments=list(VLLM_ARGUMENTS)), "--wait-s=0")
+        made.until_ready(1, 1)
         yield made
     finally:
-        run("fleet", "delete", NAME)
+        made.delete()
 
 
 def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wrong(fleet: VllmFleet) -> None:
     with Load(fleet.status.url) as load:
-        fleet.scale(prefill=2, decode=1)
+        fleet.becomes(prefill=2, decode=1)
         before = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
-        fleet.scale(prefill=1, decode=2)  # by a change of role
+        fleet.becomes(prefill=1, decode=2)  # by a change of role
         assert {name: fleet.pid(name) for name in fleet.names("prefill", "decode")} == before
         num_answers = load.num_answers
         until(lambda: load.num_answers > num_answers + 5, 60)
@@ -87,7 +81,7 @@ def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wro
         os.kill(fleet.pid(killed) or 0, signal.SIGKILL)
         until(lambda: fleet.pid(killed) != before[killed], 60, fleet.log)
         fleet.until_ready(1, 2)
-        fleet.scale(prefill=1, decode=1)
+        fleet.becomes(prefill=1, decode=1)
     assert load.wrong == []
     until(lambda: fleet.status.settled, 60, fleet.log)  # one that leaves has ended
     for one in fleet.status.members:

@@ -1,0 +1,165 @@
+"""A fleet as its user has it, by the commands, and clients that ask it without a pause and compare what they get."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.fleet.control.ledger import FleetStatus, MemberStatus
+from kvferry.fleet.places import ledger_of, running_folder
+from support.processes import AUTH_TOKEN, OPERATOR, run, until
+
+SIZES = ((0, 9), (7, 70), (20, 150), (50, 33))
+PROMPTS: list[list[int]] = [[one % 90 + 3 for one in range(begin, begin + size)] for begin, size in SIZES]
+
+SPEC = """
+name = "{name}"
+model = "{model}"
+mode = "pooling"
+args = ["--served-model-name=m", "--grace-s=5"]
+[engine]
+args = ["--dtype=float32", "--kv-cache-memory=32MiB"]
+[role.prefill]
+count = 1
+max = 3
+can_be = ["decode"]
+[role.decode]
+count = 1
+max = 3
+can_be = ["prefill"]
+[router]
+port = 0
+count = 2
+args = ["--disaggregate-from=0"]
+[failure]
+backoff = ["100ms", "1s"]
+crash_loop = 100
+hang = "3s"
+drain = "30s"
+"""
+
+
+def use_state_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this process then know no other fleets, and start instances of one thread."""
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(folder / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+class Fleet:
+    """The commands that change a fleet, and what its ledger says."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def apply(self, spec: str, *flags: str) -> None:
+        """Make it, or change it to this."""
+        path = self.folder / "spec.toml"
+        path.write_text(spec)
+        self.does("apply", str(path), *flags)
+
+    def does(self, *command: str) -> None:
+        """`kvferry fleet …`, which must succeed."""
+        done = run("fleet", *command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}\n{self.log}"
+
+    def scale(self, *counts: str) -> None:
+        """Such as `prefill=2`."""
+        self.does("scale", self.name, *counts)
+
+    def settle(self) -> None:
+        """As `kvferry fleet resume`, which also starts a controller where there is none."""
+        self.does("resume", self.name)
+        until(lambda: self.status.settled, 240, self.log)
+
+    def delete(self) -> None:
+        """Also of one that has never come up."""
+        run("fleet", "delete", self.name)
+
+    @property
+    def status(self) -> FleetStatus:
+        """As a controller wrote it last."""
+        found = ledger_of(self.name).status()
+        assert found is not None
+        return found
+
+    @property
+    def log(self) -> str:
+        """The end of its controller's."""
+        path = ledger_of(self.name).folder / "controller.log"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
+
+    def ready(self, *roles: str) -> list[MemberStatus]:
+        """Members of these roles that serve; none before a controller has looked."""
+        status = ledger_of(self.name).status()
+        return [one for one in status.members if one.role in roles and one.phase == "ready"] if status else []
+
+    def names(self, *roles: str) -> list[str]:
+        """Of those that are `ready`."""
+        return [one.name for one in self.ready(*roles)]
+
+    def pid(self, member: str) -> int | None:
+        """The process of a local member; None if there is none."""
+        with suppress(OSError, ValueError):
+            return int((running_folder(ledger_of(self.name)) / "members" / member / "process").read_text().split()[0])
+        return None
+
+
+class Load:
+    """Clients that ask without a pause, and compare."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.wrong: list[str] = []
+        self.num_answers = 0
+        self._expected = [self._ask(prompt) for prompt in PROMPTS]
+        self._ending = threading.Event()
+        self._clients = [threading.Thread(target=self._keep_asking, args=(number,)) for number in range(2)]
+
+    def _ask(self, prompt: list[int]) -> list[int]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found: list[int] = answer.json()["choices"][0]["token_ids"]
+        return found
+
+    def _keep_asking(self, seed: int) -> None:
+        dice = random.Random(seed)
+        while not self._ending.is_set():
+            which = dice.randrange(len(PROMPTS))
+            try:
+                found: Any = self._ask(PROMPTS[which])
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
+                found = repr(error)
+            self.num_answers += 1
+            if found != self._expected[which]:
+                self.wrong.append(f"{found} for prompt {which}")
+            time.sleep(0.02)  # the instances are to have their cores
+
+    def __enter__(self) -> Load:
+        for one in self._clients:
+            one.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.set()
+        for one in self._clients:
+            one.join()
+
+
+def require_clean(fleet: Fleet) -> None:
+    """Nothing is kept on any instance, once nobody asks any more."""
+    for one in fleet.status.members:
+        if one.role != "router":
+            until(
+                lambda url=one.url: httpx.get(f"{url}/kvferry/check", auth=OPERATOR, timeout=30).status_code == 200,  # type: ignore[misc]
+                30,
+                fleet.log,
+            )
