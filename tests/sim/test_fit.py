@@ -71,3 +71,8 @@ def test_bandwidth_is_the_slope_and_what_is_left_is_of_each_transfer() -> None:
     assert fit_transfer([(1e6, 0.002), (4e6, 0.001)])[0] == pytest.approx(4e9)
     with pytest.raises(ConfigError, match="no transfer"):
         fit_transfer([])
+
+
+def test_a_step_of_which_no_time_was_seen_says_nothing() -> None:
+    """On a busy machine, tokens of two steps may be read together."""
+    assert fit_steps([*_samples(KNOWN), StepSample(WORKS[0], 0.0)]) == fit_steps(_samples(KNOWN))

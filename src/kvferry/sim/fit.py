@@ -18,8 +18,10 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
     """The costs that are nearest to the samples, and how near. Raises `ConfigError` if there are too few samples.
 
     A step that takes twice as long may be twice as far off: what is minimised is the sum of the squared relative
-    errors. With five costs, every set of them that may be zero is tried, which is exact.
+    errors. With five costs, every set of them that may be zero is tried, which is exact. A step that no time was seen
+    of, as its token came together with the one before, says nothing.
     """
+    samples = [one for one in samples if one.seconds > 0]
     if len(samples) < LEAST_SAMPLES:
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(_COSTS)} costs")
     measured = np.array([one.seconds for one in samples])
