@@ -28,7 +28,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from kvferry.cli.simulated import world_of
+from kvferry.cli.planning.simulated import world_of
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.replay import Spread, TraceReplay
 from kvferry.sim.targets import Targets

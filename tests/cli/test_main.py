@@ -72,7 +72,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "kvferry serve kvferry/tiny-python --prefill 1 --decode 1" in text
-    assert all(re.search(rf"^│ {command} ", text, re.MULTILINE) for command in COMMANDS)
+    every = (*COMMANDS, "cache", "fleet", "simulate", "calibrate", "plan", "why")
+    assert all(re.search(rf"^│ {command} +[A-Z]", text, re.MULTILINE) for command in every)
 
 
 @pytest.mark.parametrize(

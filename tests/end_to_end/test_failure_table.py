@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.cli import fleet as commands
+from kvferry.cli.fleet import command as commands
 from support.members import Member
 from support.processes import AUTH_TOKEN, KvferryProcess, kvferry, until
 

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from starlette.responses import Response
 
-from kvferry.cli import fleet
+from kvferry.cli.fleet import command as fleet
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.http.client.signed_client import bearer

@@ -21,7 +21,7 @@ LONG_FILES = (
     "end_to_end/test_demo.py",
     "engine/test_tensor_parallel.py",
     "end_to_end/test_slow_clients.py",
-    "cli/test_cache_warm.py",
+    "cli/cache/test_warm.py",
     "end_to_end/test_walk.py",
     "engine/model/test_families.py",
     "end_to_end/test_faults.py",

@@ -14,13 +14,13 @@ from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
 from cyclopts.config import Env
 
 from kvferry import __version__
-from kvferry.cli.cache import cache
+from kvferry.cli.cache.command import cache
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
-from kvferry.cli.fleet import app as fleet
+from kvferry.cli.fleet.command import app as fleet
+from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
-from kvferry.cli.render import add_to as add_render_to
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
@@ -61,6 +61,8 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 (`--config`, tables [engine], [router], [serve]). The command line wins, then the environment, then the file.
 """
 
+_PLANNING = ("simulate", "calibrate", "plan", "why")
+
 app = App(name="kvferry", help=HELP, version=__version__, version_flags=["--version"])
 app.meta.group_parameters = Group("Everywhere", sort_key=99)
 app.command(serve, sort_key=1)
@@ -72,9 +74,9 @@ app.command(demo, sort_key=6)
 add_render_to(fleet)
 app.command(fleet)
 app.command(cache)
-for sort_key, name in enumerate(("simulate", "calibrate", "plan", "why"), 8):
+for sort_key, name in enumerate(_PLANNING, 8):
     # Imported when used: no instance or router is to load the simulator when it starts.
-    app.command(f"kvferry.cli.{name}:{name}", name=name, sort_key=sort_key)
+    app.command(f"kvferry.cli.planning.{name}:{name}", name=name, sort_key=sort_key)
 
 
 @app.meta.default
@@ -99,6 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     _warn_of_unknown_variables()
     try:
         given = for_engine(sys.argv[1:] if arguments is None else arguments)
+        if not given or given[0].startswith("-"):  # help is to say what each command does
+            for name in _PLANNING:
+                app[name]
         code = app.meta(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         return _complain(_misuse(error), EXIT_USER_ERROR)

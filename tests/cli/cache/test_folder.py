@@ -200,5 +200,5 @@ def test_import_and_pin_leave_files_to_whom_the_store_is_open(
 
 
 def test_it_needs_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import kvferry.cli.cache_folder"
+    script = "import sys; sys.modules['torch'] = None; import kvferry.cli.cache.folder"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
-from kvferry.cli.documents import Document
+from kvferry.cli.cache.documents import Document
+from kvferry.cli.cache.warming import Server, Warming
 from kvferry.cli.main import main
-from kvferry.cli.warming import Server, Warming
 from kvferry.core.messages.kept import KeptBlocks, TierShare
 from kvferry.http.client.http_client import HttpClient
 from kvferry.store import upkeep
@@ -147,7 +147,7 @@ async def test_what_others_have_on_its_way_to_the_store_is_not_waited_for(
     num_present: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy instance always has something on its way: all blocks there, or no more coming, is the end."""
-    monkeypatch.setattr("kvferry.cli.warming.STALLED_S", 0.0)
+    monkeypatch.setattr("kvferry.cli.cache.warming.STALLED_S", 0.0)
     pinned = []
 
     class Busy(Server):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.cli.simulated import ASSUMED
+from kvferry.cli.planning.simulated import ASSUMED
 from kvferry.sim.times import StepTimes, write_times
 from kvferry.store.trace.records import TraceRequest, write_trace
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemaini
 from rich.table import Table
 
 from kvferry.cli.bars import make_bars
-from kvferry.cli.cache_plot import check_plot, plot
+from kvferry.cli.cache.plot import check_plot, plot
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import COUNT, Bounds
 from kvferry.store.eviction.table import eviction_class, eviction_names

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.cli.documents import Document
+from kvferry.cli.cache.documents import Document
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.kept import KeptBlocks, TierShare

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from kvferry.cli.fleet_life import COMMANDS, control
+from kvferry.cli.fleet.life import COMMANDS, control
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret

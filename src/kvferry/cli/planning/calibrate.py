@@ -12,14 +12,14 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from kvferry.cli.alongside import ENDPOINT, run_alongside
-from kvferry.cli.calibration import Calibration, InstanceLimits, Texts, facts_of
+from kvferry.cli.cache.warming import Server
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.demo.requests import Endpoint
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import Told
-from kvferry.cli.simulate import SEED, progress
-from kvferry.cli.warming import Server
+from kvferry.cli.planning.calibration import Calibration, InstanceLimits, Texts, facts_of
+from kvferry.cli.planning.simulate import SEED, progress
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret

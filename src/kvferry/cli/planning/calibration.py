@@ -19,8 +19,8 @@ from random import Random
 
 import msgspec
 
+from kvferry.cli.cache.warming import Server
 from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
-from kvferry.cli.warming import Server
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError

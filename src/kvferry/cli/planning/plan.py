@@ -12,9 +12,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.cache_plot import check_plot
-from kvferry.cli.plan_plot import plot_grid
-from kvferry.cli.simulate import (
+from kvferry.cli.cache.plot import check_plot
+from kvferry.cli.planning.plan_plot import plot_grid
+from kvferry.cli.planning.simulate import (
     SEED,
     FromFlag,
     JsonFlag,
@@ -28,7 +28,7 @@ from kvferry.cli.simulate import (
     progress,
     times_of,
 )
-from kvferry.cli.simulated import world_of
+from kvferry.cli.planning.simulated import world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
 from kvferry.fleet.control.spec import fleet_from

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemaini
 from rich.table import Table
 
 from kvferry.cli.bars import make_bars
-from kvferry.cli.simulated import ASSUMED, world_of
+from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
 from kvferry.fleet.control.spec import read_fleet
 from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay

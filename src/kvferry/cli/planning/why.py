@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from kvferry.cli.fleet import Where, ask
-from kvferry.cli.simulate import SloFlag
+from kvferry.cli.fleet.command import Where, ask
+from kvferry.cli.planning.simulate import SloFlag
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds
