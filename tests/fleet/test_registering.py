@@ -42,7 +42,7 @@ async def test_it_is_there_while_it_serves_and_takes_its_leave() -> None:
         await holds(lambda: [one.role for one in router.services.pools] == ["prefill"])
         (instance,) = router.services.pools
         assert spec.foreign is not None
-        assert (instance.url, instance.bootstrap_port) == (spec.foreign.url, 7)
+        assert (instance.url, instance.address.bootstrap_port) == (spec.foreign.url, 7)
 
         program = program_of(spec)
         program.send_signal(signal.SIGSTOP)  # it stands still, though its controller does not

@@ -376,7 +376,7 @@ async def routing(
     router.turns.check()
     for instance in router.services.pools:
         load = instance.load
-        assert instance.in_flight == load.num_prefills == load.num_decodes == 0
+        assert instance.load.num_legs == load.num_prefills == load.num_decodes == 0
         assert abs(load.prefill_tokens) < 1e-6
     router.services.chooser.index.check()
 

@@ -38,10 +38,10 @@ def test_who_turns_out_to_be_another_engine_is_paired_no_more_and_again_when_it_
     assert choose(chooser, pools).prefill is prefill
     prefill.learn(VllmFacts())
     decode.learn(SglangFacts())
-    assert not chooser.readers(prefill, [decode])
+    assert not chooser.pairing.readers(prefill, [decode])
     assert (choose(chooser, pools).prefill, choose(chooser, pools).reason) == (None, "no_pair")
     decode.learn(VllmFacts())
-    assert chooser.readers(prefill, [decode]) == [decode]
+    assert chooser.pairing.readers(prefill, [decode]) == [decode]
     assert choose(chooser, pools).prefill is prefill
 
 
@@ -55,7 +55,7 @@ def test_who_leaves_while_it_computes_is_read_by_its_like_only() -> None:
     for one in (prefill, decode):
         pools.retire(one)
     assert choose(chooser, pools).prefill in pools.prefill.instances
-    assert not chooser.readers(prefill, pools.decode.instances)
+    assert not chooser.pairing.readers(prefill, pools.decode.instances)
     assert chooser.choose(BODY_OF_MODEL, [prefill], pools.decode.instances).prefill is None
 
 

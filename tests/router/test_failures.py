@@ -148,6 +148,6 @@ async def test_prefill_is_over_while_decode_answers() -> None:
     async with instances(p, d), routing([p.url], [d.url], hand_off="sequential") as (router, url):
         answered = asyncio.create_task(post(url, {**BODY, "stream": True}))
         await d.called.wait()
-        assert [one.in_flight for one in router.services.pools] == [0, 1]
+        assert [one.load.num_legs for one in router.services.pools] == [0, 1]
         d.go.set()
         assert await answered == 200

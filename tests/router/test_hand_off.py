@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -389,10 +390,11 @@ async def test_a_prefill_that_cannot_be_reached_is_left_out_until_it_is_back() -
         routing([p.url], [d.url], hand_off="sequential") as (router, url),
     ):
         instance = router.services.pools.prefill.instances[0]
-        address, instance.origin = instance.origin, Origin.parse(nowhere)
+        address = instance.address
+        instance.address = msgspec.structs.replace(address, origin=Origin.parse(nowhere))
         assert (await post(url))[0] == 200
         assert not instance.usable
-        instance.origin = address
+        instance.address = address
         assert (await post(url))[0] == 200
         assert p.calls == []
         await router.health.look([instance])

@@ -209,10 +209,10 @@ async def test_whatever_prefill_says_after_decode_has_begun_the_stream_goes_on(w
             assert b"one" in await response.content.readany()
             p.go.set()
             prefill = router.services.pools.prefill.instances[0]
-            await holds(lambda: not prefill.in_flight)
+            await holds(lambda: not prefill.load.num_legs)
             d.go.set()
             assert b"two" in await response.read()
-        await holds(lambda: not (router.services.legs.num_open or prefill.num_tickets))
+        await holds(lambda: not (router.services.legs.num_open or prefill.load.num_tickets))
         assert (await post(url))[0] == 200
 
 
@@ -224,9 +224,9 @@ async def test_prefill_may_be_done_after_the_client_has_all_of_the_answer(what: 
         for _ in range(2):
             assert (await post(url))[0] == 200
         prefill = router.services.pools.prefill.instances[0]
-        assert prefill.in_flight
+        assert prefill.load.num_legs
         p.go.set()
-        await holds(lambda: not (prefill.in_flight or router.services.legs.num_open or prefill.num_tickets))
+        await holds(lambda: not (prefill.load.num_legs or router.services.legs.num_open or prefill.load.num_tickets))
         assert (await post(url))[0] == 200
     assert p.released.empty()
 
@@ -258,4 +258,6 @@ async def test_a_client_that_leaves_its_stream_ends_a_prefill_leg_that_still_run
             response.close()
         await p.disconnected.wait()
         await d.disconnected.wait()
-        await holds(lambda: not (router.services.legs.num_open or router.services.pools.prefill.instances[0].in_flight))
+        await holds(
+            lambda: not (router.services.legs.num_open or router.services.pools.prefill.instances[0].load.num_legs)
+        )

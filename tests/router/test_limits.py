@@ -395,7 +395,7 @@ async def test_an_instance_that_does_not_answer_for_its_health_is_avoided_and_ta
     async with instances(p, bad, good), routing([p.url], [bad.url, good.url], **settings) as (router, url):
         first, _ = router.services.pools.decode.instances
         bad.hangs = True
-        await holds(lambda: first.num_late > 0)
+        await holds(lambda: first.looks.num_late > 0)
         num_before = len(bad.calls)
         for _ in range(4):
             assert (await post(url))[0] == 200
@@ -448,7 +448,7 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
     [
         "edge.endpoints.Endpoints.read",
         "request.exchange.make_plan",
-        "choice.placement.choose_form",
+        "choice.placement.Placement.form",
         "request.request_legs.prefill_body",
         "request.request_legs.decode_body",
         "request.request_legs.LegHeaders.with_own",

@@ -207,10 +207,10 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
         await membership._look_at(after)
         assert not after.drained
         running = False
-        before.in_flight = 1
+        before.load.num_legs = 1
         await membership._look_at(after)
         assert not after.drained
-        before.in_flight = 0
+        before.load.num_legs = 0
         await membership._look_at(after)
         assert after.drained
 
@@ -427,7 +427,7 @@ async def test_what_was_counted_of_an_instance_goes_with_it_though_nobody_asks_f
         router.membership.remove("decode-0", force=True)
         metrics.leg_failed(first, "lost")  # of a request that was under way
         metrics.events_heard(first, 3)
-        await holds(lambda: not (metrics._counted or metrics._errors._metrics or metrics._events._metrics))
+        await holds(lambda: not (metrics._errors.counts or metrics._events.counts))
 
 
 def test_addresses_are_hidden_until_long_after_the_instance_has_left() -> None:

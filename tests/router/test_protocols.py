@@ -269,9 +269,9 @@ def test_what_is_told_wins_over_what_is_found() -> None:
     config = RouterConfig(decode_url=("d:1",), protocol="nixl")
     for facts in (Unasked(), VllmFacts()):
         p.facts = facts
-        form = choose_form(config, "0" * 32, p, [])
-        assert form is not None
-        assert form.protocol == "nixl"
+        make_form = choose_form(config, p, [])
+        assert make_form is not None
+        assert make_form("0" * 32).protocol == "nixl"
 
 
 def test_pairs() -> None:

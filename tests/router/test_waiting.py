@@ -36,7 +36,7 @@ async def waiting(clock: Clock, silence_s: float) -> AsyncIterator[tuple[Legs, L
         finally:
             leg.close()
             assert legs.num_open == 0
-            assert instance.in_flight == 0
+            assert instance.load.num_legs == 0
 
 
 async def test_who_is_silent_for_too_long_is_given_up() -> None:

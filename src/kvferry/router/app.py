@@ -105,11 +105,13 @@ class Router:
 
     def metrics_text(self) -> bytes:
         """The router's own metrics, in Prometheus' text format."""
-        services = self.services
-        services.metrics.choice(services.chooser.threshold.tokens, services.chooser.index.statistics().num_entries)
-        plan = services.pools.directions.plan
-        services.metrics.fleet_wants({} if plan is None else plan.desired)
-        return services.metrics.expose(services.pools)
+        pools, chooser, plan = self.services.pools, self.services.chooser, self.services.pools.directions.plan
+        return self.services.metrics.expose(
+            pools,
+            threshold=chooser.threshold.tokens,
+            num_index_entries=chooser.index.statistics().num_entries,
+            desired=None if plan is None else plan.desired,
+        )
 
     async def instances_metrics(self, request: HttpRequest) -> bytes:
         """The metrics of all instances, if the request asks for them."""
@@ -342,7 +344,7 @@ def _view(instance: Instance) -> dict[str, Any]:
         "role": instance.role,
         "alive": instance.usable,
         "state": instance.state.value,
-        "in_flight": instance.in_flight,
+        "in_flight": instance.load.num_legs,
         "unit": instance.unit,
         **view_of_state(instance),
         "engine": _ENGINES.get(type(instance.facts)),

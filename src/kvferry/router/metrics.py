@@ -1,4 +1,8 @@
-"""The router's Prometheus metrics. Each app has its own registry, so that two in one process do not meet."""
+"""The router's Prometheus metrics. Each router has its own, so that two in one process do not meet.
+
+Everything is counted by hand, because prometheus_client takes as long for one count as the router for a leg; it writes
+the text.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS
-
-disable_created_metrics()  # type: ignore[no-untyped-call]  # as in `observe.metrics`
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -31,9 +32,6 @@ class Metrics:
     """What the router counts; each method counts one kind of event."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._counted: dict[str, set[tuple[Counter, tuple[str, ...]]]] = {}
-        """By an instance's name, the counters and labels that are there for it."""
         self._requests = _Counts("kvferry_router_requests", "Requests answered, by path and status.", "path", "status")
         self._seconds = _Seconds(
             "kvferry_router_request_seconds", "Seconds from a request's arrival to the end of its answer.", "path"
@@ -44,152 +42,158 @@ class Metrics:
             "kind",
             "reason",
         )
-        self._errors = Counter(
+        self._errors = _Counts(
             "kvferry_router_leg_errors",
             "Legs that failed: connections lost or refused (unreachable, lost), no answer in time (silent), a"
             " ticket of another hand-off (wrong_ticket), and statuses of load and fault.",
-            (*_OF_INSTANCE, "reason"),
-            registry=registry,
+            *_OF_INSTANCE,
+            "reason",
         )
-        self._retries = Counter(
-            "kvferry_router_retries", "Legs tried again on another instance.", ("role",), registry=registry
-        )
-        self._continuations = Counter(
+        self._retries = _Counts("kvferry_router_retries", "Legs tried again on another instance.", "role")
+        self._continuations = _Counts(
             "kvferry_router_continuations",
             "Answers whose instance was lost in the middle, and that another one continued (done) or none (failed).",
-            ("outcome",),
-            registry=registry,
+            "outcome",
         )
-        self._releases = Counter(
-            "kvferry_router_releases", "Abandoned hand-offs reported to prefill.", ("outcome",), registry=registry
-        )
-        self._events = Counter(
-            "kvferry_router_kv_events", "KV events received from an instance.", _OF_INSTANCE, registry=registry
-        )
-        self._events_missed = Counter(
+        self._releases = _Counts("kvferry_router_releases", "Abandoned hand-offs reported to prefill.", "outcome")
+        self._events = _Counts("kvferry_router_kv_events", "KV events received from an instance.", *_OF_INSTANCE)
+        self._events_missed = _Counts(
             "kvferry_router_kv_event_messages_missed",
             "Messages of KV events that were lost and not replayed.",
-            _OF_INSTANCE,
-            registry=registry,
+            *_OF_INSTANCE,
         )
         self._phases = _Seconds(
             "kvferry_router_phase_seconds",
             "Seconds of a request in each of its phases, as far as the router sees them.",
             "phase",
         )
-        for collector in (self._requests, self._seconds, self._hand_offs, self._phases):
-            registry.register(collector)
-        self._threshold = Gauge(
-            "kvferry_router_disaggregate_from_tokens",
-            "Uncached tokens from which a prompt is computed on a prefill instance, if decode is idle.",
-            registry=registry,
-        )
-        self._desired = Gauge(
-            "kvferry_fleet_desired_instances",
-            "Instances that the controller of the fleet wants, by role.",
-            ("role",),
-            registry=registry,
-        )
-        self._index_entries = Gauge(
-            "kvferry_router_prefix_index_entries", "Prefixes that are remembered for all instances.", registry=registry
-        )
-        self._in_flight = Gauge(
-            "kvferry_router_instance_in_flight", "Legs that are running.", _OF_INSTANCE, registry=registry
-        )
-        self._alive = Gauge(
-            "kvferry_router_instance_up", "Whether the instance may be given requests.", _OF_INSTANCE, registry=registry
-        )
 
     def request_done(self, path: str, status: int, seconds: float) -> None:
         """A client has its answer, or has disconnected."""
         label = path if path in _LABELLED_PATHS else "other"
-        self._requests.add((label, status))
+        self._requests.counts[label, status] += 1
         self._seconds.add(((label, seconds),))
 
     def served(self, kind: str, reason: str = "") -> None:
         """How a request is served: `sequential`, `concurrent`, `whole` (and why) or `local`."""
-        self._hand_offs.add((kind, reason))
+        self._hand_offs.counts[kind, reason] += 1
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
         """A leg ended without a usable answer."""
-        self._count(self._errors, instance, 1, reason)
+        self._errors.counts[instance.role, instance.name, reason] += 1
 
     def retried(self, role: str) -> None:
         """A leg is tried again on another instance."""
-        self._retries.labels(role).inc()
+        self._retries.counts[role,] += 1
 
     def continued(self, outcome: str) -> None:
         """An answer broke off and was continued elsewhere (`done`), or nowhere (`failed`)."""
-        self._continuations.labels(outcome).inc()
+        self._continuations.counts[outcome,] += 1
 
     def released(self, outcome: str) -> None:
         """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""
-        self._releases.labels(outcome).inc()
+        self._releases.counts[outcome,] += 1
 
     def phases(self, phases: Iterable[tuple[str, float]]) -> None:
         """A request is over; the duration of each phase, in seconds."""
         self._phases.add(phases)
 
-    def choice(self, threshold: float, num_index_entries: int) -> None:
-        """Set the gauges of the threshold and of the prefix index."""
-        self._threshold.set(threshold)
-        self._index_entries.set(num_index_entries)
-
-    def fleet_wants(self, desired: Mapping[str, int]) -> None:
-        """Set the gauge of how many instances of each role there are to be."""
-        self._desired.clear()
-        for role, number in desired.items():
-            self._desired.labels(role).set(number)
-
     def events_heard(self, instance: Instance, num_events: int) -> None:
         """An instance published KV events."""
-        self._count(self._events, instance, num_events)
+        self._events.counts[instance.role, instance.name] += num_events
 
     def events_missed(self, instance: Instance, num_messages: int) -> None:
         """Some of its KV events are lost."""
-        self._count(self._events_missed, instance, num_messages)
+        self._events_missed.counts[instance.role, instance.name] += num_messages
 
-    def expose(self, instances: Iterable[Instance]) -> bytes:
+    def expose(
+        self,
+        instances: Iterable[Instance],
+        *,
+        threshold: float = 0.0,
+        num_index_entries: int = 0,
+        desired: Mapping[str, int] | None = None,
+    ) -> bytes:
         """Everything in Prometheus' text format; metrics by instance only for `instances`, which are those that there
-        are."""
+        are. `threshold` and `num_index_entries`: of the choice, now; `desired`: how many instances of each role the
+        fleet's controller wants."""
         here = list(instances)
         self.keep_only(here)
-        self._in_flight.clear()
-        self._alive.clear()
-        for instance in here:
-            self._in_flight.labels(instance.role, instance.name).set(instance.in_flight)
-            self._alive.labels(instance.role, instance.name).set(instance.usable)
-        return generate_latest(self._registry)
+        counted: list[Collector] = [
+            self._requests, self._seconds, self._hand_offs, self._errors, self._retries, self._continuations,
+            self._releases, self._events, self._events_missed, self._phases,
+        ]  # fmt: skip
+        gauges = [
+            _gauge(
+                "kvferry_router_disaggregate_from_tokens",
+                "Uncached tokens from which a prompt is computed on a prefill instance, if decode is idle.",
+                {(): threshold},
+            ),
+            _gauge(
+                "kvferry_fleet_desired_instances",
+                "Instances that the controller of the fleet wants, by role.",
+                {(role,): number for role, number in (desired or {}).items()},
+                "role",
+            ),
+            _gauge(
+                "kvferry_router_prefix_index_entries",
+                "Prefixes that are remembered for all instances.",
+                {(): num_index_entries},
+            ),
+            _gauge(
+                "kvferry_router_instance_in_flight",
+                "Legs that are running.",
+                {(one.role, one.name): one.load.num_legs for one in here},
+                *_OF_INSTANCE,
+            ),
+            _gauge(
+                "kvferry_router_instance_up",
+                "Whether the instance may be given requests.",
+                {(one.role, one.name): one.usable for one in here},
+                *_OF_INSTANCE,
+            ),
+        ]
+        return generate_latest(_Families([*(one for each in counted for one in each.collect()), *gauges]))
 
     def keep_only(self, instances: Iterable[Instance]) -> None:
         """Forget what was counted of all other instances."""
-        for name in self._counted.keys() - {one.name for one in instances}:
-            for counter, labels in self._counted.pop(name):
-                counter.remove(*labels)
+        names = {one.name for one in instances}
+        for each in (self._errors, self._events, self._events_missed):
+            for labels in [one for one in each.counts if one[1] not in names]:
+                del each.counts[labels]
 
-    def _count(self, counter: Counter, instance: Instance, number: int, *more: str) -> None:
-        labels = (instance.role, instance.name, *more)
-        self._counted.setdefault(instance.name, set()).add((counter, labels))
-        counter.labels(*labels).inc(number)
+
+class _Families(Collector):
+    """For `generate_latest`."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """As they are."""
+        return self._families
+
+
+def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, about, labels=labels)
+    for one, value in values.items():
+        family.add_metric(one, value)
+    return family
 
 
 class _Counts(Collector):
-    """A counter with labels. What each request counts is counted by hand, because prometheus_client takes as long for
-    it as the router for a leg."""
+    """A counter with labels."""
 
     def __init__(self, name: str, about: str, *labels: str) -> None:
         self._family = name, about, labels
-        self._counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
-
-    def add(self, labels: tuple[object, ...]) -> None:
-        """One more."""
-        self._counts[labels] += 1
+        self.counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
+        """By the values of the labels."""
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""
         name, about, labels = self._family
         family = CounterMetricFamily(name, about, labels=labels)
-        for values, count in self._counts.items():
+        for values, count in self.counts.items():
             family.add_metric([*map(str, values)], count)
         yield family
 

@@ -66,8 +66,8 @@ def of_rest(world: World) -> list[Violation]:
             found.append(Violation("routers come back", f"{place.host.address} does not serve"))
             continue
         for one in place.router.services.pools:
-            if one.in_flight:
-                about = f"{place.host.address} counts {one.in_flight} at {one.name}"
+            if one.load.num_legs:
+                about = f"{place.host.address} counts {one.load.num_legs} at {one.name}"
                 found.append(Violation("no leg is left", about))
     return found
 

@@ -78,7 +78,7 @@ async def nothing_left(router: Router) -> None:
         while (
             router.turns.num_requests
             or router.admission.num_bytes
-            or any(one.in_flight for one in router.services.pools)
+            or any(one.load.num_legs for one in router.services.pools)
         ):
             await asyncio.sleep(0.01)
     router.admission.check()
@@ -193,7 +193,7 @@ async def test_a_stream_is_counted_until_its_end(gateway: Envoy) -> None:
         async with client.stream("POST", f"{gateway.url}/v1/completions", json={**BODY, "stream": True}) as answered:
             texts = answered.aiter_raw()
             assert b"one" in await anext(texts)
-            assert (instance.in_flight, instance.load.num_decodes, instance.load.num_prefills) == (1, 1, 0)
+            assert (instance.load.num_legs, instance.load.num_decodes, instance.load.num_prefills) == (1, 1, 0)
             peer.go.set()
             assert b"[DONE]" in b"".join([one async for one in texts])
 

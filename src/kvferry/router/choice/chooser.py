@@ -1,34 +1,33 @@
 """Collects what a policy needs to know about a request, and asks the policy.
 
-Owns what all requests share: the policy, the prefix index, the estimates, the threshold, the decisions.
+Owns what all requests share: the policy, the prefix index, the pairs of instances, the estimates, the threshold, the
+decisions.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from kvferry.core.clock import Clock
 from kvferry.core.entropy import RANDOM
-from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.observe.tracing import make_tracer
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.decisions import Decision, Decisions
 from kvferry.router.choice.disaggregation import Threshold
-from kvferry.router.choice.policies.base import Asked, Choice, Options, PolicyContext, any_pair
+from kvferry.router.choice.pairing import Pairing
+from kvferry.router.choice.policies.base import Asked, Choice, PolicyContext
 from kvferry.router.choice.policies.table import make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
 from kvferry.router.choice.traffic import Traffic
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Facts, Instance, VllmFacts
-from kvferry.router.instances.load import Candidates, candidates
+from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.pools import Pools
 from kvferry.router.paths import PROMPT_FIELDS
-from kvferry.router.protocols.choose import can_pair
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class Chooser:
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""
-        self.config, self.clock, self._pools = config, clock, pools
+        self.config, self.clock = config, clock
         self.index, self.estimates = PrefixIndex(_PREFIX_INDEX_ENTRIES), Estimates()
         self.threshold = Threshold(self.estimates, self.index, config.fixed_threshold, pools.directions)
         context = PolicyContext(clock, Random(RANDOM.getrandbits(64)), self.index, self.estimates, self.threshold)
@@ -54,11 +53,7 @@ class Chooser:
         self._fallback = make_policy("least_loaded", context, ())
         self._tell_of_policy_at = -math.inf
         self.decisions, self.traffic = Decisions(config.max_decisions), Traffic()
-        self._known: dict[Instance, Facts] = {}
-        self._revision = self._kinds_states = -1
-        self._kinds: dict[Instance, Collection[Facts] | None] = {}
-        self._can_pair: Callable[[Instance, Instance], bool] = any_pair
-        self._models_differ = False
+        self.pairing = Pairing(config, pools, self.index)
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
         self._session_header = config.session_header.lower().encode()
 
@@ -107,13 +102,7 @@ class Chooser:
         may_stay_whole: bool = True,
     ) -> Choice[Instance]:
         """The policy's choice. The chosen instances are expected to have the prompt's KV cached from now on."""
-        if self._revision != self._pools.revision:
-            self._look_again()
-        if self._models_differ:
-            prefills, decodes = with_model(asked.model, prefills), with_model(asked.model, decodes)
-        # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
-        can_pair = _can_pair if len(prefills) == 1 and prefills[0].draining else self._can_pair
-        options = Options(prefills, decodes, may_stay_whole, can_pair)
+        options = self.pairing.options(asked.model, prefills, decodes, may_stay_whole=may_stay_whole)
         # The edge to other people's code: a fault in it must not cost a request its answer.
         try:
             choice = self.policy.choose(asked, options)
@@ -135,68 +124,7 @@ class Chooser:
             self._tell_of_policy_at = now + _TELL_AGAIN_S
             logger.exception("the policy %s failed; the least loaded instances are chosen", self.config.policy)
 
-    def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
-        """Those that can read the KV of this prefill instance, as far as is known."""
-        if self._revision != self._pools.revision:
-            self._look_again()
-        can_pair = _can_pair if prefill.draining else self._can_pair
-        return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
-
-    def reader_kinds(self, prefill: Instance) -> Collection[Facts] | None:
-        """Facts of the usable instances among all `readers`, one of each kind; None: there is no reader."""
-        states = self._pools.decode.revision.states
-        if states != self._kinds_states:
-            self._kinds_states = states
-            self._kinds.clear()
-        if prefill not in self._kinds:
-            readers = self.readers(prefill, self._pools.decode.instances)
-            facts = [one.facts for one in readers if one.usable]
-            kinds = {(type(one), getattr(one, "connector", None)): one for one in facts}
-            self._kinds[prefill] = kinds.values() if readers else None
-        return self._kinds[prefill]
-
-    def _look_again(self) -> None:
-        """Instances came, went, or have said something new about themselves."""
-        prefill, decode = self._pools.prefill.instances, self._pools.decode.instances
-        everyone = [*prefill, *decode]
-        self._known = {one: self._known[one] for one in everyone if one in self._known}
-        for instance in everyone:
-            if self._known.get(instance) is not instance.facts:
-                self._note_facts(instance, instance.facts)
-        self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
-        all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
-        self._can_pair = any_pair if all_pair else _can_pair
-        self._revision = self._pools.revision
-
-    def _note_facts(self, instance: Instance, facts: Facts) -> None:
-        """An instance has reported about itself; it may be a new process, with an empty cache."""
-        if not isinstance(facts, InstanceFacts | VllmFacts):
-            return
-        before = self._known.get(instance)
-        if isinstance(before, InstanceFacts) and getattr(facts, "engine_id", None) != before.engine_id:
-            self.index.cleared(instance)
-        if facts.num_kv_tokens:
-            self.index.set_capacity(instance, facts.num_kv_tokens)
-        self._known[instance] = facts
-
     def _session(self, body: RequestBody, headers: Mapping[bytes, bytes]) -> str | None:
         found = headers.get(self._session_header)
         named = found.decode("latin-1") if found else body.get("user")
         return named[:_LONGEST_SESSION] if isinstance(named, str) and named else None
-
-
-def _can_pair(prefill: Instance, decode: Instance) -> bool:
-    return prefill.unit == decode.unit and can_pair(prefill.facts, decode.facts)
-
-
-def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:
-    """`instances` without those that are known to serve other models only. If none is known to have the model,
-    all of them: an adapter may have been loaded since, and an instance gives the best error for a model that it
-    does not have."""
-    group = candidates(instances)
-    known: Candidates[Instance] | None = group.memo.get(model)
-    if known is None:
-        known = Candidates(one for one in group if model in one.model_names)
-        if known:  # others are named by clients, any number of them
-            group.memo[model] = known
-    return known or group

@@ -68,7 +68,7 @@ class EventFeeds:
             return self._tasks[instance][0]  # It is away for a moment, and may be the same as before.
         if not isinstance(facts, InstanceFacts) or facts.kv_events is None:
             return None
-        return facts.kv_events.reachable_at(instance.host)
+        return facts.kv_events.reachable_at(instance.address.host)
 
     async def _follow(self, instance: Instance, address: EventsAddress) -> None:
         num_errors = 0

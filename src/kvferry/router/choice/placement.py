@@ -15,7 +15,6 @@ from kvferry.router.choice.policies.base import Asked, Choice
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.pools import Pools
 from kvferry.router.metrics import Metrics
-from kvferry.router.protocols.choose import choose_form
 from kvferry.router.protocols.form import Form
 
 
@@ -82,7 +81,7 @@ class Placement:
         if instance is None or not instance.usable or instance in self._failed:
             decodes = self._decodes()
             if prefill is not None:
-                decodes = self._chooser.readers(prefill, decodes)
+                decodes = self._chooser.pairing.readers(prefill, decodes)
             if not decodes:
                 return None
             prefills = [prefill] if prefill is not None else ()
@@ -92,14 +91,11 @@ class Placement:
         self._num_decodes += 1
         return instance
 
-    def form(self, prefill: Instance) -> Form | None:
-        """How this prefill instance can hand off to the decode instances that can read its KV; None: it cannot now."""
-        readers = self._chooser.reader_kinds(prefill)
-        return None if readers is None else choose_form(self._chooser.config, secret_hex(), prefill, readers)
-
-    def why_no_form(self, prefill: Instance) -> str:
-        """Why there is no `form`, as a label for metrics."""
-        return "no_pair" if self._chooser.reader_kinds(prefill) is None else "no_bootstrap"
+    def form(self, prefill: Instance) -> Form | str:
+        """A hand-off from this prefill instance to one that can read its KV; or why it cannot now, as a label for
+        metrics."""
+        make_form = self._chooser.pairing.form(prefill)
+        return make_form if isinstance(make_form, str) else make_form(secret_hex())
 
     def has_other_decode(self) -> bool:
         """Whether there is a decode instance that has not failed this request."""

@@ -22,10 +22,8 @@ class Work:
 
     def answered(self) -> None:
         """The answer has begun: the prompt is computed."""
-        self.num_beside = self._load.num_decodes
-        if self._computing:
-            self._computing = False
-            self._load.computed(self.uncached)
+        self.num_beside = self._load.answered(self.uncached if self._computing else None)
+        self._computing = False
 
     def end(self) -> None:
         """It is over, however it ended. May be called several times."""
@@ -34,5 +32,4 @@ class Work:
         self._over, before = True, self.num_beside
         self.answered()
         self.num_beside = (before + self.num_beside) / 2
-        if self.decodes:
-            self._load.num_decodes -= 1
+        self._load.ended(decodes=self.decodes)

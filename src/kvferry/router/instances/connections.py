@@ -64,9 +64,9 @@ class Connections:
     def start(self, instance: Instance, method: str, target: str, headers: bytes, body: bytes | None) -> Call:
         """Send a client's request, with these lines of headers. Raises `ValueError` for what cannot be sent."""
         return self._http.start(
-            instance.origin,
+            instance.address.origin,
             method,
-            instance.base_path + target,
+            instance.address.base_path + target,
             headers,
             body,
             connect_s=_CONNECT_S,
@@ -87,7 +87,7 @@ class Connections:
         given none for the instances. With a `purpose` it is signed, if the instance is of this deployment. Raises
         `TransferError`, of which `TransferTimeout` is one."""
         sent: RawHeaders = [] if body is None else [JSON]
-        origin, path = instance.origin, instance.base_path
+        origin, path = instance.address.origin, instance.address.base_path
         limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _LONGEST_OWN_ANSWER}
         try:
             if purpose is not None:
@@ -108,5 +108,5 @@ class Connections:
 
     def close(self, instance: Instance) -> None:
         """Close the connections to an instance that is gone for good."""
-        self._http.forget(instance.origin)
-        self._signed.forget(instance.origin)
+        self._http.forget(instance.address.origin)
+        self._signed.forget(instance.address.origin)

@@ -138,8 +138,9 @@ async def _bootstrap(instance: Instance, connections: Connections, timeout_s: fl
     """The answer of the bootstrap server of a prefill instance, if there is one."""
     if instance.role != "prefill":
         return None
-    host = f"[{instance.host}]" if ":" in instance.host else instance.host
-    server = Instance("prefill", f"http://{host}:{instance.bootstrap_port}")
+    at = instance.address
+    host = f"[{at.host}]" if ":" in at.host else at.host
+    server = Instance("prefill", f"http://{host}:{at.bootstrap_port}")
     try:
         status, body = await connections.ask(server, "GET", "/query", timeout_s)
     except TransferError:

@@ -83,7 +83,7 @@ class Health:
         if at_once:
             await self._look_safely(instance)
         while True:
-            if not 0 < instance.num_late < LATE_BEFORE_DOWN:  # Whether it is slow or gone is worth knowing soon.
+            if not 0 < instance.looks.num_late < LATE_BEFORE_DOWN:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)
             await self._look_safely(instance)
             if instance.state is InstanceState.MUTE:
@@ -200,5 +200,6 @@ def _are_one(instance: Instance, other: Instance) -> bool:
     facts, others = instance.facts, other.facts
     if isinstance(facts, InstanceFacts) and isinstance(others, InstanceFacts) and facts.engine_id:
         return facts.engine_id == others.engine_id
-    is_same_port = instance.origin.port == other.origin.port and instance.base_path == other.base_path
-    return is_same_port and instance.host in _LOOPBACK and other.host in _LOOPBACK
+    one, two = instance.address, other.address
+    is_same_port = one.origin.port == two.origin.port and one.base_path == two.base_path
+    return is_same_port and one.host in _LOOPBACK and two.host in _LOOPBACK

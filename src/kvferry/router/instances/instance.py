@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 from urllib.parse import urlsplit
@@ -88,12 +89,22 @@ class Revision:
 
 
 class InstanceState(Enum):
-    """What the router makes of an instance. `NEW`, `UP` and `LATE` may be given requests."""
+    """What the router makes of an instance. `usable`: it may be given requests if there is no better one; `trusted`:
+    nothing is known against it."""
 
-    NEW = "new"
+    usable: bool
+    trusted: bool
+
+    def __new__(cls, value: str, usable: bool = False, trusted: bool = False) -> InstanceState:
+        """A row of the table below."""
+        one = object.__new__(cls)
+        one._value_, one.usable, one.trusted = value, usable, trusted
+        return one
+
+    NEW = "new", True, True
     """Nothing is known yet."""
-    UP = "up"
-    LATE = "late"
+    UP = "up", True, True
+    LATE = "late", True
     """Its health came too late, or not, in the last looks: it is chosen only if there is no better one."""
     MUTE = "mute"
     """It answers for its health, but gave a request no answer and no sign of work."""
@@ -106,15 +117,39 @@ class InstanceState(Enum):
     """Nothing is left of its requests."""
 
 
-_USABLE = frozenset({InstanceState.NEW, InstanceState.UP, InstanceState.LATE})
-_LEAVING = frozenset({InstanceState.DRAINING, InstanceState.DRAINED})
 LATE_BEFORE_DOWN = 3
 """How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
 
 
+class Address(msgspec.Struct, frozen=True):
+    """Where an instance is. `base_path` comes before every path; `host` is as in its URL; `bootstrap_port` is that of
+    its bootstrap server, if it has one."""
+
+    origin: Origin
+    base_path: str
+    host: str
+    bootstrap_port: int
+
+    @classmethod
+    def parse(cls, url: str, bootstrap_port: int) -> Address:
+        """Of a URL from `normalise_url`."""
+        parts = urlsplit(url)
+        return cls(Origin.parse(f"{parts.scheme}://{parts.netloc}"), parts.path, parts.hostname or "", bootstrap_port)
+
+
+@dataclass
+class HealthLooks:
+    """What the looks at an instance's health have shown. `num_late`: in how many of the last ones, in a row, it was too
+    late; `trouble`: what was wrong at the last one, empty if nothing was; `have_seen_up`: whether it was ever well."""
+
+    num_late: int = 0
+    trouble: str = ""
+    have_seen_up: bool = False
+
+
 class Instance:
-    """An instance's address, and its state as far as the router knows it. The methods under "what happens to it" alone
-    write `state`, and log what operators want to know of it; all in one thread."""
+    """An instance and its state, as far as the router knows it. The methods under "what happens to it" alone write
+    `state`, `looks`, `busy_until` and `facts`, and log what operators want to know of it; all in one thread."""
 
     def __init__(
         self,
@@ -130,43 +165,25 @@ class Instance:
     ) -> None:
         self.role = role
         self.url = normalise_url(url)
-        parts = urlsplit(self.url)
-        self.origin = Origin.parse(f"{parts.scheme}://{parts.netloc}")
-        self.base_path = parts.path
-        self.host = parts.hostname or ""
+        self.address = Address.parse(self.url, bootstrap_port)
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.member = member
         """The number that all routers of one port know it by."""
         self.unit = unit
         """Hand-offs stay within a unit."""
-        self.bootstrap_port = bootstrap_port
         self.state = InstanceState.NEW
-        self._has_been_up = False
-        self.usable = self.trusted = True
-        """Whether it may be chosen if there is no better one; and whether nothing at all is known against it. They
-        follow from the state."""
-        self.num_late = 0
-        self.trouble = ""
-        """What was wrong at the last look at its health; empty: nothing."""
+        self.looks = HealthLooks()
         self.leaves_by_itself = False
         """Whether it is forgotten once it is drained."""
-        self.num_tickets = 0
-        """Hand-offs of the router's requests for which it may keep blocks."""
-        self.in_flight = 0
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
         self.gave_no_ticket = False
         """Whether, as a prefill instance, it has answered without a ticket, and nobody has looked why."""
         self.busy_until = 0.0
-        """Until when it has asked to be left alone (`Retry-After`), on the same clock. Written by `pauses`."""
+        """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
         self.facts: Facts = Unasked()
-        """Written by `learn` only."""
-        self.stores_take_kv = True
-        """Of the facts; False while whatever it hands off has to be computed again."""
-        self.model_names: list[str] = []
-        """Of the facts; empty if it does not say which models it has."""
         self.load = InstanceLoad(loads)
         """What the router has given it to do."""
 
@@ -174,29 +191,29 @@ class Instance:
 
     def is_well(self) -> None:
         """It has answered for its health."""
-        before, self.num_late, self.trouble = self.state, 0, ""
+        before, looks = self.state, self.looks
+        self.looks = HealthLooks(have_seen_up=True)
         if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
             self._enter(InstanceState.UP)
-            if before is InstanceState.DOWN and self._has_been_up:
+            if before is InstanceState.DOWN and looks.have_seen_up:
                 logger.warning("%s (%s) is back", self, self.url)
             elif before is not InstanceState.LATE:
                 logger.info("%s (%s) is up", self, self.url)
-            self._has_been_up = True
 
     def is_late(self, trouble: str) -> None:
         """It has not answered for its health in time."""
-        self.num_late += 1
-        if self.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
+        self.looks.num_late += 1
+        if self.looks.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
             self.is_down(trouble)
-        elif self.state in _USABLE:
+        elif self.state.usable:
             self._enter(InstanceState.LATE)
 
     def is_down(self, trouble: str) -> None:
         """It refuses connections, says that it is not well, or was late too often. What was known may be about a
         process that is gone."""
-        self.trouble = trouble
+        self.looks.trouble = trouble
         self.learn(Unasked())
-        if self.state in _USABLE or self.state in (InstanceState.MUTE, InstanceState.TWIN):
+        if self.state.usable or self.state in (InstanceState.MUTE, InstanceState.TWIN):
             self._enter(InstanceState.DOWN)
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
@@ -207,7 +224,7 @@ class Instance:
     def is_silent(self) -> None:
         """It gave a request no answer, and no sign of work."""
         self.learn(Unasked())
-        if self.state in _USABLE:
+        if self.state.usable:
             self._enter(InstanceState.MUTE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
 
@@ -221,7 +238,7 @@ class Instance:
         """The same process is here as `other`; None: no longer."""
         if other is None and self.state is InstanceState.TWIN:
             self._enter(InstanceState.UP)
-        elif other is not None and self.state in _USABLE:
+        elif other is not None and self.state.usable:
             self._enter(InstanceState.TWIN)
             logger.warning(
                 "%s (%s) is the same process as %s (%s), and gets no requests; remove one of the two",
@@ -230,7 +247,7 @@ class Instance:
 
     def drain(self) -> None:
         """It gets no new requests from now on."""
-        if self.state not in _LEAVING:
+        if not self.draining:
             self._enter(InstanceState.DRAINING)
 
     def is_drained(self, drained: bool) -> None:
@@ -240,7 +257,7 @@ class Instance:
     def takes_after(self, before: Instance, state: InstanceState) -> None:
         """It is the process of `before`, in another role; that one was in `state`."""
         self.learn(before.facts)
-        self.num_late, self.last_sign, self.busy_until = before.num_late, before.last_sign, before.busy_until
+        self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
         self._enter(state)
 
     def pauses(self, until: float) -> None:
@@ -251,28 +268,44 @@ class Instance:
     def _enter(self, state: InstanceState) -> None:
         self.state = state
         self._revision.states += 1
-        self.usable = state in _USABLE
-        self.trusted = state is InstanceState.UP or state is InstanceState.NEW
 
     def learn(self, facts: Facts) -> None:
         """This is what is known about it from now on."""
-        before, self.facts = self.facts, facts
+        took, before, self.facts = self.stores_take_kv, self.facts, facts
         if facts != before:
-            self.model_names = facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
-            took, self.stores_take_kv = self.stores_take_kv, True
-            if isinstance(facts, InstanceFacts):
-                self.stores_take_kv = facts.stores_take_kv
-                if took != facts.stores_take_kv:
-                    what = "no KV; no requests are split over it meanwhile" if took else "KV again"
-                    logger.warning("%s (%s): its stores take %s", self, self.url, what)
+            if isinstance(facts, InstanceFacts) and took != facts.stores_take_kv:
+                what = "no KV; no requests are split over it meanwhile" if took else "KV again"
+                logger.warning("%s (%s): its stores take %s", self, self.url, what)
             self._revision.grow()
 
     # What is asked.
 
     @property
+    def usable(self) -> bool:
+        """Whether it may be chosen if there is no better one."""
+        return self.state.usable
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing at all is known against it."""
+        return self.state.trusted
+
+    @property
+    def stores_take_kv(self) -> bool:
+        """False while whatever it hands off has to be computed again."""
+        facts = self.facts
+        return facts.stores_take_kv if isinstance(facts, InstanceFacts) else True
+
+    @property
+    def model_names(self) -> list[str]:
+        """Empty if it does not say which models it has."""
+        facts = self.facts
+        return facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
+
+    @property
     def draining(self) -> bool:
         """Whether it is leaving."""
-        return self.state in _LEAVING
+        return self.state is InstanceState.DRAINING or self.state is InstanceState.DRAINED
 
     @property
     def drained(self) -> bool:
@@ -282,7 +315,7 @@ class Instance:
     @property
     def is_held(self) -> bool:
         """Whether one of the router's requests runs there, or may still fetch from it."""
-        return bool(self.in_flight or self.num_tickets)
+        return bool(self.load.num_legs or self.load.num_tickets)
 
     def __repr__(self) -> str:
         return self.name

@@ -75,14 +75,18 @@ def _cell(column: int, about: str) -> Any:
 
 
 class InstanceLoad:
-    """The work that the router has given to one instance: a row of a table. Written by the `Work` of each leg, or by a
-    simulator."""
+    """The work that the router has given to one instance: a row of a table, and two counts that no policy asks for.
+    Written by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator."""
 
-    __slots__ = ("row", "table")
+    __slots__ = ("num_legs", "num_tickets", "row", "table")
 
     def __init__(self, table: LoadTable | None = None) -> None:
         self.table = table or LoadTable()
         self.row = self.table.take_row()
+        self.num_legs = 0
+        """Legs that are under way there."""
+        self.num_tickets = 0
+        """Hand-offs of the router's requests for which it may keep blocks."""
 
     def __del__(self) -> None:
         self.table.free_row(self.row)
@@ -96,6 +100,7 @@ class InstanceLoad:
         """A leg is sent to the instance, whose cache takes in this many more tokens, computed or handed over. Returns
         how many were still to be computed there before."""
         cells, row = self.table.cells, self.row
+        self.num_legs += 1
         ahead: float = cells[row, _PREFILL_TOKENS]
         if decodes:
             cells[row, _NUM_DECODES] += 1.0
@@ -106,11 +111,21 @@ class InstanceLoad:
         cells[row, _RECENT] += uncached * scale
         return ahead
 
-    def computed(self, uncached: int) -> None:
-        """A prompt that a leg brought is computed, or given up."""
+    def answered(self, computed: int | None) -> float:
+        """A leg is answered, or given up: so many tokens of its prompt are to be computed no longer (None: they never
+        were). Returns how many answers run there."""
         cells, row = self.table.cells, self.row
-        cells[row, _NUM_PREFILLS] -= 1.0
-        cells[row, _PREFILL_TOKENS] -= uncached
+        if computed is not None:
+            cells[row, _NUM_PREFILLS] -= 1.0
+            cells[row, _PREFILL_TOKENS] -= computed
+        running: float = cells[row, _NUM_DECODES]
+        return running
+
+    def ended(self, *, decodes: bool) -> None:
+        """A leg is over."""
+        self.num_legs -= 1
+        if decodes:
+            self.table.cells[self.row, _NUM_DECODES] -= 1.0
 
     def note_taken(self, num_tokens: float, now: float) -> None:
         """At `now` on the policy's clock, the instance's cache takes in this many more tokens."""

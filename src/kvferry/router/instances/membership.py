@@ -147,7 +147,7 @@ class Membership:
         state = before.state
         with self._changing():
             self._state.drain_member(before.member, leaves_by_itself=True)
-            member = self._state.add_member(role, before.url, before.bootstrap_port)
+            member = self._state.add_member(role, before.url, before.address.bootstrap_port)
         after = self._pools.member(member)
         after.takes_after(before, state)
         logger.warning("%s (%s) is now %s", before, before.url, after)
@@ -268,7 +268,7 @@ class Membership:
         for gone in here.values():
             self._pools.retire(gone)
             self._pools.forget(gone)
-            if not any(one.origin == gone.origin for one in self._pools):
+            if not any(one.address.origin == gone.address.origin for one in self._pools):
                 self._connections.close(gone)
             logger.warning("%s (%s) was removed", gone, gone.url)
 
@@ -318,7 +318,7 @@ class Membership:
         except Unreachable:
             return True
         except TransferError:
-            return bool(instance.trouble)
+            return bool(instance.looks.trouble)
         return status == 404 or (status == 200 and not any(map(_is_some, _BUSY.findall(text))))
 
     # The file.

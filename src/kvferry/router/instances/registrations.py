@@ -189,7 +189,7 @@ class Registrations:
             raise InstanceConflict(f"{error}{hint}") from error
         finally:
             self._asking.discard(url)
-            if not any(one.origin == instance.origin for one in self._pools):
+            if not any(one.address.origin == instance.address.origin for one in self._pools):
                 self._connections.close(instance)
         if status != 200 or isinstance(facts, Unasked):
             raise InstanceConflict(f"{instance} does not serve yet (GET /health: {status})")

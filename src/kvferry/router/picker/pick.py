@@ -24,7 +24,7 @@ from kvferry.router.request.services import Services
 
 def endpoint_of(instance: Instance) -> str:
     """Its address as gateways write it: host and port."""
-    return instance.origin.authority
+    return instance.address.origin.authority
 
 
 class Picked:
@@ -94,13 +94,11 @@ class Picked:
         computes = computes and self._asked is not None
         now = self._services.clock.monotonic()
         self._work[instance] = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
-        instance.in_flight += 1
 
     def _give_back(self, instance: Instance) -> None:
         work = self._work.pop(instance, None)
         if work is not None:
             work.end()
-            instance.in_flight -= 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +150,6 @@ class Picker:
         metrics.served("whole" if prefill is None else "sequential", "" if prefill else decision.reason)
         others: Sequence[Instance] = pools.decode.alive({decode, *outside}) if self.fallbacks else ()
         if prefill is not None:
-            others = chooser.readers(prefill, others)
+            others = chooser.pairing.readers(prefill, others)
         others = sorted(others, key=lambda one: one.load.num_decodes)[: self.fallbacks]
         return Picked(services, decode, prefill, others, asked, decision)

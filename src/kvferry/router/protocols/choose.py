@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Collection
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvferry.core.errors import LayoutMismatch
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instances.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
-from kvferry.router.protocols.form import Form
+from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.mooncake import mooncake
 from kvferry.router.protocols.nixl import nixl
 from kvferry.router.protocols.sglang import sglang
@@ -26,23 +26,24 @@ _MOST_REMEMBERED = 1024
 """Combinations of instances of which it is remembered whether they fit."""
 
 
-def choose_form(config: RouterConfig, transfer_id: str, prefill: Instance, decodes: Collection[Facts]) -> Form | None:
-    """The form of a hand-off from this prefill instance. None: P cannot hand off now, because its bootstrap server,
-    which the protocol needs, has not answered."""
+def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Facts]) -> MakeForm | None:
+    """What makes the form of each hand-off from this prefill instance, as long as nothing new is known of any instance.
+    None: P cannot hand off now, because its bootstrap server, which the protocol needs, has not answered."""
     facts, told = prefill.facts, config.protocol
     if isinstance(facts, SglangFacts):
-        return sglang(transfer_id, prefill.host, facts.bootstrap_port or prefill.bootstrap_port)
+        port = facts.bootstrap_port or prefill.address.bootstrap_port
+        return partial(sglang, host=prefill.address.host, bootstrap_port=port)
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
-        return mooncake(transfer_id, facts.bootstrap, at_once=config.hand_off != "sequential")
+        return partial(mooncake, bootstrap=facts.bootstrap, at_once=config.hand_off != "sequential")
     if told == "mooncake":
         return None
     speaks_nixl = isinstance(facts, VllmFacts) or told == "nixl"
     origin = early_origin(prefill, decodes, config.hand_off)
     if origin is not None:
-        return kvferry.concurrent(transfer_id, origin, takes_first_token=not speaks_nixl)
+        return kvferry.concurrent(origin, takes_first_token=not speaks_nixl)
     if speaks_nixl:
-        return nixl(transfer_id)
-    return kvferry.sequential(transfer_id, is_known=not isinstance(facts, Absent))
+        return nixl
+    return partial(kvferry.sequential, is_known=not isinstance(facts, Absent))
 
 
 def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMode) -> KVSource | None:
@@ -58,7 +59,7 @@ def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMod
     match prefill.facts:
         case InstanceFacts(connector=connector) as facts if mode == "concurrent" or connector in CONCURRENT_CONNECTORS:
             same = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
-            return facts.origin(prefill.host) if same else None
+            return facts.origin(prefill.address.host) if same else None
         case VllmFacts(origins=[origin]) if mode == "concurrent":
             return origin if all(isinstance(one, VllmFacts) for one in decodes) else None
     return None

@@ -5,6 +5,7 @@ One file beside this one makes the form of each protocol.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -57,6 +58,10 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def _with_transfer_id(self, params: msgspec.Raw) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode({**_FIELDS.decode(params), "transfer_id": self.transfer_id}))
+
+
+MakeForm = Callable[[str], Form]
+"""Makes the form of one hand-off, from its transfer id."""
 
 
 class _PrefillAnswer(msgspec.Struct):

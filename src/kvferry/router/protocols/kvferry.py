@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.core.messages.hand_off import Ticket
 from kvferry.core.messages.instance_facts import KVSource
-from kvferry.router.protocols.form import Form
+from kvferry.router.protocols.form import Form, MakeForm
 from kvferry.router.protocols.nixl import produce_params
 
 
@@ -20,11 +20,11 @@ def sequential(transfer_id: str, *, is_known: bool = True) -> Form:
     )
 
 
-def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = True) -> Form:
+def concurrent(origin: KVSource, *, takes_first_token: bool = True) -> MakeForm:
     """D gets P's address and asks P before P has answered. Inside vLLM, D samples the first token itself; without being
     told what P had cached, it would report all tokens that it fetches as cached."""
     ticket = Ticket(
-        transfer_id=transfer_id,
+        transfer_id="",
         remote_engine_id=origin.engine_id,
         remote_host=origin.host,
         remote_port=origin.port,
@@ -32,12 +32,17 @@ def concurrent(transfer_id: str, origin: KVSource, *, takes_first_token: bool = 
         remote_ranks=origin.ranks,
         remote_address_seal=origin.seal,
     )
-    return Form(
-        protocol="kvferry",
-        transfer_id=transfer_id,
-        produce=produce_params(transfer_id),
-        early=ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0}),
-        concurrent=True,
-        shares_seed=takes_first_token,
-        released_by="p" if takes_first_token else "d",
-    )
+    early = ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0})
+
+    def form(transfer_id: str) -> Form:
+        return Form(
+            protocol="kvferry",
+            transfer_id=transfer_id,
+            produce=produce_params(transfer_id),
+            early={**early, "transfer_id": transfer_id},
+            concurrent=True,
+            shares_seed=takes_first_token,
+            released_by="p" if takes_first_token else "d",
+        )
+
+    return form

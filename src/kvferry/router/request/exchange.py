@@ -117,8 +117,8 @@ class Exchange:
         """
         placement, legs, record = self._placement, self._legs, self._record
         form = placement.form(prefill)
-        if form is None:
-            record.failed_instance(prefill, placement.why_no_form(prefill))
+        if isinstance(form, str):
+            record.failed_instance(prefill, form)
             self._give_up(prefill)
             return None
         at_once = form.concurrent and form.early is not None

@@ -54,7 +54,7 @@ class HandOff:
         self.is_as_promised, self.is_without_kv = True, False
         """Of P's ticket: whether it is of the engine that the early one named, and whether no store took its KV."""
         self.given, self._held = False, True
-        self.prefill.num_tickets += 1
+        self.prefill.load.num_tickets += 1
         leg.on_change = self._look
 
     def _look(self) -> None:
@@ -118,7 +118,7 @@ class HandOff:
     def settle(self) -> bool:
         """P holds nothing (any more), or is told now to release it; returns whether it may have held something."""
         held, self._held = self._held, False
-        self.prefill.num_tickets -= held
+        self.prefill.load.num_tickets -= held
         return held
 
     def release(self, releases: Releases, decodes: RolePool, client_headers: RawHeaders) -> None:

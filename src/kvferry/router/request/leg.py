@@ -146,7 +146,6 @@ class Leg:
         self.first_byte_at = self.ended_at = 0.0
         """On the router's monotonic clock; 0 before that."""
         self.seen_bytes = 0
-        instance.in_flight += 1
         open_legs.legs.add(self)
         call.watch(self._changed)
 
@@ -250,7 +249,6 @@ class Leg:
         self.state, self.ended_at = state, self._open.now()
         self._open.legs.discard(self)
         self.work.end()
-        self.instance.in_flight -= 1
 
     # What is done with the answer.
 
@@ -300,7 +298,7 @@ class Leg:
         elif self._call.paused:
             self.progress_at = now  # it is the client who does not read
         patience, waited_s = self.patience, now - self.progress_at
-        stands_still = patience.movable and self.instance.num_late >= LATE_BEFORE_DOWN
+        stands_still = patience.movable and self.instance.looks.num_late >= LATE_BEFORE_DOWN
         if stands_still or waited_s > patience.total_s or self.silent_for(now) > patience.silence_s:
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 

@@ -145,7 +145,7 @@ def _finding(hosts: set[str]) -> re.Pattern[bytes]:
 
 def _hosts(instance: Instance) -> Iterator[str]:
     """All hosts by which an instance may be named."""
-    yield instance.host
+    yield instance.address.host
     match instance.facts:
         case InstanceFacts() as facts:
             yield from (host for host, _ in [(facts.kv_host, facts.kv_port), *(facts.kv_ranks or [])] if host)

@@ -16,7 +16,7 @@ from kvferry.core.entropy import RANDOM
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
-from kvferry.router.choice.chooser import with_model
+from kvferry.router.choice.pairing import with_model
 from kvferry.router.instances.instance import Facts, Instance, Unasked
 from kvferry.router.protocols.choose import alike
 from kvferry.router.request.hand_off import HandOff
@@ -115,7 +115,7 @@ class Rescue:
         )
         able = [one for one in known if self._is_able(one, kind)]
         trusted = [one for one in able if one.trusted] or able
-        return min(trusted, key=lambda one: (one.role, one.in_flight), default=None)  # "decode" comes first
+        return min(trusted, key=lambda one: (one.role, one.load.num_legs), default=None)  # "decode" comes first
 
     def _is_able(self, instance: Instance, kind: type[Facts]) -> bool:
         facts = instance.facts

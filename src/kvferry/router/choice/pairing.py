@@ -1,0 +1,110 @@
+"""Which instances can serve a request together: those with its model, the readers of a prefill instance's KV, and the
+form of their hand-off. What was concluded is kept until an instance comes, goes or says something new.
+
+Tells the prefix index how large each cache is, and when one is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.router.choice.policies.base import Options, any_pair
+from kvferry.router.choice.prefix_index import PrefixIndex
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.instance import Facts, Instance, VllmFacts
+from kvferry.router.instances.load import Candidates, candidates
+from kvferry.router.instances.pools import Pools
+from kvferry.router.protocols.choose import can_pair, choose_form
+from kvferry.router.protocols.form import MakeForm
+
+
+class Pairing:
+    """Of one router's instances."""
+
+    def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex) -> None:
+        self._config, self._pools, self._index = config, pools, index
+        self._known: dict[Instance, Facts] = {}
+        self._revision = self._form_states = -1
+        self._forms: dict[Instance, MakeForm | str] = {}
+        """Of each prefill instance: how it hands off now, or why it cannot."""
+        self._can_pair: Callable[[Instance, Instance], bool] = any_pair
+        self._models_differ = False
+
+    def options(
+        self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
+    ) -> Options[Instance]:
+        """Those of these instances that have the model, and which of them are pairs."""
+        if self._revision != self._pools.revision:
+            self._look_again()
+        if self._models_differ:
+            prefills, decodes = with_model(model, prefills), with_model(model, decodes)
+        # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
+        can_pair = _can_pair if len(prefills) == 1 and prefills[0].draining else self._can_pair
+        return Options(prefills, decodes, may_stay_whole, can_pair)
+
+    def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
+        """Those that can read the KV of this prefill instance, as far as is known."""
+        if self._revision != self._pools.revision:
+            self._look_again()
+        can_pair = _can_pair if prefill.draining else self._can_pair
+        return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
+
+    def form(self, prefill: Instance) -> MakeForm | str:
+        """How this prefill instance can hand off to those that can read its KV; or why it cannot now, as a label for
+        metrics."""
+        states = self._pools.decode.revision.states
+        if states != self._form_states:
+            self._form_states = states
+            self._forms.clear()
+        found = self._forms.get(prefill)
+        if found is None:
+            found = self._forms[prefill] = self._find_form(prefill)
+        return found
+
+    def _find_form(self, prefill: Instance) -> MakeForm | str:
+        readers = self.readers(prefill, self._pools.decode.instances)
+        if not readers:
+            return "no_pair"
+        return choose_form(self._config, prefill, [one.facts for one in readers if one.usable]) or "no_bootstrap"
+
+    def _look_again(self) -> None:
+        """Instances came, went, or have said something new about themselves."""
+        prefill, decode = self._pools.prefill.instances, self._pools.decode.instances
+        everyone = [*prefill, *decode]
+        self._known = {one: self._known[one] for one in everyone if one in self._known}
+        for instance in everyone:
+            if self._known.get(instance) is not instance.facts:
+                self._note_facts(instance, instance.facts)
+        self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
+        all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
+        self._can_pair = any_pair if all_pair else _can_pair
+        self._revision = self._pools.revision
+
+    def _note_facts(self, instance: Instance, facts: Facts) -> None:
+        """An instance has reported about itself; it may be a new process, with an empty cache."""
+        if not isinstance(facts, InstanceFacts | VllmFacts):
+            return
+        before = self._known.get(instance)
+        if isinstance(before, InstanceFacts) and getattr(facts, "engine_id", None) != before.engine_id:
+            self._index.cleared(instance)
+        if facts.num_kv_tokens:
+            self._index.set_capacity(instance, facts.num_kv_tokens)
+        self._known[instance] = facts
+
+
+def _can_pair(prefill: Instance, decode: Instance) -> bool:
+    return prefill.unit == decode.unit and can_pair(prefill.facts, decode.facts)
+
+
+def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:
+    """`instances` without those that are known to serve other models only. If none is known to have the model,
+    all of them: an adapter may have been loaded since, and an instance gives the best error for a model that it
+    does not have."""
+    group = candidates(instances)
+    known: Candidates[Instance] | None = group.memo.get(model)
+    if known is None:
+        known = Candidates(one for one in group if model in one.model_names)
+        if known:  # others are named by clients, any number of them
+            group.memo[model] = known
+    return known or group
