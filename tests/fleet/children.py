@@ -82,6 +82,14 @@ server.serve_forever()
 """Serves and answers /health, at the port of its first argument, --port=N; under TLS where a certificate and its key
 follow."""
 
+SILENT = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    serve(f"http://127.0.0.1:{server.getsockname()[1]}")
+    forever()
+"""
+"""Accepts connections, and answers nothing."""
+
 WRONG = """
 print("kvferry: error: the model is not there; name another", file=sys.stderr)
 sys.exit(2)

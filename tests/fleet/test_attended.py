@@ -35,9 +35,13 @@ from fleet.test_foreign import foreign
 from kvferry.cli import attended as foreground
 from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar, make_registrar
+from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import Failing
+from kvferry.fleet.leftovers import remove_leftovers
+from kvferry.fleet.places import running_folder
 from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.started import started_at
 
 TESTS = Path(__file__).parents[1]
 
@@ -358,8 +362,9 @@ def _numbers(display: RecordingDisplay, word: str) -> list[int]:
     return [int(words[1]) for words in lines if words[:1] == [word]]
 
 
-def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path) -> None:
-    """Not what somebody else has made, is serving from, or has just begun."""
+def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what somebody else has made, is serving from, or has just begun; nor a fleet's that goes on without its
+    controller."""
     names = ("kvferry-killed", "kvferry-serving", "kvferry-new", "other-killed")
     for name in names:
         lease = Ledger(tmp_path / name / "ledger").try_to_act()
@@ -369,10 +374,19 @@ def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path) -> N
         else:
             lease.close()
     (tmp_path / "kvferry-else").mkdir()
+    monkeypatch.setattr(places, "memory_folder", lambda: str(tmp_path))
+    over, alone, led = (running_folder(Ledger(tmp_path / f"ledger-{name}")) for name in ("over", "alone", "led"))
+    lease = Ledger(tmp_path / "ledger-led").try_to_act()
+    assert lease is not None
+    for folder, started in ((over, 1), (alone, started_at(os.getpid())), (led, 1)):
+        (folder / "members" / "decode-0").mkdir(parents=True)
+        (folder / "members" / "decode-0" / "process").write_text(f"{os.getpid()} {started}\n")
+        os.utime(folder / "members", (0, 0))
     for one in [*tmp_path.iterdir(), *tmp_path.glob("*/ledger")]:
         if "kvferry-new" not in str(one):
             os.utime(one, (0, 0))
-    foreground.remove_what_killed_ones_left(tmp_path)
-    left = {"kvferry-serving", "kvferry-new", "other-killed", "kvferry-else"}
+    remove_leftovers(tmp_path)
+    left = {"kvferry-serving", "kvferry-new", "other-killed", "kvferry-else", alone.name, led.name, "ledger-led"}
     assert {one.name for one in tmp_path.iterdir()} == left
     serving.close()
+    lease.close()

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.backoff import held_back
+from kvferry.fleet.control.backoff import held_back, remember
 from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import WantedFleet, fleet_from, what_cannot_roll
 from support.examples import examples
 
 POOLING = {"name": "chat", "model": "m", "mode": "pooling"}
@@ -342,6 +342,23 @@ def test_waits_after_failures_grow_and_a_crash_loop_ends_it() -> None:
     assert why.why.startswith("failed 4 times in a row, and is not started again: ")
 
 
+def test_any_number_of_failures_makes_a_crash_loop() -> None:
+    fleet = pooling(failure={"crash_loop": 3000, "backoff": ["1ms", "2ms"]})
+    failures: list[Failure] = []
+    for number in range(2999):
+        remember(failures, Failure("decode", fleet.revision, float(number), "it ended"), 3000)
+        remember(failures, Failure("prefill", fleet.revision, float(number), "it ended"), 3)
+    held = held_back(fleet, "decode", [], failures, 2998.001)
+    assert held is not None
+    assert not held.for_good
+    for _ in range(2):
+        remember(failures, Failure("decode", fleet.revision, 3000.0, "the last"), 3000)
+    held = held_back(fleet, "decode", [], failures, 9000.0)
+    assert held is not None
+    assert (held.for_good, held.why[:22]) == (True, "failed 3000 times in a")
+    assert Counter(one.role for one in failures) == {"decode": 3000, "prefill": 3}
+
+
 def test_a_new_revision_that_fails_takes_nothing_from_the_old_one() -> None:
     world = World(pooling(2, 2, roll={"surge": 1}, failure={"crash_loop": 3, "backoff": ["1s", "1s"]}))
     world.settle()
@@ -422,6 +439,31 @@ def test_a_roll_that_could_never_end_is_refused_before_it_begins() -> None:
     world.settle()
     with pytest.raises(ConfigError, match="could never be replaced"):
         rehearse(another_model(fleet), list(world.members.values()))
+
+
+def test_a_change_in_the_middle_of_another_is_rehearsed_as_if_that_had_come_to_its_end() -> None:
+    world = World(pooling(1, 2))
+    world.tick()  # they start
+    rehearse(changed(world.fleet, args=("--log-format=json",)), list(world.members.values()))
+    world.settle()
+    world.fleet = another_model(world.fleet)
+    world.tick()
+    for one in [one for one in world.members.values() if one.phase is Phase.READY]:
+        world.to(one, Phase.DRAINING)
+    rehearse(world.fleet, list(world.members.values()))
+
+
+@pytest.mark.parametrize(
+    ("roles", "roll", "what"),
+    [
+        ({"prefill": {"count": 1}, "decode": {"count": 3, "max": 3}}, {}, "role.decode"),
+        ({"prefill": {"count": 1}, "decode": {"count": 3, "max": 3}}, {"unavailable": 1}, ""),
+        ({"prefill": {"count": 1}, "decode": {"count": 3, "max": 4}}, {}, ""),
+        ({"prefill": {"count": 1}, "decode": {"count": 0, "max": 0}}, {}, ""),
+    ],
+)
+def test_what_no_roll_could_replace_is_known(roles: Any, roll: dict[str, int], what: str) -> None:
+    assert what_cannot_roll(fleet_from({**POOLING, "role": roles, "roll": roll})) == what
 
 
 def test_a_roll_keeps_those_that_serve_although_their_other_half_is_dead() -> None:

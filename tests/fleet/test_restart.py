@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.children import CRASHING_WHEN_TOLD, GOOD, HEALTHY, child
+from fleet.children import CRASHING_WHEN_TOLD, GOOD, HEALTHY, SILENT, child
 from fleet.fleets import Make, up
 from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
@@ -74,9 +74,11 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
     display = RecordingDisplay()
     cert, key = Authority(tmp_path).issue()
     files = (str(cert), str(key)) if tls else ()
-    makes = {**FLEET, "decode": lambda name: child(name, HEALTHY, "--port=0", *files)}
+    makes = {**FLEET, "prefill": healthy, "decode": lambda name: child(name, HEALTHY, "--port=0", *files)}
     task = await up(display, makes, Failing(hang="1s", backoff=("100ms", "1s")))
-    await _is_asked(caplog)
+    async with asyncio.timeout(60):
+        while "decode-0 answers GET /health" not in caplog.text:
+            await asyncio.sleep(0.05)
     os.kill(pids(display, "decode-0")[0], signal.SIGSTOP)
     await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)
     assert "decode-0 has not answered GET /health for" in caplog.text
@@ -84,20 +86,12 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
     await end(task)
 
 
-async def _is_asked(caplog: pytest.LogCaptureFixture) -> None:
-    """Only who has answered once is judged."""
-    async with asyncio.timeout(60):
-        while "decode-0 answers GET /health" not in caplog.text:
-            await asyncio.sleep(0.05)
-
-
-async def test_who_never_answered_health_is_not_judged() -> None:
-    """Such as a program whose health is elsewhere."""
+async def test_who_hangs_as_soon_as_it_serves_is_killed_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     display = RecordingDisplay()
-    makes = {**FLEET, "decode": lambda name: child(name, GOOD, "D", "http://127.0.0.1:9")}
-    task = await up(display, makes, Failing(hang="100ms"))
-    await asyncio.sleep(1.0)  # ten times its limit
-    assert len(urls(display, "decode-0")) == 1
+    makes = {**FLEET, "prefill": healthy, "decode": lambda name: child(name, SILENT)}
+    task = await up(display, makes, Failing(hang="400ms", backoff=("100ms", "1s")))
+    await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)
+    assert "decode-0 has not answered GET /health for" in caplog.text
     await end(task)
 
 

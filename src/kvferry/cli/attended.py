@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
@@ -18,10 +16,11 @@ from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
 from kvferry.fleet.control.front import Front
-from kvferry.fleet.control.lease import is_held
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.display import Display, ReportingDisplay, make_display
+from kvferry.fleet.leftovers import remove_leftovers
+from kvferry.fleet.places import PREFIX
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
@@ -31,10 +30,6 @@ EXIT_KILLED = 130
 
 END_MARGIN_S = 5.0
 """How much longer than its own grace a process may take to end before it is killed."""
-
-_PREFIX = "kvferry-"
-_NEW_S = 60.0
-"""A folder that was changed later than so long ago may be one of which nobody has the lease yet."""
 
 MakeRecipe = Callable[[WantedFleet], Recipe]
 
@@ -65,8 +60,8 @@ class AttendedFleet:
         """Serve until the end; returns the exit code. Call it in the main thread. Raises `ConfigError` if the fleet
         cannot be run here."""
         try:
-            remove_what_killed_ones_left(Path(memory_folder() or gettempdir()))
-            with TemporaryDirectory(prefix=_PREFIX, dir=memory_folder()) as folder:
+            remove_leftovers()
+            with TemporaryDirectory(prefix=PREFIX, dir=memory_folder()) as folder:
                 return await self._run(Path(folder))
         finally:
             self._display.close()
@@ -159,17 +154,6 @@ class AttendedFleet:
             self._display.note("killing everything")
             for one in self._backend.members():
                 self._hurrying.add(asyncio.create_task(self._backend.stop(one.name, 0.0)))
-
-
-def remove_what_killed_ones_left(root: Path) -> None:
-    """Remove the folders of fleets in the foreground that were killed with SIGKILL, and so could not do it themselves;
-    their members have ended with them."""
-    for ledger in root.glob(f"{_PREFIX}*/ledger/controller.lock"):
-        with suppress(OSError):  # another process removes it too, or it is another user's
-            found = ledger.parents[1].lstat()
-            is_old = SYSTEM_CLOCK.wall() - max(found.st_mtime, ledger.parent.stat().st_mtime) > _NEW_S
-            if found.st_uid == os.getuid() and is_old and not is_held(ledger):
-                shutil.rmtree(ledger.parents[1])
 
 
 def run_attended(

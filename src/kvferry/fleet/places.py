@@ -6,12 +6,18 @@ import hashlib
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.environment import STATE_DIR
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.control.ledger import Ledger
+
+PREFIX = "kvferry-"
+"""How the names of folders in memory begin."""
+LEDGER = "ledger-is"
+"""The file in a fleet's folder in memory that names the folder of its ledger."""
 
 
 def fleets_folder() -> Path:
@@ -52,14 +58,17 @@ def running_path(ledger: Ledger) -> Path:
     """Where the processes of a fleet are found while they run, on no disk: it goes with the machine, as they do."""
     root = Path(memory_folder() or tempfile.gettempdir())
     digest = hashlib.sha256(str(ledger.folder.resolve()).encode()).hexdigest()[:16]
-    return root / f"kvferry-{os.getuid()}-{digest}"
+    return root / f"{PREFIX}{os.getuid()}-{digest}"
 
 
 def running_folder(ledger: Ledger) -> Path:
-    """The same, made if it is not there. Raises `ConfigError` if another user has made it."""
+    """The same, made if it is not there; a file in it says whose it is. Raises `ConfigError` if another user has made
+    it."""
     folder = running_path(ledger)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{folder} is not this user's alone; remove it")
+    with suppress(OSError):  # no room in memory; it is then removed by nobody but its own fleet
+        (folder / LEDGER).write_text(str(ledger.folder.resolve()), encoding="utf-8")
     return folder

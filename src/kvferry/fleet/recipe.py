@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
+from kvferry.core.machine import require_memory
 from kvferry.core.settings import environment
+from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, to_arguments
@@ -36,6 +39,8 @@ OWN_ENGINE = EngineChoice()
 OPEN, LIMITS = HttpAccess(), HttpLimits()
 UNKNOWN = InstanceAccess()
 LOOPBACK = "127.0.0.1"
+INSTANCE_BYTES = 32 * 2**20
+"""The least memory that an instance takes for itself, without its model and its KV cache."""
 ROUTERS = 2
 """How many routers share an address where there are cores for them: one that dies or hangs is then no outage."""
 
@@ -78,6 +83,19 @@ class LocalRecipe:
         for number, role in enumerate(roles):
             self.instance(f"{role}-0", role, number, self.cores)
         _ = self.addresses
+        self._require_room()
+
+    def _require_room(self) -> None:
+        """Raise `ConfigError` if this machine is too small for so many instances, whatever their model."""
+        number, settings = self.num_instances, self.engine
+        if self.fleet.backend.kind != "local" or number < 2:
+            return
+        on_gpu = settings.device == "cuda" or (settings.device == "auto" and Path("/dev/nvidiactl").exists())
+        cache = None if on_gpu else settings.kv_cache_memory
+        cache_bytes = 0 if cache is None else parse_bytes(cache, "--kv-cache-memory")
+        told = "" if cache is None else f" and --kv-cache-memory {cache}"
+        asker = f"{number} instances take at least {format_bytes(INSTANCE_BYTES)}{told} each"
+        require_memory(number * (INSTANCE_BYTES + cache_bytes), asker)
 
     @property
     def num_instances(self) -> int:

@@ -57,7 +57,6 @@ class _Started:
 class SimBackend(FleetBackend):
     """The members of a `FleetWorld`, for one controller."""
 
-    routers_share = False
     num_routers = 1
 
     def __init__(self, world: FleetWorld) -> None:
@@ -144,7 +143,7 @@ class FleetWorld(World):
 
     async def _control(self, process: SimProcess) -> None:
         backend, clock = SimBackend(self), self.simulation
-        async with Front(TOKEN, tells_each=True) as front:
+        async with Front(TOKEN) as front:
             controller = Controller(self.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
             process.on_end[controller] = controller.close  # the kernel's, when a process ends
             try:

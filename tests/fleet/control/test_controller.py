@@ -463,6 +463,20 @@ async def test_a_change_that_cannot_be_run_is_not_made(tmp_path: Path, caplog: p
         assert "prefill-1" in made.backend.serving
 
 
+async def test_a_roll_for_which_there_is_no_room_says_so(tmp_path: Path) -> None:
+    roles = {"prefill": {"count": 1}, "decode": {"count": 2, "max": 2}}
+    made = Controlled(tmp_path, pooling(role=roles))
+    async with made.running():
+        await made.settled()
+        made.ledger.want(pooling(role=roles, stamp="again"))
+        await made.until(lambda: "decode-0, decode-1, prefill-0 could never be replaced: there is no" in made.trouble())
+        made.ledger.want(pooling(role=roles, stamp="again", roll={"pause": True}))
+        await made.until(lambda: made.trouble() == "")
+        made.ledger.want(pooling(role=roles, stamp="again", roll={"unavailable": 1}))
+        await made.settled()
+        assert made.trouble() == ""
+
+
 async def test_a_fleet_does_not_move_to_another_backend(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     async with made.running():

@@ -20,7 +20,7 @@ async def test_routers_that_share_nothing_are_each_told(tmp_path: Path) -> None:
     arguments = ("router", "--registration", "--host=127.0.0.1")
     with begun(*arguments, log=tmp_path / "a") as first, begun(*arguments, log=tmp_path / "b") as second:
         urls = [first().url, second().url]
-        async with Front(AUTH_TOKEN, tells_each=True) as front:
+        async with Front(AUTH_TOKEN) as front:
             views = await front.declare(["http://127.0.0.1:9", *urls], [DECODE], [])
             assert views is not None
             assert (views["decode-0"].draining, views["decode-0"].drained) == (False, False)

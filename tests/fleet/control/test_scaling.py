@@ -170,6 +170,7 @@ async def test_a_spec_that_is_applied_again_does_not_take_back_what_was_started(
         made.ledger.want(pooling(1, 1))  # without [scale], the counts are the user's again
         await made.settled()
         assert made.backend.serving == [DECODE, PREFILL, "router-0"]
+        assert made.ledger.scaled() is None, "nor does a later [scale] begin with what an earlier one decided"
 
 
 async def test_recommendations_are_only_said(tmp_path: Path) -> None:

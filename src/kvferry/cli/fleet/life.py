@@ -34,8 +34,9 @@ from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, St
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Event, Ledger, Wanted
 from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import Number, WantedFleet, check_fleet, read_fleet
+from kvferry.fleet.control.spec import Number, WantedFleet, check_fleet, read_fleet, what_cannot_roll
 from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder, running_path
 from kvferry.fleet.process import PROGRAM
 from kvferry.models.catalog import resolve
@@ -79,6 +80,9 @@ def apply(
     _backend(running_path(ledger), fleet)
     if dry_run:
         return _rehearse(ledger, fleet)
+    if (what := what_cannot_roll(fleet)) and fleet.scale is None:
+        why = f"{what}: with max = count and roll.unavailable = 0, no roll can replace anything"
+        sys.stderr.write(f"kvferry: {why}; raise one of max and roll.unavailable to be able to change settings\n")
     _wait_for_end(ledger, wait_s)
     return _pursue(ledger, ledger.want(fleet), wait_s)
 
@@ -207,13 +211,14 @@ def control(
     on. A second one waits until the first has ended."""
     set_up_logging(TEXT, "controller")
     DigestCache()
+    remove_leftovers()
     return asyncio.run(_control(_existing(name), waits=wait))
 
 
 async def _control(ledger: Ledger, *, waits: bool) -> int:
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = _backend(running_folder(ledger), fleet)
-    async with Front(backend.context.token, tells_each=not backend.routers_share) as front:
+    async with Front(backend.context.token) as front:
         controller = Controller(
             ledger, backend, front, display, SYSTEM_CLOCK, waits=waits, grace_s=grace_of(fleet, serve)
         )

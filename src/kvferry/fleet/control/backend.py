@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import KvferryError
@@ -126,8 +126,6 @@ class BackendContext:
 class FleetBackend(ABC):
     """One fleet's members. Used by one event loop. Every method that waits has a deadline of its own."""
 
-    routers_share: ClassVar[bool] = True
-    """Whether its routers share what they know of instances; otherwise each of them is told."""
     changed: asyncio.Event
     """Set whenever `members` would answer something else; who waits for it clears it."""
 

@@ -11,6 +11,9 @@ from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 SETTLED_S = 60.0
 """Who has served for so long has recovered: failures before that count no longer."""
 
+_MOST_DOUBLINGS = 64
+"""A longer wait than any that can be asked for; beyond 1,023 the float overflows."""
+
 
 @dataclass(frozen=True)
 class HeldBack:
@@ -38,10 +41,18 @@ def held_back(
     if len(row) >= failing.crash_loop:
         return HeldBack(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", for_good=True)
     first, longest = map(seconds, failing.backoff)
-    wait_s = row[-1].at + min(first * 2.0 ** (len(row) - 1), longest) - now
+    wait_s = row[-1].at + min(first * 2.0 ** min(len(row) - 1, _MOST_DOUBLINGS), longest) - now
     if wait_s <= 0:
         return None
     return HeldBack(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")
+
+
+def remember(failures: list[Failure], one: Failure, most: int) -> None:
+    """Add a failure; of its role and revision, no more than `most` are kept, which is as many as are ever counted."""
+    same = [before for before in failures if (before.role, before.revision) == (one.role, one.revision)]
+    if len(same) >= most:
+        failures.remove(same[0])
+    failures.append(one)
 
 
 def _times(number: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
+from kvferry.fleet.control.backoff import remember
 from kvferry.fleet.control.facts import (
     Drain,
     Failure,
@@ -39,7 +40,7 @@ from kvferry.fleet.control.lease import Lease
 from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer, routers_of
-from kvferry.fleet.control.report import is_settled, member_status, role_status, says_the_same
+from kvferry.fleet.control.report import is_settled, member_status, role_status, says_the_same, why_stalled
 from kvferry.fleet.control.scaling import Scaling
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 from kvferry.fleet.display import Display
@@ -47,7 +48,6 @@ from kvferry.fleet.display import Display
 logger = logging.getLogger(__name__)
 
 _SETTLED_TICK_S, _BUSY_TICK_S, _LEAST_TICK_S = 0.5, 0.1, 0.02
-_MOST_FAILURES = 1000
 _ANSWERING = ("decode", "both")
 _SOON_S = 1.0
 """How long the end of members is waited for before it is said which ones are."""
@@ -277,8 +277,9 @@ class Controller:
         taken = [step for step in steps if self._begin(step, by_name.get(step.name), running)]
         staying = [one for one in members if one.name not in self._observer.stopping]
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
-        self._report(wanted.number, fleet, front, seen, members)
         is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
+        stalled = "" if steps or is_moving else why_stalled(fleet, seen)
+        self._report(wanted.number, fleet, front, seen, members, stalled)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
 
     def _look_for_changes(self) -> Wanted:
@@ -409,8 +410,9 @@ class Controller:
             logger.warning("%s %s", member.name, why)
 
     def _remember(self, role: MemberRole, revision: str, why: str) -> None:
-        self._failures.append(Failure(role, revision, self._clock.monotonic(), why))
-        del self._failures[:-_MOST_FAILURES]
+        assert self._wanted is not None
+        failure = Failure(role, revision, self._clock.monotonic(), why)
+        remember(self._failures, failure, self._wanted.fleet.failure.crash_loop)
 
     def _in_trouble(self, text: str) -> None:
         """Nobody is at fault whom it could be told."""
@@ -428,8 +430,10 @@ class Controller:
         front: WantedFleet,
         seen: Sequence[Observed],
         members: Sequence[Member],
+        stalled: str,
     ) -> None:
-        """Write down how the fleet is, and tell who waits for it to be up. `number`: of the change that is followed."""
+        """Write down how the fleet is, and tell who waits for it to be up. `number`: of the change that is followed;
+        `stalled`: why nothing is done although something is to be replaced."""
         now = self._clock.monotonic()
         roles = {
             name: one for each in (fleet, front) for name, one in role_status(each, seen, self._failures, now).items()
@@ -443,7 +447,9 @@ class Controller:
             self._display.up(url)
             self._note("up", "", url)
         refused = (f"the change is refused: {self._refused.why}",) if self._refused.number else ()
-        trouble = (*refused, *(f"{role}: {one.failed}" for role, one in roles.items() if one.given_up))
+        given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
+        is_held_back = any(one.failed for one in roles.values())
+        trouble = (*refused, *given_up, *([stalled] if stalled and not is_held_back else ()))
         if self._attended and self._is_up and _is_hopeless(roles, seen):
             self.end(FleetFailed(self._last_failed, "; ".join(trouble)))
         status = FleetStatus(

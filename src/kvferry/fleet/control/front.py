@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 _PATH = "/kvferry/instances"
 Answered = TypeVar("Answered")
-_ASK_S = 5.0
+_ASK_S, _ASK_AGAIN_S = 5.0, 1.0
+"""How long an answer is waited for; and that of a router that did not answer last, so that one that hangs keeps nobody
+from looking after the others."""
 _MOST_BYTES = 64 * 2**20
 
 
@@ -50,12 +52,12 @@ class _Shown(msgspec.Struct):
 class Front:
     """Owns the connections to the routers. Everything it asks for is signed for operators."""
 
-    def __init__(self, token: str = "", *, tells_each: bool = False) -> None:
-        """`token`: the fleet's; default: that of this process's environment, or of this user. `tells_each`: routers
-        do not share what they know."""
-        self._tells_each = tells_each
+    def __init__(self, token: str = "") -> None:
+        """`token`: the fleet's; default: that of this process's environment, or of this user."""
         self._http = HttpClient(who="the fleet's controller")
         self._client = SignedClient(self._http, token or http_secret())
+        self._silent = set[str]()
+        """Routers that did not answer last, while others did."""
 
     async def __aenter__(self) -> Front:
         await self._http.__aenter__()
@@ -87,8 +89,9 @@ class Front:
         draining: Iterable[str],
         plan: FleetPlan | None = None,
     ) -> Mapping[str, View] | None:
-        """These are the instances, and what the fleet is to be. `routers`: their URLs. Returns how they see the
-        instances, by name; None if none answers."""
+        """These are the instances, and what the fleet is to be. `routers`: their URLs; each of them is told, as one
+        that was replaced may share with the others no longer what they know. Returns how they see the instances, by
+        name; None if none answers."""
         leaving = set(draining)
         wanted = [
             {
@@ -102,13 +105,10 @@ class Front:
             for one in instances
         ]
         body = msgspec.json.encode({"instances": wanted, "plan": plan})
-        if self._tells_each:
-            answers = await asyncio.gather(*(self._ask(router, "PUT", body) for router in routers))
-            return _together([one for one in answers if one is not None])
-        for router in routers:
-            if (views := await self._ask(router, "PUT", body)) is not None:
-                return views
-        return None
+        answers = await asyncio.gather(*(self._ask(router, "PUT", body) for router in routers))
+        silent = {router for router, one in zip(routers, answers, strict=True) if one is None}
+        self._silent = silent if len(silent) < len(routers) else set()
+        return _together([one for one in answers if one is not None])
 
     async def _get(self, router: str, target: str, kind: type[Answered]) -> Answered | None:
         origin = Origin.parse(router)
@@ -123,10 +123,10 @@ class Front:
             return None
 
     async def _ask(self, router: str, method: str, body: bytes | None) -> Mapping[str, View] | None:
-        origin = Origin.parse(router)
+        origin, within_s = Origin.parse(router), _ASK_AGAIN_S if router in self._silent else _ASK_S
         try:
             status, _, answer = await self._client.ask(
-                origin, method, _PATH, purpose="operate", timeout_s=_ASK_S, body=body, max_bytes=_MOST_BYTES
+                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=_MOST_BYTES
             )
             if status != 200:
                 logger.warning(

@@ -113,11 +113,13 @@ def locked(path: Path) -> int | None:
     """A descriptor of the file, which is made if it is not there, locked until it is closed; None: somebody else has
     locked it. Raises `OSError`."""
     while True:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # the folder has just been removed
-            continue
+        except (FileNotFoundError, FileExistsError):
+            if os.path.lexists(path.parent) and not path.parent.is_dir():
+                raise  # something else is where the folder is to be
+            continue  # the folder has just been removed
         if not _has_locked(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             return None

@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,11 @@ class Ledger:
     def write_scaled(self, memory: ScalingMemory) -> None:
         """Replace the counts that were decided before."""
         self._replace("scaled.json", memory)
+
+    def forget_scaled(self) -> None:
+        """The fleet has no `[scale]` any more: one that has it again begins with the counts of its spec."""
+        with suppress(OSError):
+            (self.folder / "scaled.json").unlink()
 
     def scaled(self) -> ScalingMemory | None:
         """The counts that were decided last, of a fleet that is scaled by what is asked for; None: there are none."""

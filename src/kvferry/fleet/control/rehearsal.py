@@ -17,9 +17,11 @@ _MOST_STEPS = 100_000
 
 def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) -> list[Step]:
     """All steps until the fleet is as it is to be, if every step succeeds at once. Raises `ConfigError` if it would
-    come to a stop before: the settings leave no way to replace what is there."""
+    come to a stop before: the settings leave no way to replace what is there. Members that start are taken to serve,
+    and those that leave to have left."""
     steps: list[Step] = []
-    present = {one.name: one for one in members}
+    staying = (one for one in members if one.phase in (Phase.READY, Phase.STARTING))
+    present = {one.name: replace(one, phase=Phase.READY) for one in staying}
     fleet = _unpaused(fleet)
     while len(steps) < _MOST_STEPS:
         new = plan(fleet, list(present.values()), (), now)
@@ -28,13 +30,18 @@ def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) 
         steps += new
         for step in new:
             _imagine(present, step, now)
-    stuck = [one.name for one in present.values() if one.revision != fleet.revision]
-    if stuck:
-        raise ConfigError(
-            f"{', '.join(sorted(stuck)[:3])} could never be replaced: there is no room (max) for roll.surge ="
-            f" {fleet.roll.surge}, and roll.unavailable = {fleet.roll.unavailable} lets too few be missing; raise one"
-        )
+    if stuck := sorted(one.name for one in present.values() if one.revision != fleet.revision):
+        raise ConfigError(no_way_to_replace(fleet, stuck))
     return steps
+
+
+def no_way_to_replace(fleet: WantedFleet, stuck: Sequence[str]) -> str:
+    """Why the settings keep these instances of another revision where they are."""
+    return (
+        f"{', '.join(stuck[:3])} {'and others ' if len(stuck) > 3 else ''}could never be replaced: there is no room"
+        f" (max) for roll.surge = {fleet.roll.surge}, and roll.unavailable = {fleet.roll.unavailable} lets too few be"
+        " missing; raise one"
+    )
 
 
 def _unpaused(fleet: WantedFleet) -> WantedFleet:

@@ -11,6 +11,7 @@ from kvferry.fleet.control.backend import Member
 from kvferry.fleet.control.backoff import held_back
 from kvferry.fleet.control.facts import Failure, MemberStatus, Observed, Phase, RoleStatus
 from kvferry.fleet.control.ledger import FleetStatus
+from kvferry.fleet.control.rehearsal import no_way_to_replace
 from kvferry.fleet.control.spec import WantedFleet
 
 
@@ -64,6 +65,13 @@ def is_settled(fleets: Sequence[WantedFleet], seen: Sequence[Observed], roles: d
     return all(one.ready == one.desired for one in roles.values()) and all(
         one.phase is Phase.READY and one.revision in revisions for one in seen
     )
+
+
+def why_stalled(fleet: WantedFleet, seen: Sequence[Observed]) -> str:
+    """Why instances of another revision stay, of a fleet in which nothing moves and nothing can be done; empty if there
+    are none, or the fleet is paused."""
+    old = sorted(one.name for one in seen if one.role != "router" and one.revision != fleet.revision)
+    return no_way_to_replace(fleet, old) if old and not fleet.roll.pause else ""
 
 
 def says_the_same(status: FleetStatus, other: FleetStatus | None) -> bool:

@@ -46,6 +46,8 @@ class Scaling:
     def wanted(self, fleet: WantedFleet) -> WantedFleet:
         """The fleet with the counts that were decided."""
         if fleet.scale is None:
+            if self._memory is not None:
+                self._ledger.forget_scaled()
             self._memory = self._measuring = self._decision = None
             return fleet
         rules = rules_of(fleet, fleet.scale)

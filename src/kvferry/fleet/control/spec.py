@@ -378,8 +378,7 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
             raise ConfigError(f"role.{name}: count = {one.count} is not between min = {one.min} and max = {one.max}")
         if one.count < one.min:
             raise ConfigError(f"role.{name}: count = {one.count} is less than min = {one.min}")
-        has_room = fleet.roll.surge and (one.max is None or one.max > one.count)
-        if not has_room and one.min > max(0, one.count - fleet.roll.unavailable):
+        if not _has_room(fleet.roll, one) and one.min > max(0, one.count - fleet.roll.unavailable):
             raise ConfigError(
                 f"role.{name}: with min = {one.min} and no room for roll.surge, nothing could ever be replaced"
             )
@@ -397,6 +396,21 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
     if first > longest:
         raise ConfigError("failure.backoff: the first wait is longer than the longest")
     return fleet
+
+
+def what_cannot_roll(fleet: WantedFleet) -> str:
+    """What no roll could replace anything of: a role, or "unit"; empty if there is none."""
+    if fleet.roll.unavailable:
+        return ""
+    kinds: dict[str, RoleSpec | Unit] = (
+        {"unit": fleet.unit} if fleet.unit is not None else {f"role.{name}": one for name, one in fleet.role.items()}
+    )
+    return next((kind for kind, one in kinds.items() if one.count and not _has_room(fleet.roll, one)), "")
+
+
+def _has_room(roll: Roll, of: RoleSpec | Unit) -> bool:
+    """Whether a roll may start any in advance."""
+    return bool(roll.surge) and (of.max is None or of.max > of.count)
 
 
 def _check_scale(fleet: WantedFleet, scale: ScaleSpec) -> None:

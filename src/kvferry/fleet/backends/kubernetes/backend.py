@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.kubernetes.pod import (
@@ -48,8 +48,6 @@ _WAITS_S = (0.2, 10.0)
 class KubernetesBackend(FleetBackend):
     """Owns what the watch has told, and the two tasks that keep the pods followed and what is around them as it is to
     be."""
-
-    routers_share: ClassVar[bool] = False
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

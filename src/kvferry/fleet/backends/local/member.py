@@ -73,14 +73,15 @@ class LocalMember:
         """What is known of it."""
         about, ended = self.about, self.ended
         state = MemberState.SERVING if self._is_serving else MemberState.STARTING
+        url = about.url if self._is_serving else ""
         return Member(
             name=about.name,
             role=about.role,
             revision=about.revision,
             unit=about.unit,
             state=state if ended is None else MemberState.ENDED,
-            url=about.url if self._is_serving else "",
-            health_url=about.health_url,
+            url=url,
+            health_url=about.health_url or (url if about.role != "router" else ""),
             bootstrap_port=about.bootstrap_port,
             reason="" if ended is None else ended.reason,
             is_misconfigured=ended is not None and ended.is_misconfigured,

@@ -1,0 +1,52 @@
+"""Removes the folders in memory of fleets that were killed, all of their processes at once, and so could not do it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.backends.local.backend import memory_folder
+from kvferry.fleet.backends.local.folder import MemberFolder
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.places import LEDGER, PREFIX
+
+_NEW_S = 60.0
+"""A folder that was changed later than so long ago may be one of which nobody has the lease yet."""
+
+
+def remove_leftovers(root: Path | None = None) -> None:
+    """Remove those of this user in which no controller acts and no member runs: each is known by its process's number
+    and start time. What a fleet is to be is elsewhere, and it can be taken up again. `root`: where they are; default:
+    in memory."""
+    for folder in (root or Path(memory_folder() or tempfile.gettempdir())).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process removes it too, or it is another user's
+            if folder.lstat().st_uid == os.getuid() and _is_over(folder):
+                shutil.rmtree(folder)
+
+
+def _is_over(folder: Path) -> bool:
+    ledger = _ledger_of(folder)
+    if ledger is None or ledger.has_controller:
+        return False
+    paths = [folder, folder / "members", ledger.folder]
+    changed = max(one.stat().st_mtime for one in paths if one.exists())
+    if SYSTEM_CLOCK.wall() - changed <= _NEW_S:
+        return False
+    return not any(one.pid() is not None for one in _members(folder))
+
+
+def _ledger_of(folder: Path) -> Ledger | None:
+    """Of a fleet in the foreground, it is in the folder itself; None: this is no fleet's folder."""
+    if (folder / LEDGER).is_file():
+        return Ledger(Path((folder / LEDGER).read_text(encoding="utf-8")))
+    return Ledger(folder / "ledger") if (folder / "ledger" / "controller.lock").is_file() else None
+
+
+def _members(folder: Path) -> Iterator[MemberFolder]:
+    if (folder / "members").is_dir():
+        yield from map(MemberFolder, (folder / "members").iterdir())
