@@ -43,7 +43,7 @@ def test_the_least_urgent_is_neither_scheduled_nor_written_to() -> None:
     queues, running = SequenceQueues(), [sequence(str(order), order) for order in range(4)]
     for one in running:
         queues.start(one)
-    running[2].meeting = Meeting(4, 8)
+    running[2].load.meeting = Meeting(4, 8)
     assert queues.least_urgent({"3"}) is running[1]
 
 

@@ -93,13 +93,13 @@ class ExternalKV:
     def match(self, sequence: Sequence, num_cached_tokens: int) -> Match:
         """Ask how much can be loaded beyond the first `num_cached_tokens` of the prompt (vLLM's
         `get_num_new_matched_tokens`). After a `Miss` the connector is not asked again."""
-        if self._connector is None or sequence.is_load_settled or not sequence.reuses_prefix:
+        if self._connector is None or sequence.load.is_settled or not sequence.reuses_prefix:
             return Miss()
         if not sequence.can_use_offered():
-            sequence.is_load_settled = True
+            sequence.load.is_settled = True
             return Miss()
         match = self._connector.match(sequence, num_cached_tokens)
-        sequence.is_load_settled = isinstance(match, Miss)
+        sequence.load.is_settled = isinstance(match, Miss)
         return match
 
     def failure_of(self, sequence: Sequence, error: KvferryError) -> HandOffFailed | None:
@@ -130,28 +130,28 @@ class ExternalKV:
         self._counters.num_external_hits += hit.num_tokens - hit.num_computed_meanwhile
         sequence.request.timeline.stamp("transfer_started", self._clock.wall())
         if hit.layerwise:
-            sequence.layerwise_base = num_cached
+            sequence.load.layerwise_base = num_cached
             sequence.num_computed_tokens = num_cached + hit.num_tokens
-            sequence.is_load_settled = True
+            sequence.load.is_settled = True
         elif hit.num_computed_meanwhile:
-            sequence.meeting = Meeting(num_cached + hit.num_computed_meanwhile, num_cached + hit.num_tokens)
+            sequence.load.meeting = Meeting(num_cached + hit.num_computed_meanwhile, num_cached + hit.num_tokens)
         else:
             sequence.status = Status.LOADING
-            sequence.load_target = num_cached + hit.num_tokens
+            sequence.load.target = num_cached + hit.num_tokens
             self._loading[sequence.request_id] = sequence
-        return hit.layerwise or sequence.meeting is not None
+        return hit.layerwise or sequence.load.meeting is not None
 
     def meet(self, sequence: Sequence) -> int | None:
         """Look whether all before the meeting is computed now, and all behind it loaded: if so, returns how many tokens
         have their KV. None: not yet; a sequence that has computed its part waits for its KV from now on."""
-        meeting = sequence.meeting
+        meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:
             return None
         if meeting.is_loaded:
-            sequence.meeting = None
+            sequence.load.meeting = None
             return meeting.last
-        sequence.status, sequence.load_target = Status.LOADING, meeting.last
+        sequence.status, sequence.load.target = Status.LOADING, meeting.last
         self._loading[sequence.request_id] = sequence
         return None
 
@@ -159,20 +159,20 @@ class ExternalKV:
         """Note that a load brought the KV of the first `num_tokens` (None: all that was promised). Returns how many
         tokens have their KV now; None: the sequence did not wait for the load, and runs on."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
-        if (meeting := sequence.meeting) is not None:
-            sequence.is_load_settled = meeting.is_loaded = True
+        if (meeting := sequence.load.meeting) is not None:
+            sequence.load.is_settled = meeting.is_loaded = True
             meeting.last = _reached(meeting.first, num_tokens, meeting.last)
         if self._loading.pop(sequence.request_id, None) is None:
             return None
-        sequence.is_load_settled, sequence.meeting = True, None
-        return _reached(sequence.num_computed_tokens, num_tokens, sequence.load_target)
+        sequence.load.is_settled, sequence.load.meeting = True, None
+        return _reached(sequence.num_computed_tokens, num_tokens, sequence.load.target)
 
     @staticmethod
     def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
         """Turn a layerwise load of the step that came in part only, or is missing in the report, into a failed one: the
         step computed on that KV. All other events stay as they are."""
         promised = {
-            chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.layerwise_base is not None
+            chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.load.layerwise_base is not None
         }
         settled = [_whole_or_failed(event, promised) for event in report]
         reported = {event.request_id for event in settled if isinstance(event, Loaded | Failed)}
@@ -181,10 +181,10 @@ class ExternalKV:
 
     def abandon_load(self, sequence: Sequence) -> None:
         """End a load that failed or is not wanted any more: the sequence has the KV again that it had before."""
-        sequence.is_load_settled, sequence.meeting = True, None
+        sequence.load.is_settled, sequence.load.meeting = True, None
         self._loading.pop(sequence.request_id, None)
-        if sequence.layerwise_base is not None:
-            sequence.num_computed_tokens, sequence.layerwise_base = sequence.layerwise_base, None
+        if sequence.load.layerwise_base is not None:
+            sequence.num_computed_tokens, sequence.load.layerwise_base = sequence.load.layerwise_base, None
 
     def keep_aside(self, sequence: Sequence, name: str) -> None:
         """Hold the blocks of a sequence whose load does not end, until the connector has `Released` this name."""

@@ -185,7 +185,7 @@ class Scheduler:
         """All running sequences, if each has one token to compute and no request waits for its turn: until something
         happens, the next steps are alike, which a simulation makes use of. Else none."""
         running = [] if self._queues.num_waiting else self._queues.running()
-        return running if all(one.num_missing_tokens == 1 and one.meeting is None for one in running) else []
+        return running if all(one.num_missing_tokens == 1 and one.load.meeting is None for one in running) else []
 
     def plan_between_steps(self) -> StepPlan | None:
         """The plan that the worker sides carry out after `update`, before the next step; None: nothing."""
@@ -367,7 +367,7 @@ class Scheduler:
         """Take the sequence's blocks away; it goes back to the queue and begins again."""
         self._queues.stop(sequence)
         self._blocks.give_up(sequence)
-        sequence.layerwise_base = sequence.meeting = None
+        sequence.load.layerwise_base = sequence.load.meeting = None
         sequence.num_restarts += 1
         sequence.prompt_logprobs.clear()
         self.external.preempted(sequence)
@@ -377,13 +377,13 @@ class Scheduler:
 
     def _advance(self, chunk: Chunk, sampled: Sampled | None, failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
-        if sequence.layerwise_base is not None:
+        if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
                 return  # `_load_failed` takes the sequence back to the tokens that it had before the load
-            sequence.layerwise_base = None
+            sequence.load.layerwise_base = None
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         self._blocks.publish(sequence)
-        if sequence.meeting is not None:
+        if sequence.load.meeting is not None:
             self._meet(sequence)
         if sampled is None:
             return
@@ -421,7 +421,7 @@ class Scheduler:
 
     def _leave_trained_context(self, sequence: Sequence) -> None:
         """Preempt a sequence that has just grown beyond the trained context: all its KV must be computed again."""
-        is_new = sequence.is_long and not sequence.is_long_at(len(sequence.tokens) - 1)
+        is_new = sequence.is_long and not sequence.names.is_long(len(sequence.tokens) - 1)
         if is_new and sequence.status is Status.RUNNING:
             self._preempt(sequence)
             self._counters.num_recomputed += 1

@@ -20,13 +20,62 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(slots=True)
 class Meeting:
     """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has come."""
 
     first: int
     last: int
     is_loaded: bool = False
+
+
+@dataclass(slots=True)
+class LoadState:
+    """What a sequence gets through the connector. `is_settled`: nothing (more) will be loaded, and what is missing is
+    computed here. `target`: while LOADING, how many tokens will have their KV once it has come. `layerwise_base`: while
+    a layerwise load is under way, the computed tokens to fall back to if it fails. `meeting`: set while the sequence's
+    end is loaded and its beginning computed."""
+
+    is_settled: bool = False
+    target: int = 0
+    layerwise_base: int | None = None
+    meeting: Meeting | None = None
+
+
+class BlockNames:
+    """The hashes of a sequence's full blocks, and how many of these blocks are in the prefix cache. Beyond
+    `trained_context` tokens the same tokens have other KV, and so other names."""
+
+    __slots__ = (
+        "_fingerprint",
+        "_hashed_as_long",
+        "_hashes",
+        "_root",
+        "_salt",
+        "block_size",
+        "num_published",
+        "trained_context",
+    )
+
+    def __init__(self, block_size: int, fingerprint: str, salt: str, trained_context: int | None) -> None:
+        self.block_size, self.trained_context = block_size, trained_context
+        self.num_published = 0
+        self._fingerprint, self._salt = fingerprint, salt
+        self._hashes: list[BlockHash] = []
+        self._hashed_as_long = False
+        self._root = root_hash(fingerprint, salt)
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens is beyond the trained context."""
+        return self.trained_context is not None and num_tokens > self.trained_context
+
+    def of(self, tokens: Tokens[int]) -> list[BlockHash]:
+        """The names of the full blocks of `tokens`, which only grow from one call to the next."""
+        if self._hashed_as_long != (is_long := self.is_long(len(tokens))):
+            self._hashes, self._hashed_as_long = [], is_long
+            self._root = root_hash(f"{self._fingerprint}/long" if is_long else self._fingerprint, self._salt)
+        extend_hashes(self._hashes, self._root, tokens, self.block_size)
+        return self._hashes
 
 
 class Sequence:
@@ -53,25 +102,13 @@ class Sequence:
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_published_blocks = 0
         self.num_restarts = 0
         self.seed = request.sampling.seed or 0
-        self.is_load_settled = False
-        """Nothing (more) will be loaded through the connector: what is missing is computed here."""
-        self.load_target = 0
-        """While LOADING: how many tokens will have their KV once it has come."""
-        self.layerwise_base: int | None = None
-        """While a layerwise load is under way: the computed tokens to fall back to if it fails."""
-        self.meeting: Meeting | None = None
-        """While its end is loaded and its beginning computed."""
+        self.load = LoadState()
+        self.names = BlockNames(block_size, model_fingerprint, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
-        self._block_size = block_size
-        self._model_fingerprint, self._trained_context = model_fingerprint, trained_context
-        self._hashes: list[BlockHash] = []
-        self._hashed_as_long = False
-        self._root = root_hash(model_fingerprint, self.salt)
 
     @property
     def request_id(self) -> str:
@@ -106,26 +143,16 @@ class Sequence:
     @property
     def block_hashes(self) -> Tokens[BlockHash]:
         """Names of the full blocks of the prompt."""
-        return self.hashes()[: self.num_prompt_tokens // self._block_size]
+        return self.hashes()[: self.num_prompt_tokens // self.names.block_size]
 
     def hashes(self) -> list[BlockHash]:
-        """Names of the full blocks of all known tokens. Beyond the trained context the same tokens have other KV, and
-        so other names."""
-        if self._hashed_as_long != self.is_long:
-            self._hashes, self._hashed_as_long = [], self.is_long
-            fingerprint = f"{self._model_fingerprint}/long" if self.is_long else self._model_fingerprint
-            self._root = root_hash(fingerprint, self.salt)
-        extend_hashes(self._hashes, self._root, self.tokens, self._block_size)
-        return self._hashes
+        """Names of the full blocks of all known tokens."""
+        return self.names.of(self.tokens)
 
     @property
     def is_long(self) -> bool:
         """Whether it is beyond the trained context, where the model computes all of a sequence's KV otherwise."""
-        return self.is_long_at(len(self.tokens))
-
-    def is_long_at(self, num_tokens: int) -> bool:
-        """The same for a sequence of `num_tokens`."""
-        return self._trained_context is not None and num_tokens > self._trained_context
+        return self.names.is_long(len(self.tokens))
 
     def can_use_offered(self, num_tokens: int | None = None) -> bool:
         """Whether KV that the other side of a hand-off computed for `num_tokens` (None: for as many as its ticket says)
@@ -133,13 +160,14 @@ class Sequence:
         match self.hand_off:
             case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
                 offered = num_tokens or ticket.remote_num_tokens or self.num_prompt_tokens
-                return self.is_long_at(offered) == self.is_long
+                return self.names.is_long(offered) == self.is_long
         return True
 
     @property
     def is_written_to(self) -> bool:
         """Whether a load writes to its blocks while it runs, so that they cannot be given up."""
-        return self.meeting is not None and not self.meeting.is_loaded
+        meeting = self.load.meeting
+        return meeting is not None and not meeting.is_loaded
 
     @property
     def num_output_tokens(self) -> int:
@@ -149,8 +177,8 @@ class Sequence:
     @property
     def num_missing_tokens(self) -> int:
         """Known tokens whose KV is yet to be computed; before a meeting, those that are computed until then."""
-        last = len(self.tokens) if self.meeting is None else self.meeting.first
-        return last - self.num_computed_tokens
+        meeting = self.load.meeting
+        return (len(self.tokens) if meeting is None else meeting.first) - self.num_computed_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -164,7 +192,7 @@ class Sequence:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.names.block_size)
 
     def adopt(self, result: PrefillResult) -> None:
         """Take over what the prefill instance sampled."""

@@ -34,7 +34,7 @@ class SequenceBlocks:
         sequence.block_ids = list(cached)
         sequence.block_ids += self._pool.allocate(sequence.num_blocks_for(len(sequence.tokens)) - len(cached))
         sequence.num_computed_tokens = len(cached) * self._block_size
-        sequence.num_published_blocks = len(cached)
+        sequence.names.num_published = len(cached)
         return True
 
     def num_short(self, sequence: Sequence, cached: list[int]) -> int:
@@ -54,17 +54,20 @@ class SequenceBlocks:
         """Release all of the sequence's blocks; it begins again from its first token."""
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+        sequence.num_computed_tokens = sequence.names.num_published = 0
 
     def publish(self, sequence: Sequence) -> None:
         """Put the sequence's blocks that have become full into the prefix cache. Of each a KV event is reported, unless
         the request has a `cache_salt` or the sequence is beyond the trained context."""
+        num_published = sequence.names.num_published
+        if sequence.num_computed_tokens // self._block_size <= num_published:
+            return
         hashes = sequence.hashes()
         num_full = min(sequence.num_computed_tokens // self._block_size, len(hashes))
         events = self._pool.events if not (sequence.request.cache_salt or sequence.is_long) else None
-        for index in range(sequence.num_published_blocks, num_full):
+        for index in range(num_published, num_full):
             parent = hashes[index - 1] if index else None
             if self._pool.publish(sequence.block_ids[index], hashes[index], parent) and events is not None:
                 place = slice(index * self._block_size, (index + 1) * self._block_size)
                 events.stored(hashes[index], parent, sequence.tokens[place])
-        sequence.num_published_blocks = max(num_full, sequence.num_published_blocks)
+        sequence.names.num_published = max(num_full, num_published)
