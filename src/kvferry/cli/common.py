@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
     AccessFields = flags_of(HttpAccess)
     ChoiceFields = flags_of(EngineChoice)
-    EngineFields = flags_of(EngineConfig, without=("model",))
+    EngineFields = flags_of(EngineConfig, without=("model",), sort_key=6)
     InstanceAccessFields = flags_of(InstanceAccess)
     InstanceFields = flags_of(InstanceSpec)
     ListenFields = flags_of(Listen)

@@ -30,7 +30,7 @@ class EngineConfig:
     model: str
     """Model to serve: a local directory, a Hugging Face id, or a built-in one such as kvferry/tiny-python."""
 
-    dtype: DType = "auto"
+    dtype: DType = field(default="auto", metadata={"heading": "kvferry's engine: model"})
     """Data type of weights and KV; auto uses the checkpoint's own."""
 
     device: Device = "auto"
@@ -40,23 +40,34 @@ class EngineConfig:
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
     machine, with a GPU of its own where there are GPUs."""
 
+    num_threads: Count | None = None
+    """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
+    use."""
+
     max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens. Default: the model's own limit."""
 
-    block_size: Count = 32
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+
+    model_patch: tuple[str, ...] = ()
+    """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options after a
+    question mark (my_patch?min_rows=16). The model must compute the same with each. Default: cpu_kernels, kvferry's
+    kernels for CPUs; name it too if you want to keep it beside others."""
+
+    batch_invariant: bool = False
+    """Make answers bit-identical, whatever other requests run at the same time. The CPU kernels guarantee this at no
+    cost. If a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
+    itself, which takes several times as long."""
+
+    seed: Seed | None = None
+    """Seed for requests that have none. Default: a new random seed for each request."""
+
+    block_size: Count = field(default=32, metadata={"heading": "kvferry's engine: KV cache"})
     """Tokens per KV block."""
 
     kv_cache_memory: str | None = None
     """Size of the KV cache on all ranks together, such as 512MiB or 2GiB. Default: a share of the free memory."""
-
-    max_num_seqs: Count = 128
-    """Most sequences that run at the same time."""
-
-    max_num_batched_tokens: Count = 2048
-    """Token budget of one step. A longer prefill is split into chunks."""
-
-    max_waiting: Count = 1024
-    """Most requests that wait; further ones are answered with 429."""
 
     prefix_caching: bool = True
     """Keep the blocks of finished requests, and reuse them for prompts with the same prefix."""
@@ -74,25 +85,14 @@ class EngineConfig:
     kv_events_replay: str | None = None
     """ZeroMQ address at which followers request events that they missed. Default: a free port of the same host."""
 
-    batch_invariant: bool = False
-    """Make answers bit-identical, whatever other requests run at the same time. The CPU kernels guarantee this at no
-    cost. If a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
-    itself, which takes several times as long."""
+    max_num_seqs: Count = field(default=128, metadata={"heading": "kvferry's engine: scheduler"})
+    """Most sequences that run at the same time."""
 
-    model_patch: tuple[str, ...] = ()
-    """Patches of the loaded model, in this order: a name, or module:Class of your own package, with options after a
-    question mark (my_patch?min_rows=16). The model must compute the same with each. Default: cpu_kernels, kvferry's
-    kernels for CPUs; name it too if you want to keep it beside others."""
+    max_num_batched_tokens: Count = 2048
+    """Token budget of one step. A longer prefill is split into chunks."""
 
-    num_threads: Count | None = None
-    """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
-    use."""
-
-    seed: Seed | None = None
-    """Seed for requests that have none. Default: a new random seed for each request."""
-
-    trust_remote_code: bool = False
-    """Run model code that comes with the checkpoint."""
+    max_waiting: Count = 1024
+    """Most requests that wait; further ones are answered with 429."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
