@@ -27,7 +27,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.process import ProcessSpec, RouterGroup
-from kvferry.fleet.ready import READY_FLAG, InstanceReady, parse_message
+from kvferry.fleet.ready import READY_FLAG, InstanceReady, start_messages
 from kvferry.http.server.listen import BACKLOG, reserve
 
 ERROR, EXIT_WRONG = "kvferry: error: ", 2
@@ -137,8 +137,7 @@ class ProcessBackend(FleetBackend):
 
     def _read(self, name: str) -> None:
         """It serves once it says where."""
-        for line in self._file(name, "says").read_bytes().split(b"\n")[:-1]:
-            message = parse_message(line)
+        for message in start_messages().feed(self._file(name, "says").read_bytes()):
             if isinstance(message, InstanceReady) and self._kept[name].member.state is MemberState.STARTING:
                 self._becomes(name, state=MemberState.SERVING, url=message.url, health_url=message.health_url)
                 self.context.watcher.ready(name, message.url)

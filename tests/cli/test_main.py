@@ -23,6 +23,7 @@ from kvferry.cli.flags import complete, field_help
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.ready import start_messages
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.server.config import HttpAccess
@@ -321,8 +322,8 @@ def test_the_router_as_a_child_of_a_supervisor() -> None:
     command = [sys.executable, "-m", "kvferry.cli.main", "router", "--decode-url=http://127.0.0.1:9", "--port=0"]
     with subprocess.Popen([*command, "--ready-fd", str(write)], pass_fds=(write,)) as process:
         os.close(write)
-        with os.fdopen(read) as messages:
-            url = json.loads(messages.readline())["url"]
+        url = next(start_messages().feed(os.read(read, 4096))).url
+        os.close(read)
         with urllib.request.urlopen(url + "/kvferry/instances", timeout=10) as response:
             assert json.load(response)["instances"][0]["role"] == "decode"
         process.send_signal(signal.SIGTERM)

@@ -9,17 +9,17 @@ from kvferry.fleet.process import ProcessSpec
 
 _BEGIN = """
 import json, os, signal, sys, threading
+from kvferry.fleet.ready import ReadyWriter
 
 # The tests' own arguments, then "--ready-fd N" from the backend.
 ready_fd = int(sys.argv[-1])
 assert sys.argv[-2] == "--ready-fd"
 arguments = sys.argv[1:-2]
 
-def tell(**message):
-    os.write(ready_fd, json.dumps(message).encode() + b"\\n")
+writer = ReadyWriter(ready_fd)
 
 def serve(url="http://here:1"):
-    tell(url=url)
+    writer.ready({"url": url})
 
 def forever():
     while True:
@@ -27,7 +27,7 @@ def forever():
 """
 
 GOOD = """
-tell(progress=0.5, what="loading")
+writer.progress("loading", 0.5)
 print("a line of", arguments[0], flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(0)))
 serve(arguments[1])
@@ -97,7 +97,7 @@ sys.exit(2)
 """Was told something wrong."""
 
 SLOW = """
-tell(progress=0.1, what="loading for ever")
+writer.progress("loading for ever", 0.1)
 forever()
 """
 """Never serves."""

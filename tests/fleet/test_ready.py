@@ -7,20 +7,22 @@ import os
 import pytest
 
 from kvferry.core.errors import ProtocolError
-from kvferry.fleet.ready import InstanceReady, ReadyWriter, StartProgress, parse_message
+from kvferry.core.messages.wire import encode_frame
+from kvferry.fleet.ready import MAX_MESSAGE_BYTES, InstanceReady, ReadyWriter, StartProgress, start_messages
 
 
-def test_what_is_written_is_what_is_read() -> None:
+@pytest.mark.parametrize("portion", [1, 5, 4096])
+def test_what_is_written_is_what_is_read(portion: int) -> None:
     read, write = os.pipe()
     writer = ReadyWriter(write)
     writer.progress("loading weights", 0.4)
     writer.ready({"url": "http://a:1", "role": "decode"})
     os.close(write)
-    with os.fdopen(read, "rb") as lines:
-        assert [parse_message(line) for line in lines] == [
-            StartProgress(0.4, "loading weights"),
-            InstanceReady("http://a:1"),
-        ]
+    messages, found = start_messages(), []
+    while piece := os.read(read, portion):
+        found += messages.feed(piece)
+    os.close(read)
+    assert found == [StartProgress(0.4, "loading weights"), InstanceReady("http://a:1")]
 
 
 def test_a_controller_that_is_gone_is_no_error() -> None:
@@ -30,7 +32,16 @@ def test_a_controller_that_is_gone_is_no_error() -> None:
     os.close(write)
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"nonsense", b'{"url": 3}', b'{"progress": "much"}'])
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00\x00\x00\x00",
+        b'{"url":"http://a:1"}\n',
+        b"\x00\x00\x00\x01\xc1",
+        (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+        bytes(encode_frame(StartProgress("much"))),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        parse_message(line)
+        list(start_messages().feed(data))

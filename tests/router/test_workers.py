@@ -18,6 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
+from kvferry.fleet.ready import InstanceReady, start_messages
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
 from support.certificates import Authority
 
@@ -142,9 +143,11 @@ async def workers(
 async def url_of(process: Process) -> str:
     """Where they serve, once they do."""
     assert process.stdout is not None
-    async for line in process.stdout:
-        if b'"url"' in line:
-            return str(json.loads(line)["url"])
+    messages = start_messages()
+    while data := await process.stdout.read(4096):
+        for message in messages.feed(data):
+            if isinstance(message, InstanceReady):
+                return message.url
     raise AssertionError("the routers did not start")
 
 

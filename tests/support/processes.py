@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
+from kvferry.fleet.ready import InstanceReady, start_messages
 from support.warm import Child, Program, run_command
 
 START_S = 120.0
@@ -54,10 +55,8 @@ OPERATOR = Signed("operate")
 class KvferryProcess:
     """One running `kvferry` command that serves at `url`."""
 
-    def __init__(self, process: Child, log: Path, about: dict[str, Any]) -> None:
-        self._process, self._log = process, log
-        self.url: str = about["url"]
-        self.about = about
+    def __init__(self, process: Child, log: Path, url: str) -> None:
+        self._process, self._log, self.url = process, log, url
 
     @property
     def pid(self) -> int:
@@ -189,17 +188,15 @@ def _start(arguments: tuple[str, ...], environment: dict[str, str], log: Path, r
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, pass_fds=(ready_write,))
 
 
-def _wait_ready(descriptor: int, process: Child, log: Path, start_s: float) -> dict[str, Any]:
-    deadline, received = time.monotonic() + start_s, b""
+def _wait_ready(descriptor: int, process: Child, log: Path, start_s: float) -> str:
+    deadline, messages = time.monotonic() + start_s, start_messages()
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while time.monotonic() < deadline and selector.select(deadline - time.monotonic()):
             piece = os.read(descriptor, 65536)
-            received += piece
-            for line in received.split(b"\n")[:-1]:
-                about: dict[str, Any] = json.loads(line)
-                if "url" in about:
-                    return about
+            for message in messages.feed(piece):
+                if isinstance(message, InstanceReady):
+                    return message.url
             if not piece:
                 break
     process.kill()

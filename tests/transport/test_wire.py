@@ -6,6 +6,7 @@ from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
+    FrameReader,
     decode_frame,
     encode_frame,
     frame_length,
@@ -85,3 +86,18 @@ def test_a_sealed_frame_that_was_changed_is_refused() -> None:
 def test_too_long_a_message_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match="longer"):
         encode_frame(Select(1, "k" * MAX_FRAME_BYTES))
+
+
+@pytest.mark.parametrize("portion", [1, 3, 10_000])
+def test_a_reader_gives_each_message_once_it_is_complete(portion: int) -> None:
+    sent = [Select(number, "k" * number) for number in range(1, 40)]
+    data, reader, found = b"".join(map(bytes, map(encode_frame, sent))), FrameReader(FromConsumer), []
+    for start in range(0, len(data) - 1, portion):
+        found += reader.feed(data[start : min(start + portion, len(data) - 1)])
+    assert found == sent[:-1]
+    assert [*found, *reader.feed(data[-1:])] == sent
+
+
+def test_a_reader_keeps_no_more_than_its_limit() -> None:
+    with pytest.raises(ProtocolError, match="at most 10"):
+        list(FrameReader(FromConsumer, limit=10).feed(bytes(encode_frame(Select(1, "key" * 10)))))

@@ -12,17 +12,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import setproctitle
 
 from kvferry.cli.common import RUN_INSTANCE
 from kvferry.cli.main import main as command
+from kvferry.core.errors import PeerLost
+from kvferry.core.messages.wire import Pipe
 from kvferry.core.names import resolve, without_collections
 from kvferry.core.process_end import leave
 from kvferry.fleet.backends.local.fork_messages import (
@@ -30,7 +30,6 @@ from kvferry.fleet.backends.local.fork_messages import (
     Forked,
     ForkRequest,
     Imported,
-    Message,
     NotForked,
 )
 from kvferry.fleet.backends.local.launcher import write_process
@@ -48,7 +47,7 @@ def main(descriptor: int) -> int:
         resolve(RUN_INSTANCE)  # and with it all that an instance imports
     if len(list(Path("/proc/self/task").iterdir())) != 1:
         return 1  # a lock that another thread holds would be held in a child for ever
-    child = _Forks(socket.socket(fileno=descriptor)).run()
+    child = _Forks(descriptor).run()
     if child is None:
         os._exit(0)  # to take 350,000 objects apart in good order would take longer than all that it did
     return _run(child)
@@ -65,28 +64,29 @@ class _Child:
 class _Forks:
     """The supervisor's socket, and the requests that come over it."""
 
-    def __init__(self, supervisor: socket.socket) -> None:
-        self._supervisor = supervisor
+    def __init__(self, descriptor: int) -> None:
+        self._supervisor = Pipe(descriptor, ForkRequest)
 
     def run(self) -> _Child | None:
         """Returns in a child, which has nothing of this then; and here, with None, when the supervisor is done."""
-        self._say(Imported())
+        self._supervisor.send(Imported())
         while True:
-            _, descriptors, _, _ = socket.recv_fds(self._supervisor, 1, NUM_DESCRIPTORS)
-            if not descriptors:
+            try:
+                request, descriptors = self._supervisor.receive_with_descriptors(NUM_DESCRIPTORS)
+            except PeerLost:
                 return None
-            if (child := self._fork(*descriptors)) is not None:
+            if (child := self._fork(request, *descriptors)) is not None:
                 return child
             for one in descriptors:
                 os.close(one)
 
-    def _fork(self, asked: int, log: int, ready: int) -> _Child | None:
+    def _fork(self, request: ForkRequest, log: int, ready: int) -> _Child | None:
         """Forked twice: the process in between ends at once, so that the child becomes the supervisor's, and outlives
         this process."""
         try:
             between = os.fork()
         except OSError as error:
-            self._say(NotForked(error.errno or 0))
+            self._supervisor.send(NotForked(error.errno or 0))
             return None
         if between:
             os.waitpid(between, 0)
@@ -95,22 +95,17 @@ class _Forks:
         try:
             pid = os.fork()
         except OSError as error:
-            self._say(NotForked(error.errno or 0))
+            self._supervisor.send(NotForked(error.errno or 0))
             os._exit(1)
         if pid:
             try:
-                self._say(Forked(pid))
-            except OSError:  # the supervisor is done, and would not end it
+                self._supervisor.send(Forked(pid))
+            except PeerLost:  # the supervisor is done, and would not end it
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         self._supervisor.close()
-        request = msgspec.json.decode(os.pread(asked, os.fstat(asked).st_size, 0), type=ForkRequest)
-        os.close(asked)
         _stand_alone(between, request, log)
         return _Child(request, ready)
-
-    def _say(self, message: Message) -> None:
-        self._supervisor.send(msgspec.json.encode(message))
 
 
 # In a child.

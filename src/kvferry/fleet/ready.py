@@ -1,29 +1,25 @@
-"""The start protocol: what a child sends its supervisor while it starts, as one JSON object on each line of a pipe that
-the child inherits.
+"""The start protocol: what a child tells its supervisor while it starts, in frames of `core.messages.wire`, through a
+file or pipe that the child inherits. `StartProgress` any number of times, and `InstanceReady` once it serves.
 
-    {"progress": 0.4, "what": "loading weights"}   any number of times
-    {"url": "http://127.0.0.1:41234"}              once, when it serves
-
-The child's side is `ReadyWriter`, the supervisor's `parse_message`. Unknown keys are ignored.
+The child's side is `ReadyWriter`; the supervisor feeds what it reads to `start_messages()`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
-from kvferry.core.errors import ProtocolError
+from kvferry.core.messages import wire
 
 READY_FLAG = "--ready-fd"
-"""The flag with the pipe's descriptor, at the end of a child's command line."""
+"""The flag with the descriptor, at the end of a child's command line."""
 
-MAX_LINE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 
 
-class InstanceReady(msgspec.Struct, frozen=True):
+class InstanceReady(wire.Message, frozen=True):
     """The child answers requests at `url`. `health_url`: where it alone answers for its health, if others serve at
     `url` too."""
 
@@ -31,7 +27,7 @@ class InstanceReady(msgspec.Struct, frozen=True):
     health_url: str = ""
 
 
-class StartProgress(msgspec.Struct, frozen=True):
+class StartProgress(wire.Message, frozen=True):
     """`progress`: how much of the start is done, 0 to 1; `what` it is doing."""
 
     progress: float
@@ -49,22 +45,17 @@ class ReadyWriter:
 
     def progress(self, what: str, fraction: float) -> None:
         """Report how much of the start is done, 0 to 1."""
-        self._write({"progress": fraction, "what": what})
+        self._write(StartProgress(fraction, what))
 
-    def ready(self, about: dict[str, Any]) -> None:
-        """Report that requests are answered; `about` contains `url`."""
-        self._write(about)
+    def ready(self, about: Mapping[str, Any]) -> None:
+        """Report that requests are answered, at `about["url"]`; `about` may have a `health_url` too."""
+        self._write(InstanceReady(about["url"], about.get("health_url", "")))
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _write(self, message: Message) -> None:
         with suppress(BrokenPipeError):
-            os.write(self._descriptor, msgspec.json.encode(message) + b"\n")
+            os.write(self._descriptor, wire.encode_frame(message, MAX_MESSAGE_BYTES))
 
 
-def parse_message(line: bytes) -> Message:
-    """Raises `ProtocolError` if the line is not a message."""
-    try:
-        fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-        kind: type[Message] = InstanceReady if "url" in fields else StartProgress
-        return msgspec.json.decode(line, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a child process sent an invalid start message: {error}") from error
+def start_messages() -> wire.FrameReader:
+    """The supervisor's side."""
+    return wire.FrameReader(Message, limit=MAX_MESSAGE_BYTES)

@@ -41,10 +41,9 @@ MARGIN_S = 20.0
 """How much longer than its grace a stop may take."""
 
 PROGRAM = """
-import json, os, pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
+from kvferry.fleet.ready import ReadyWriter
 what, name, folder, ready = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[-1])
-def tell(**message):
-    os.write(ready, json.dumps(message).encode() + b"\\n")
 if what == "wrong":
     print("kvferry: error: the model is not there", file=sys.stderr, flush=True)
     sys.exit(2)
@@ -52,9 +51,10 @@ if what == "fails":
     print("the last words", file=sys.stderr, flush=True)
     sys.exit(7)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if what == "stays" else lambda *_: os._exit(0))
-tell(progress=0.5, what="loading")
+writer = ReadyWriter(ready)
+writer.progress("loading", 0.5)
 if what != "waits":
-    tell(url=f"http://{name}:1")
+    writer.ready({"url": f"http://{name}:1"})
 print(name, "runs", flush=True)
 while not (folder / name).exists():
     time.sleep(0.02)

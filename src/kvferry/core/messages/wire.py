@@ -2,7 +2,8 @@
 
 A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
 Each user has types of its own, derived from `Message`. Instances talk over TCP or TLS (`transport.connection`), where
-each frame ends with a digest keyed by their session; the ranks of one instance over a socket pair (`Pipe`).
+each frame ends with a digest keyed by their session; a process and its children over a socket pair (`Pipe`), or through
+whatever else passes bytes on in order (`FrameReader`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import hmac
 import socket
 import struct
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -78,6 +80,24 @@ def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kinds)
 
 
+class FrameReader:
+    """Cuts bytes, in whatever portions they come, into messages. `kinds` and `limit` as for `Pipe`."""
+
+    def __init__(self, kinds: Any, *, limit: int = MAX_FRAME_BYTES) -> None:
+        self._kinds, self._limit, self._bytes = kinds, limit, bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are complete with `data`. Raises `ProtocolError`; nothing can be read after it."""
+        self._bytes += data
+        while len(self._bytes) >= HEADER_BYTES:
+            end = HEADER_BYTES + frame_length(self._bytes[:HEADER_BYTES], self._limit)
+            if len(self._bytes) < end:
+                return
+            body = self._bytes[HEADER_BYTES:end]
+            del self._bytes[:end]
+            yield decode_frame(body, self._kinds)
+
+
 class Pipe:
     """One end of a socket pair between a process and its child, for threads that wait. One may send while another
     receives. Owns the descriptor. `kinds`: what is received; `limit`: the longest frame, in bytes; `send_s`: how long
@@ -99,8 +119,21 @@ class Pipe:
     def receive(self) -> Any:
         """Wait for a message, one of `kinds`. Raises `PeerLost` if the other side is gone, `ProtocolError` if it cannot
         be read."""
-        length = frame_length(self._receive(HEADER_BYTES), self._limit)
-        return decode_frame(self._receive(length), self._kinds)
+        return self._receive_body(self._receive(HEADER_BYTES))
+
+    def receive_with_descriptors(self, most: int) -> tuple[Any, list[int]]:
+        """As `receive`, with the descriptors, at most `most`, that came beside the frame's first bytes
+        (`socket.send_fds`). They are the caller's to close."""
+        try:
+            header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, most)
+        except OSError as error:
+            raise PeerLost("the other end of the pipe is gone") from error
+        if not header:
+            raise PeerLost("the other end of the pipe is gone")
+        return self._receive_body(header + self._receive(HEADER_BYTES - len(header))), descriptors
+
+    def _receive_body(self, header: bytes | bytearray) -> Any:
+        return decode_frame(self._receive(frame_length(header, self._limit)), self._kinds)
 
     def _receive(self, num_bytes: int) -> bytearray:
         found = bytearray(num_bytes)

@@ -347,7 +347,7 @@ async def test_one_that_became_ready_while_nobody_looked_serves(folder: Path) ->
             await asyncio.sleep(0.01)
         assert named(one, "decode-0").state is MemberState.STARTING
     told.touch()
-    while b"url" not in (folder / "members" / "decode-0" / "messages").read_bytes():
+    while b"InstanceReady" not in (folder / "members" / "decode-0" / "messages").read_bytes():
         await asyncio.sleep(0.01)
     async with backend(folder, makes=makes) as (other, _):
         assert (await until(other, "decode-0", MemberState.SERVING)).url == "http://d:1"

@@ -122,6 +122,6 @@ def test_messages_are_never_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "messages"
     path.write_bytes(b"a long message\n")
     tail = Tail(path)
-    assert list(tail.lines()) == [b"a long message"]
+    assert list(tail.chunks()) == [b"a long message\n"]
     assert path.read_bytes() == b"a long message\n"
     tail.close()

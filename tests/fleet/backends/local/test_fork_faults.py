@@ -32,16 +32,27 @@ HANGS_S = 120.0
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 FORKS = """
-import os, signal, socket, sys
+import os, signal, sys
 from kvferry.cli.fork_main import _Forks
-child = _Forks(socket.socket(fileno=int(sys.argv[1]))).run()
+from kvferry.fleet.ready import ReadyWriter
+child = _Forks(int(sys.argv[1])).run()
 if child is None:
     os._exit(0)
-os.write(child.ready, b'{"url":"http://127.0.0.1:9"}\\n')
+ReadyWriter(child.ready).ready({"url": "http://127.0.0.1:9"})
 while True:
     signal.pause()
 """
 """The true loop of the forking process, in one that has little to import; children serve until they are ended."""
+
+ANSWERS_WITH_REQUESTS = """
+import signal, sys
+from kvferry.core.messages.wire import Pipe
+from kvferry.fleet.backends.local.fork_messages import ForkRequest, Imported
+pipe = Pipe(int(sys.argv[1]), ForkRequest)
+pipe.send(Imported())
+pipe.send(pipe.receive_with_descriptors(2)[0])
+signal.pause()
+"""
 
 IMPORTS_FOR_EVER = "import signal\nwhile True: signal.pause()"
 
@@ -83,11 +94,11 @@ async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
         await until(lambda: children() <= others)
 
 
-async def fork(server: ForkServer) -> ChildProcess | None:
+async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
     nothing = os.memfd_create("nothing")
     try:
         with TemporaryDirectory() as folder:
-            process, environment = Path(folder) / "process", {**os.environ, **THREADS}
+            process, environment = Path(folder) / "process", {**os.environ, **THREADS, **more}
             child = await server.fork(("decode",), environment, (), log=nothing, ready=nothing, process=process)
             await until(lambda: child is None or child.has_ended or process.exists())  # it is about to write there
             return child
@@ -303,12 +314,34 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
 
 
 async def test_a_message_that_is_not_understood_ends_all_waits(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_END_S", 0.1)
+    runs(ANSWERS_WITH_REQUESTS)
+    async with forking() as (server, _):
+        with pytest.raises(OSError, match="has ended"):
+            await fork(server)
+        runs(FORKS)
+        assert await fork(server) is not None  # of another forking process
+
+
+async def test_a_request_that_is_longer_than_what_the_system_buffers(runs: Runs) -> None:
     async with forking() as (server, _):
         assert await fork(server) is not None
-        with monkeypatch.context() as patched:
-            patched.setattr(fork_server, "Message", fork_server.ForkRequest)
-            with pytest.raises(OSError, match="has ended"):
-                await fork(server)
+        assert await fork(server, KVFERRY_LONG="x" * 2**21) is not None
+        assert await fork(server) is not None
+
+
+async def test_a_request_that_is_half_sent_is_followed_by_none(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with forking() as (server, _):
+        assert await fork(server) is not None
+        assert server._server is not None
+        os.kill(server._server._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(fork_server, "_FORK_S", 0.2)
+        assert await fork(server, KVFERRY_LONG="x" * 2**21) is None
+        assert "has hung" in caplog.text
+        monkeypatch.undo()
+        runs(FORKS)
         assert await fork(server) is not None  # of another forking process
 
 

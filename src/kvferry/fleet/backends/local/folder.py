@@ -50,7 +50,7 @@ class MemberFolder:
 
     @property
     def messages(self) -> Path:
-        """The member's start messages, one a line."""
+        """The member's start messages."""
         return self.path / "messages"
 
     @property
@@ -111,25 +111,30 @@ class MemberFolder:
 
 
 class Tail:
-    """Reads the lines that are appended to a file. `bounded`: a file of which much was read is emptied."""
+    """Reads what is appended to a file. `bounded`: a file of which much was read is emptied."""
 
     def __init__(self, path: Path, *, bounded: bool = False) -> None:
         """Raises `OSError`."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._bounded, self._offset, self._rest = bounded, 0, b""
 
-    def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
-        """Those that are complete; with `to_the_end`, also what has no end of line yet."""
+    def chunks(self) -> Iterator[bytes]:
+        """What is new, in portions of at most `LONGEST_LINE`."""
         while chunk := os.pread(self._descriptor, LONGEST_LINE, self._offset):
             self._offset += len(chunk)
+            yield chunk
+        if self._bounded and self._offset > _MOST_LOG_BYTES:
+            os.ftruncate(self._descriptor, 0)
+            self._offset = 0
+
+    def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
+        """Those that are complete; with `to_the_end`, also what has no end of line yet."""
+        for chunk in self.chunks():
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             yield from whole
             if len(self._rest) > LONGEST_LINE:
                 yield self._rest
                 self._rest = b""
-        if self._bounded and self._offset > _MOST_LOG_BYTES:
-            os.ftruncate(self._descriptor, 0)
-            self._offset = 0
         if to_the_end and self._rest:
             yield self._rest
             self._rest = b""

@@ -1,20 +1,17 @@
-"""The messages between the controller and the process that forks instances, over a SOCK_SEQPACKET socket.
+"""The messages between the controller and the process that forks instances (`core.messages.wire`, over a socket pair).
 
-The controller sends one byte with three descriptors: a file with a `ForkRequest`, the log, and the pipe for start
-messages. It receives one `Message` in each packet: `Imported` first, then `Forked` or `NotForked` for each request in
-turn.
+The controller sends a `ForkRequest`, with two descriptors beside its first bytes: the log, and the file of start
+messages. It receives `Imported` first, then `Forked` or `NotForked` for each request in turn.
 """
 
 from __future__ import annotations
 
-import msgspec
+from kvferry.core.messages import wire
 
-NUM_DESCRIPTORS = 3
-MOST_BYTES = 1024
-"""Most bytes of a `Message`."""
+NUM_DESCRIPTORS = 2
 
 
-class ForkRequest(msgspec.Struct, frozen=True):
+class ForkRequest(wire.Message, frozen=True):
     """Run `kvferry ARGUMENTS` with exactly this environment, on these cores (empty: on all), as a child of process
     `parent`, with which it ends if it `is_tied`. `process`: the file in which it says which process it is."""
 
@@ -26,17 +23,17 @@ class ForkRequest(msgspec.Struct, frozen=True):
     process: str
 
 
-class Imported(msgspec.Struct, frozen=True, tag=True):
+class Imported(wire.Message, frozen=True):
     """All imports are done."""
 
 
-class Forked(msgspec.Struct, frozen=True, tag=True):
+class Forked(wire.Message, frozen=True):
     """The child's process id."""
 
     pid: int
 
 
-class NotForked(msgspec.Struct, frozen=True, tag=True):
+class NotForked(wire.Message, frozen=True):
     """The system has no room for another process; the reason as an `errno`."""
 
     errno: int

@@ -23,17 +23,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
+from kvferry.core.errors import ProtocolError
+from kvferry.core.messages.wire import FrameReader, encode_frame
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
-from kvferry.fleet.backends.local.fork_messages import (
-    MOST_BYTES,
-    Forked,
-    ForkRequest,
-    Imported,
-    Message,
-    NotForked,
-)
+from kvferry.fleet.backends.local.fork_messages import Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.backends.local.launcher import launching
 from kvferry.fleet.cpu import Cores, thread_variables
 
@@ -42,6 +35,7 @@ logger = logging.getLogger(__name__)
 _IMPORT_S = 120.0
 """Most seconds for the imports, before instances are started without them."""
 _FORK_S = 10.0
+_RECEIVE_BYTES = 4096
 _END_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA = Path("/dev/nvidiactl")
@@ -84,7 +78,7 @@ class ForkServer:
         try:
             request = ForkRequest(arguments, dict(environment), cores, os.getpid(), self._is_tied, str(process))
             return await server.fork(request, log, ready)
-        except (TimeoutError, BlockingIOError):
+        except TimeoutError:
             logger.warning("the process that forks instances has hung; starting an instance without it")
             server.kill()  # or it might fork one later, which would say that it is this member
             return None
@@ -118,13 +112,14 @@ class _Server:
         self._process, self._socket = process, ours
         self._answers: deque[asyncio.Future[ChildProcess]] = deque()
         self._ready = asyncio.Event()
+        self._sending = asyncio.Lock()
         self._listener = asyncio.create_task(self._listen())
         self.is_gone = False
 
     @classmethod
     def start(cls, environment: Mapping[str, str]) -> _Server:
         """Start it; it can be used once `has_imported` returns True."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair()
         ours.setblocking(False)
         command = (sys.executable, "-m", "kvferry.cli.fork_main", str(theirs.fileno()))
         try:
@@ -148,25 +143,34 @@ class _Server:
         return self._ready.is_set() and not self.is_gone
 
     async def fork(self, request: ForkRequest, log: int, ready: int) -> ChildProcess:
-        """A child. Raises `OSError`; `TimeoutError` or `BlockingIOError` if the process has hung."""
+        """A child. Raises `OSError`; `TimeoutError` if the process has hung."""
         answer: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
-        asked = os.memfd_create("kvferry-fork")
-        try:
-            os.write(asked, msgspec.json.encode(request))
-            socket.send_fds(self._socket, [b"f"], [asked, log, ready])
-        finally:
-            os.close(asked)
-        self._answers.append(answer)
         try:
             async with asyncio.timeout(_FORK_S):
+                async with self._sending:
+                    await self._send(encode_frame(request), [log, ready])
+                    self._answers.append(answer)
                 return await answer
         except BaseException:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 answer.result().kill()  # it arrived at the moment at which the wait for it ended
             raise
 
+    async def _send(self, frame: bytearray, descriptors: list[int]) -> None:
+        try:
+            sent = socket.send_fds(self._socket, [frame], descriptors)
+        except BlockingIOError as error:
+            raise TimeoutError("it has not read earlier requests") from error
+        if sent < len(frame):
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._socket, memoryview(frame)[sent:])
+            except BaseException:
+                self.kill()  # it has half a request, and would take the next one for the rest
+                raise
+
     def kill(self) -> None:
         """End it now, with nothing that it has been asked for."""
+        self.is_gone = True
         self._process.kill()
 
     async def close(self) -> None:
@@ -185,12 +189,13 @@ class _Server:
         self._socket.close()
 
     async def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, frames = asyncio.get_running_loop(), FrameReader(Message)
         try:
             with suppress(ConnectionError):
-                while packet := await loop.sock_recv(self._socket, MOST_BYTES):
-                    self._hear(msgspec.json.decode(packet, type=Message))
-        except msgspec.MsgspecError as error:
+                while data := await loop.sock_recv(self._socket, _RECEIVE_BYTES):
+                    for message in frames.feed(data):
+                        self._hear(message)
+        except ProtocolError as error:
             logger.warning("the process that forks instances sent a message that is none: %s", error)
         finally:  # Whatever happened, nobody may wait for messages that will not come.
             self._give_up()

@@ -20,7 +20,7 @@ from kvferry.fleet.backends.local.folder import About, MemberFolder, Tail
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
 from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.process import Foreign
-from kvferry.fleet.ready import InstanceReady, StartProgress, parse_message
+from kvferry.fleet.ready import InstanceReady, StartProgress, start_messages
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class LocalMember:
         self._first_cause = FirstCause()
         self._changed = changed
         self._log, self._messages = Tail(folder.log, bounded=True), Tail(folder.messages)
+        self._frames = start_messages()
         self._is_serving = False
 
     @property
@@ -110,6 +111,8 @@ class LocalMember:
             child.let_go()
             self._close()
             raise
+        except ProtocolError as error:
+            self.ended = Ended(f"its start messages cannot be read: {error}")
         except Exception:
             # The edge: what one member writes, or who shows it, must not keep another from being looked after.
             logger.exception("what %s writes cannot be read; it is ended", self.about.name)
@@ -171,17 +174,13 @@ class LocalMember:
     def _read(self, *, to_the_end: bool = False) -> None:
         for line in self._log.lines(to_the_end=to_the_end):
             self._on_line(line.decode(errors="replace").rstrip())
-        for line in self._messages.lines(to_the_end=to_the_end):
-            try:
-                message = parse_message(line)
-            except ProtocolError as error:
-                self.last_lines.append(str(error))
-                continue
-            match message:
-                case StartProgress(progress, what):
-                    self._watcher.progress(self.about.name, what, progress)
-                case InstanceReady() if not self._is_serving:
-                    self._serves(message)
+        for chunk in self._messages.chunks():
+            for message in self._frames.feed(chunk):
+                match message:
+                    case StartProgress(progress, what):
+                        self._watcher.progress(self.about.name, what, progress)
+                    case InstanceReady() if not self._is_serving:
+                        self._serves(message)
 
     def _on_line(self, text: str) -> None:
         self.last_lines.append(text)
