@@ -80,7 +80,7 @@ def test_every_command_is_understood(command: str, monkeypatch: pytest.MonkeyPat
     words = shlex.split(command.partition(" #")[0].partition(" | ")[0].replace("MODEL", "kvferry/tiny-python"))
     words = words[words.index("kvferry") + 1 :]
     if (
-        words[0] in ("demo", "cache", "fleet", "picker", "simulate", "calibrate", "plan", "why")
+        words[0] in ("demo", "cache", "fleet", "picker", "rank", "simulate", "calibrate", "plan", "why")
         or "--tls-cert" in words
     ):  # these do something by themselves, or need files
         assert app.parse_args(words, exit_on_error=False)

@@ -21,6 +21,7 @@ from kvferry.cli.fleet.command import app as fleet
 from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
+from kvferry.cli.rank import rank
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
@@ -69,6 +70,7 @@ app.command(serve, sort_key=1)
 app.command(prefill, sort_key=2)
 app.command(decode, sort_key=3)
 app.command(router, sort_key=4)
+app.command(rank, sort_key=5)
 app.command(picker, sort_key=5)
 app.command(demo, sort_key=6)
 add_render_to(fleet)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.bounds import Count, Seed, check_bounds
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.model.patch_names import require_known_patches
@@ -38,7 +39,12 @@ class EngineConfig:
 
     tensor_parallel_size: Count = field(default=1, metadata={"alias": "tp"})
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
-    machine, with a GPU of its own where there are GPUs."""
+    machine (unless --ranks-at is given), with a GPU of its own where there are GPUs."""
+
+    ranks_at: str | None = None
+    """HOST:PORT of this machine at which the other ranks connect, each of them started by `kvferry rank HOST:PORT`, on
+    any machine and with the same KVFERRY_AUTH_TOKEN. The model must have the same path there. What ranks say to each
+    other is not encrypted. Default: this process starts them itself, on this machine."""
 
     num_threads: Count | None = None
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
@@ -98,6 +104,10 @@ class EngineConfig:
         check_bounds(self)
         if self.num_threads is not None and self.num_threads > MOST_THREADS:
             raise ConfigError(f"--num-threads must be at most {MOST_THREADS}, got {self.num_threads}")
+        if self.ranks_at is not None:
+            parse_address(self.ranks_at, "--ranks-at")
+            if self.tensor_parallel_size == 1:
+                raise ConfigError("--ranks-at needs --tensor-parallel-size of at least 2")
         require_known_patches(self.model_patch)
         eviction_class(self.prefix_cache_eviction)
         if self.kv_events_replay is not None and self.kv_events is None:

@@ -29,6 +29,8 @@ from kvferry.engine.executor.messages import (
     Proceed,
     RankFailed,
     RankStep,
+    TableAnswer,
+    TableRequest,
     engine_end,
     rank_end,
 )
@@ -44,14 +46,12 @@ def ends() -> Iterator[tuple[Pipe, Pipe]]:
         pipe.close()
 
 
+LOOK = TableRequest("look", ("a", "b"))
 COMMANDS = [
     LoadModel(
         1,
-        2,
-        "/tmp/x",
         EngineConfig(model="m", kv_cache_memory="1GiB", tensor_parallel_size=2),
         KVTransferConfig(kv_connector="P2pConnector", kv_connector_extra_config={"lease_s": 3.5, "list": [1, "a"]}),
-        "secret",
     ),
     OpenCache(7),
     RankStep(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
@@ -59,6 +59,7 @@ COMMANDS = [
     Proceed(),
     Check(),
     Close(),
+    TableAnswer(has_all=True, value=b"\0"),
 ]
 
 
@@ -69,7 +70,8 @@ def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> 
 
 
 @pytest.mark.parametrize(
-    "message", [ModelLoaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), RankFailed("E", "why")]
+    "message",
+    [ModelLoaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), RankFailed("E", "why"), LOOK],
 )
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
     ends[1].send(message)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import Check, Proceed
 from kvferry.engine.executor.rank_main import RankProcessMain, _Woken
 
@@ -18,7 +19,7 @@ def test_a_transfer_that_moves_on_while_a_failed_rank_waits_is_asked_for_afterwa
 ) -> None:
     commands: SimpleQueue[Any] = SimpleQueue()
     pipe: Any = SimpleNamespace(receive=commands.get)
-    main = RankProcessMain(pipe)
+    main = RankProcessMain(Link(pipe, "rank 0", "127.0.0.1"), "")
     main._inbox.wake()
     commands.put(answer)
     assert main._may_proceed(5) is may_proceed

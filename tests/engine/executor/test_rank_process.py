@@ -16,7 +16,8 @@ from kvferry.core.errors import RankLost
 from kvferry.core.messages.wire import Pipe
 from kvferry.engine.executor import rank_process
 from kvferry.engine.executor.messages import Check, Checked, Close, Done, Proceed, RankStep, Statistics, rank_end
-from kvferry.engine.executor.rank_process import Losses, RankProcess
+from kvferry.engine.executor.rank_process import Losses, RankProcess, start_rank
+from kvferry.engine.executor.store import StoreTable
 
 STEP = RankStep(None, [], 0, 0)
 
@@ -26,12 +27,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
     """As rank 0 sees it, and its end of the pipe."""
     ends: list[Pipe] = []
 
-    def start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
+    def start(rank: int, size: int, pipe: int, auth_token: str) -> subprocess.Popen[bytes]:
         ends.append(rank_end(os.dup(pipe)))
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
     monkeypatch.setattr(rank_process, "_start", start)
-    process = RankProcess(1, 2, Losses())
+    process = RankProcess(1, *start_rank(1, 2, "token"), Losses(), StoreTable())
     yield process, ends[0]
     process.begin_end()
     while not isinstance(ends[0].receive(), Close):

@@ -2,8 +2,9 @@
 
 A frame is its length (4 bytes, big-endian) and that many bytes of msgpack, one tagged struct; nothing is unpickled.
 Each user has types of its own, derived from `Message`. Instances talk over TCP or TLS (`transport.connection`), where
-each frame ends with a digest keyed by their session; a process and its children over a socket pair (`Pipe`), or through
-whatever else passes bytes on in order (`FrameReader`).
+each frame ends with a digest keyed by their session; a process and its children over a socket pair (`Pipe`), which
+between ranks on several machines is a TCP connection with such digests, or through whatever else passes bytes on in
+order (`FrameReader`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import hashlib
 import hmac
 import socket
 import struct
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -99,12 +102,25 @@ class FrameReader:
 
 
 class Pipe:
-    """One end of a socket pair between a process and its child, for threads that wait. One may send while another
-    receives. Owns the descriptor. `kinds`: what is received; `limit`: the longest frame, in bytes; `send_s`: how long
-    the other side may leave frames unread."""
+    """One end of a connection between two processes, for threads that wait. Any thread may send, while one receives.
 
-    def __init__(self, descriptor: int, kinds: Any, *, limit: int = MAX_FRAME_BYTES, send_s: float = 60.0) -> None:
+    Owns the descriptor, of a stream socket that blocks. `kinds`: what is received; `limit`: the longest frame, in
+    bytes; `send_s`: how long the other side may leave frames unread. `keys`: seal what is sent, and check what is
+    received; both are empty where no other process can reach the connection."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        kinds: Any,
+        *,
+        limit: int = MAX_FRAME_BYTES,
+        send_s: float = 60.0,
+        keys: tuple[bytes, bytes] = (b"", b""),
+    ) -> None:
         self._socket, self._kinds, self._limit = socket.socket(fileno=descriptor), kinds, limit
+        self._send_key, self._receive_key = keys
+        self._num_sent = self._num_received = 0
+        self._sending = threading.Lock()
         seconds = struct.pack("ll", int(send_s), int(send_s % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
 
@@ -112,7 +128,11 @@ class Pipe:
         """Raises `PeerLost` if the other side is gone, or does not read for `send_s`."""
         frame = encode_frame(message, self._limit)
         try:
-            self._socket.sendall(frame)
+            with self._sending:
+                if self._send_key:
+                    seal_frame(frame, self._send_key, self._num_sent)
+                self._num_sent += 1
+                self._socket.sendall(frame)
         except OSError as error:
             raise PeerLost(f"the other end of the pipe is gone: {error}") from error
 
@@ -133,7 +153,10 @@ class Pipe:
         return self._receive_body(header + self._receive(HEADER_BYTES - len(header))), descriptors
 
     def _receive_body(self, header: bytes | bytearray) -> Any:
-        return decode_frame(self._receive(frame_length(header, self._limit)), self._kinds)
+        seal_bytes = SEAL_BYTES if self._receive_key else 0
+        body = self._receive(frame_length(header, self._limit + seal_bytes))
+        self._num_received += 1
+        return decode_frame(body, self._kinds, self._receive_key, self._num_received - 1)
 
     def _receive(self, num_bytes: int) -> bytearray:
         found = bytearray(num_bytes)
@@ -147,6 +170,11 @@ class Pipe:
                 raise PeerLost("the other end of the pipe is gone")
             rest = rest[count:]
         return found
+
+    def shut_down(self) -> None:
+        """End the connection: whoever waits on either side has lost the other one."""
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end. The thread that receives must have ended."""

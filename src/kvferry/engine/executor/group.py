@@ -1,13 +1,14 @@
 """The process group of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run there).
 
-The ranks find each other through a file that only this user can read, and communicate over the loopback interface, so
-that other machines cannot reach them.
+The ranks find each other through rank 0 (`store`). On one machine they communicate over the loopback interface, so that
+other machines cannot reach them; otherwise over the interface of the address at which the other ranks reach each. What
+they say there is neither authenticated nor encrypted.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from kvferry.core.errors import ConfigError
+from kvferry.engine.executor.store import MeetingStore
 from kvferry.engine.model.place import Place
 
 MEETING_S = 60.0
@@ -35,17 +37,15 @@ def require_unmet() -> None:
 
 
 @contextmanager
-def meeting(place: Place, device: torch.device, store: str) -> Iterator[None]:
-    """Form the group through the file `store`, which is needed only until the body ends. The body, which loads the
-    model, may take `LOADING_S`; if it raises, the group is left."""
+def meeting(place: Place, device: torch.device, store: MeetingStore, address: str) -> Iterator[None]:
+    """Form the group through `store`; the other ranks reach this one at `address`. The body, which loads the model,
+    may take `LOADING_S`; if it raises, the group is left."""
     require_unmet()
     try:
-        with _environment(place):
+        with _environment(place, address):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.FileStore(  # type: ignore[attr-defined]
-                    store, place.size
-                ),
+                store=store,
                 rank=place.rank,
                 world_size=place.size,
                 timeout=timedelta(seconds=MEETING_S),
@@ -72,10 +72,15 @@ def leave() -> None:
 
 
 @contextmanager
-def _environment(place: Place) -> Iterator[None]:
-    """While the body runs, new groups listen on the loopback interface only, and transformers finds this rank's GPU."""
-    loopback = _loopback()
-    wanted = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "LOCAL_RANK": str(place.rank)}
+def _environment(place: Place, address: str) -> Iterator[None]:
+    """While the body runs, new groups listen on the interface of the address only, and transformers finds this rank's
+    GPU."""
+    interface = _interface(address)
+    wanted = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "LOCAL_RANK": str(place.device_index),
+    }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -88,11 +93,12 @@ def _environment(place: Place) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _loopback() -> str:
-    """The name of the interface of 127.0.0.1."""
+def _interface(address: str) -> str:
+    """The name of the interface with this address; all loopback addresses are on that of 127.0.0.1."""
+    address = "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses):
+        if any(one.address.partition("%")[0] == address for one in addresses):
             return str(name)
     raise ConfigError(
-        "--tensor-parallel-size needs a loopback interface with 127.0.0.1, and this machine does not have one"
+        f"--tensor-parallel-size needs an interface with the address {address}, and this machine does not have one"
     )

@@ -1,12 +1,13 @@
 """The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
-`RankFailed` are sent unasked. The pipe is a socket pair that the child inherits, so no other process can reach it.
+`RankFailed` are sent unasked, and `TableRequest` (`store`) is answered by `TableAnswer`. The pipe is a socket pair that
+a child inherits, so that no other process can reach it, or a connection between machines (`link`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.core.messages import wire
 from kvferry.core.messages.wire import Pipe
@@ -24,14 +25,11 @@ SEND_S = 60.0
 
 class LoadModel(wire.Message, frozen=True):
     """The first command: load this rank's share of the model. Answered by `Started` at once, and by `ModelLoaded`
-    afterwards. `store`: the file of `group.meeting`."""
+    afterwards. Each rank has the deployment's secret in its environment; it is never sent."""
 
     rank: int
-    size: int
-    store: str
     config: EngineConfig
     transfer: KVTransferConfig | None
-    auth_token: str
 
 
 class OpenCache(wire.Message, frozen=True):
@@ -64,6 +62,13 @@ class Check(wire.Message, frozen=True):
 
 class Close(wire.Message, frozen=True):
     """Release everything, and exit. Not answered."""
+
+
+class TableAnswer(wire.Message, frozen=True):
+    """`has_all`: all keys of the request were there. `value`: of the first one, as it is now."""
+
+    has_all: bool
+    value: bytes = b""
 
 
 Command = LoadModel | OpenCache | RankStep | Proceed | GetStatistics | Check | Close
@@ -116,6 +121,16 @@ class Reported(wire.Message, frozen=True):
     report: bytes
 
 
+class TableRequest(wire.Message, frozen=True):
+    """Something of the store in which ranks find each other: look whether keys are there, set the first one to `value`,
+    add `number` to it, or delete it."""
+
+    what: Literal["look", "set", "add", "delete"]
+    keys: tuple[str, ...]
+    value: bytes = b""
+    number: int = 0
+
+
 class RankFailed(wire.Message, frozen=True):
     """Why this rank exits. `kind`: the name of the error's class."""
 
@@ -124,14 +139,16 @@ class RankFailed(wire.Message, frozen=True):
 
 
 Answer = Started | ModelLoaded | Opened | Done | Statistics | Checked
-Message = Answer | Reported | RankFailed
+Message = Answer | Reported | RankFailed | TableRequest
+Keys = tuple[bytes, bytes]
+_OPEN: Keys = (b"", b"")
 
 
-def rank_end(descriptor: int) -> Pipe:
+def rank_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:
     """The end at which another rank receives commands."""
-    return Pipe(descriptor, Command, limit=MAX_MESSAGE_BYTES, send_s=SEND_S)
+    return Pipe(descriptor, Command | TableAnswer, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
 
 
-def engine_end(descriptor: int) -> Pipe:
+def engine_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:
     """The end at which rank 0 receives messages."""
-    return Pipe(descriptor, Message, limit=MAX_MESSAGE_BYTES, send_s=SEND_S)
+    return Pipe(descriptor, Message, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)

@@ -1,4 +1,7 @@
-"""The process of a rank other than rank 0: carries out rank 0's commands, and exits with it."""
+"""The process of a rank other than rank 0: carries out rank 0's commands, and exits with it.
+
+Rank 0 has started it (`main`), or somebody else has, on this machine or on another one (`run_rank`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,17 @@ import threading
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+import msgspec
 from transformers.utils import logging as transformers_logging
 
 from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConnectorLost, LeakError, PeerLost, ProtocolError
 from kvferry.core.messages.wire import Pipe
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.executor import group
+from kvferry.engine.executor.link import Link, join
 from kvferry.engine.executor.messages import (
     Check,
     Checked,
@@ -33,15 +40,21 @@ from kvferry.engine.executor.messages import (
     Reported,
     Started,
     Statistics,
+    TableAnswer,
+    TableRequest,
     rank_end,
 )
 from kvferry.engine.executor.patience import patience_s
+from kvferry.engine.executor.rank_process import LOOPBACK
+from kvferry.engine.executor.store import MeetingStore
 from kvferry.engine.model.place import Place
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
 
 log = logging.getLogger(__name__)
 
+JOIN_S = 300.0
+"""How long a rank that rank 0 has not started looks for it."""
 END_S = 3.0
 """How long this process may take to exit by itself once rank 0 is gone or has sent `Close`."""
 
@@ -60,6 +73,8 @@ class Inbox:
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._queue: SimpleQueue[Command | _Woken | _Gone] = SimpleQueue()  # bounded: each command waits for its answer
+        self._stored: SimpleQueue[TableAnswer | None] = SimpleQueue()  # bounded: one answer a request
+        self._asking = threading.Lock()
         self._is_woken = threading.Event()
         threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
 
@@ -71,6 +86,16 @@ class Inbox:
             self._is_woken.clear()
         return item
 
+    def ask_store(self, request: TableRequest) -> TableAnswer:
+        """Ask the table of rank 0. From any thread. Raises `PeerLost`."""
+        with self._asking:
+            self._pipe.send(request)
+            answer = self._stored.get()
+            if answer is None:
+                self._stored.put(None)
+                raise PeerLost("rank 0 is gone")
+            return answer
+
     def wake(self) -> None:
         """Put a `_Woken` into the queue unless one is there. From any thread."""
         if not self._is_woken.is_set():
@@ -79,12 +104,16 @@ class Inbox:
 
     def _read(self) -> None:
         try:
-            command: Command | _Gone = self._pipe.receive()
+            command: Command | TableAnswer | _Gone = self._pipe.receive()
             while not isinstance(command, Close):
-                self._queue.put(command)
+                if isinstance(command, TableAnswer):
+                    self._stored.put(command)
+                else:
+                    self._queue.put(command)
                 command = self._pipe.receive()
         except (PeerLost, ProtocolError):
             command = _Gone()
+        self._stored.put(None)
         self._queue.put(command)
         threading.Event().wait(END_S)  # then no longer: the process may be in a step that the others have left
         os._exit(1)
@@ -93,8 +122,8 @@ class Inbox:
 class RankProcessMain:
     """Runs one rank until it exits."""
 
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe, self._inbox = pipe, Inbox(pipe)
+    def __init__(self, link: Link, auth_token: str) -> None:
+        self._link, self._pipe, self._inbox, self._auth_token = link, link.pipe, Inbox(link.pipe), auth_token
         self._worker: Worker | None = None
         self._load: LoadModel | None = None
 
@@ -130,19 +159,17 @@ class RankProcessMain:
 
     def _begin(self, load: LoadModel) -> None:
         self._load = load
-        follow_parent()
         transformers_logging.set_verbosity_error()  # rank 0 logs the same
-        place = Place(load.rank, load.size)
+        place, store = Place.of_rank(load.rank, load.config), MeetingStore(self._inbox.ask_store)
         self._pipe.send(Started())
-        with group.meeting(place, place.choose_device(load.config.device), load.store):
+        with group.meeting(place, place.choose_device(load.config.device), store, self._link.address):
             self._worker = Worker(load.config, place, lambda what, share: None)
         self._pipe.send(ModelLoaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
 
     def _serve(self, command: OpenCache | RankStep | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
         match command:
             case OpenCache(num_blocks):
-                assert self._load is not None
-                address = worker.open(num_blocks, self._load.transfer, self._load.auth_token)
+                address = worker.open(num_blocks, self._transfer(), self._auth_token)
                 worker.on_report(self._inbox.wake)
                 self._pipe.send(Opened(address))
             case RankStep():
@@ -154,6 +181,14 @@ class RankProcessMain:
             case _Woken():
                 if report := worker.poll():
                     self._pipe.send(Reported(encode_report(report)))
+
+    def _transfer(self) -> KVTransferConfig | None:
+        """With the address at which peers reach this rank, if rank 0 may be on another machine."""
+        assert self._load is not None
+        transfer = self._load.transfer
+        if transfer is None or self._load.config.ranks_at is None:
+            return transfer
+        return msgspec.structs.replace(transfer, kv_ip=self._link.address)
 
     def _step(self, step: RankStep, worker: Worker) -> None:
         begun_at = SYSTEM_CLOCK.monotonic()
@@ -194,6 +229,20 @@ def _leak(worker: Worker) -> str:
 
 
 def main(descriptor: int) -> int:
-    """Serve rank 0 at the other end of the pipe. Returns the exit code."""
+    """Serve rank 0, which has started this process, at the other end of the pipe. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 acts on a Ctrl-C
-    return RankProcessMain(rank_end(descriptor)).run()
+    follow_parent()
+    return RankProcessMain(Link(rank_end(descriptor), "rank 0", LOOPBACK), os.environ.get(AUTH_TOKEN, "")).run()
+
+
+def run_rank(address: str, auth_token: str, within_s: float = JOIN_S) -> int:
+    """Join rank 0 at `address`, `HOST:PORT`, and serve it until it ends. Returns the exit code. Raises `ConfigError` if
+    rank 0 refuses this rank, and `RankLost` if it is not there."""
+    group.require_unmet()
+    link = join(address, auth_token, within_s)
+    log.info("this rank has joined %s", link.name)
+    code = RankProcessMain(link, auth_token).run()
+    log.info(
+        "the instance has ended, and this rank with it" if code == 0 else "this rank failed; the instance says why"
+    )
+    return code

@@ -1,6 +1,7 @@
-"""The processes of the other ranks, and the loss of one, as rank 0 sees them.
+"""The other ranks, and the loss of one, as rank 0 sees them.
 
-Owns the processes, and the reasons of losses. A thread for each process notices its end at once, whatever rank 0 does.
+Owns the connections to them, the processes that it has started itself, and the reasons of losses. A thread for each
+rank notices its end at once, whatever rank 0 does.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import (
     Answer,
     Close,
@@ -30,8 +33,10 @@ from kvferry.engine.executor.messages import (
     RankFailed,
     RankStep,
     Reported,
+    TableRequest,
     engine_end,
 )
+from kvferry.engine.executor.store import StoreTable
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
@@ -40,6 +45,7 @@ CONSEQUENCE = 2
 """The least weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
 """How long a rank may take to exit before it is killed."""
+LOOPBACK = "127.0.0.1"
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
 
@@ -86,28 +92,52 @@ class Losses:
             raise RankLost(f"a rank did not take part in time: {of}") from of
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that is used."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, minus the number of the signal that ended it; None while it is not known to have ended."""
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code. Raises `subprocess.TimeoutExpired`."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+def start_rank(rank: int, size: int, auth_token: str) -> tuple[Link, Process]:
+    """A process of this machine, which waits for `LoadModel`."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = _start(rank, size, theirs.fileno(), auth_token)
+        return Link(engine_end(ours.detach()), f"process {process.pid}", LOOPBACK), process
+
+
 class RankProcess:
     """The process of one other rank. The engine's thread calls the methods, except those of the listening thread."""
 
-    def __init__(self, rank: int, size: int, losses: Losses) -> None:
-        """Start the process, which waits for `LoadModel`."""
-        self.rank, self._losses = rank, losses
+    def __init__(self, rank: int, link: Link, process: Process | None, losses: Losses, table: StoreTable) -> None:
+        """`link`: to a rank that waits for `LoadModel`. `process`: that this process has started for it; without one,
+        somebody else has. `table`: in which the ranks find each other."""
+        self.rank, self._losses, self._table = rank, losses, table
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
         self._is_ending = False
         self._lock = threading.Lock()  # for sending, and for what follows
-        self._has_left = self._has_failed = False
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self._process = _start(rank, size, theirs.fileno())
-            self._pipe = engine_end(ours.detach())
+        self._has_left = self._has_failed = self._has_said_why = False
+        self._pipe, self._name, self._process = link.pipe, link.name, process
         self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
         self._listener.start()
 
     @property
-    def pid(self) -> int:
-        """The process id of the rank."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Its process id, if this process has started it."""
+        return None if self._process is None else self._process.pid
 
     def send(self, command: Command) -> None:
         """Send a command. Raises `RankLost` if the rank is gone or does not read."""
@@ -133,7 +163,7 @@ class RankProcess:
         try:
             answer = self._answers.get(timeout=within_s)
         except Empty:
-            raise RankLost(f"rank {self.rank} (process {self.pid}) did not answer within {within_s:g} s") from None
+            raise RankLost(f"rank {self.rank} ({self._name}) did not answer within {within_s:g} s") from None
         if answer is None:
             self._losses.wait(END_S)
             raise RankLost(f"rank {self.rank} is gone")
@@ -148,21 +178,29 @@ class RankProcess:
     # The end.
 
     def begin_end(self) -> None:
-        """Ask the process to exit."""
+        """Ask the rank to exit."""
         self._is_ending = True
         with suppress(PeerLost), self._lock:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` for the process to exit, then kill it."""
-        try:
-            self._process.wait(max(0.1, deadline - SYSTEM_CLOCK.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # in a call into a disk or a driver that nothing ends
-                self._process.wait(END_S)
+        """Wait until `deadline` for the rank to exit; then kill its process, or leave it to who has started that."""
+        left_s = max(0.1, deadline - SYSTEM_CLOCK.monotonic())
+        if self._process is None:
+            self._listener.join(left_s)
+            self._pipe.shut_down()
+        else:
+            self._end_process(self._process, left_s)
         self._listener.join(END_S)
         self._pipe.close()
+
+    def _end_process(self, process: Process, within_s: float) -> None:
+        try:
+            process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # in a call into a disk or a driver that nothing ends
+                process.wait(END_S)
 
     # The listening thread.
 
@@ -179,12 +217,16 @@ class RankProcess:
         match message:
             case Reported(report):
                 self.on_report(self.rank, report)
+            case TableRequest():
+                with suppress(PeerLost):  # which is noticed when there is nothing more to receive
+                    self._pipe.send(self._table.answer(message))
             case RankFailed(kind, text):
+                self._has_said_why = True
                 error: KvferryError
                 if kind in _USER_ERRORS:
                     error = _USER_ERRORS[kind](text)
                 else:
-                    error = RankLost(f"rank {self.rank} (process {self.pid}) failed: {kind}: {text}")
+                    error = RankLost(f"rank {self.rank} ({self._name}) failed: {kind}: {text}")
                 self._losses.add(1 if kind in _USER_ERRORS else CONSEQUENCE, error)
             case _:
                 if isinstance(message, Done) and message.failure:
@@ -200,15 +242,17 @@ class RankProcess:
                 self._pipe.send(Proceed())
 
     def _note_end(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        if self._is_ending:
-            return
-        code = self._process.returncode
-        # A rank that exits with 1 has sent `RankFailed` before, or has lost rank 0.
-        self._losses.add(
-            CONSEQUENCE + 1 if code == 1 else 0, RankLost(f"rank {self.rank} (process {self.pid}) {_how(code)}")
-        )
+        if self._process is None:
+            how = "closed its connection: its process has ended, or its machine is gone"
+            is_cause = not self._has_said_why
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+            how = _how(self._process.returncode)
+            is_cause = self._process.returncode != 1  # which it sends `RankFailed` before, or has lost rank 0
+        if not self._is_ending:
+            weight = 0 if is_cause else CONSEQUENCE + 1
+            self._losses.add(weight, RankLost(f"rank {self.rank} ({self._name}) {how}"))
 
 
 def _how(code: int | None) -> str:
@@ -220,9 +264,10 @@ def _how(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _start(rank: int, size: int, pipe: int) -> subprocess.Popen[bytes]:
+def _start(rank: int, size: int, pipe: int, auth_token: str) -> Process:
     environment = {
         **os.environ,
+        AUTH_TOKEN: auth_token,
         **helper_environment(f"rank-{rank}"),
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size)),
         "PYTHONPATH": os.pathsep.join(

@@ -1,4 +1,5 @@
-"""The executor of several tensor-parallel ranks: rank 0 in this process, each other one in a process of its own.
+"""The executor of several tensor-parallel ranks: rank 0 in this process, each other one in a process of its own, which
+it starts on this machine, or which others start, here or elsewhere.
 
 All ranks hold a share of every layer and run each step together, in lockstep through their collectives. Only rank 0
 schedules and samples. The others get the inputs of each step (`messages`), and report what happened to their transfers.
@@ -8,12 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
+from kvferry.engine.executor.link import Link, RankListener
 from kvferry.engine.executor.messages import (
     Answer,
     Check,
@@ -50,9 +51,12 @@ from kvferry.engine.executor.messages import (
     RankStep,
     Started,
     Statistics,
+    TableAnswer,
+    TableRequest,
 )
 from kvferry.engine.executor.patience import patience_s
-from kvferry.engine.executor.rank_process import END_S, Losses, RankProcess
+from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, start_rank
+from kvferry.engine.executor.store import MeetingStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.place import Place
 from kvferry.engine.model_runner import Drawn, LogitRows, choose_logit_rows, draw, lay_out
@@ -60,7 +64,7 @@ from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
 START_S = 300.0
-"""How long a process may take to start; it imports torch and transformers."""
+"""How long a process may take to start (it imports torch and transformers), and to come if others start it."""
 ANSWER_S = group.STEP_S + 10.0
 """How long another rank may take to answer, for a step after rank 0 has computed its own share."""
 A = TypeVar("A", bound=Answer)
@@ -74,20 +78,18 @@ class RanksExecutor(Executor):
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> None:
         """Start the ranks, each of which loads its share. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
-        place = Place(0, config.tensor_parallel_size)
+        place = Place.of_rank(0, config)
         _require_possible(config, transfer, place)
         self._wake: Callable[[], None] = lambda: None
-        self._losses = Losses()
+        self._losses, self._table = Losses(), StoreTable()
         self._reports = RankReports(place.size)
         self._reported: deque[tuple[int, bytes]] = deque()  # bounded by the number of transfers
         self._worker: Worker | None = None
         self._is_open = False
         self._processes: list[RankProcess] = []
         try:
-            with tempfile.TemporaryDirectory(prefix="kvferry-ranks-") as folder:
-                store = f"{folder}/store"
-                self._start(config, transfer, auth_token, place, store)
-                self._load(config, place, store, on_progress)
+            address = self._start(config, transfer, auth_token, on_progress)
+            self._load(config, place, address, on_progress)
             self._open(transfer, auth_token)
         except BaseException:
             self.close()
@@ -96,20 +98,26 @@ class RanksExecutor(Executor):
     # Start.
 
     def _start(
-        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, place: Place, store: str
-    ) -> None:
+        self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
+    ) -> str:
+        """Returns the address at which the other ranks reach this process."""
         self._losses.on_loss = self._rank_is_lost
-        for rank in range(1, place.size):
-            process = RankProcess(rank, place.size, self._losses)
-            process.on_report = self._rank_reports
-            self._processes.append(process)
-            process.send(LoadModel(rank, place.size, store, config, transfer, auth_token))
+        address = LOOPBACK
+        for rank, (link, process) in enumerate(_links(config, auth_token, on_progress), 1):
+            one = RankProcess(rank, link, process, self._losses, self._table)
+            one.on_report = self._rank_reports
+            self._processes.append(one)
+            one.send(LoadModel(rank, config, transfer))
+            address = link.address
+        return address
 
-    def _load(self, config: EngineConfig, place: Place, store: str, on_progress: Progress) -> None:
+    def _load(self, config: EngineConfig, place: Place, address: str, on_progress: Progress) -> None:
         with self._losses_explained():
-            # First, because the wait in `group.meeting` can neither be interrupted nor learn of a loss.
+            # First, because gloo's wait for a rank that has not come to it can neither be interrupted nor learn of a
+            # loss.
             self._gather(Started, START_S)
-            with group.meeting(place, place.choose_device(config.device), store):
+            store = MeetingStore(self._ask_store)
+            with group.meeting(place, place.choose_device(config.device), store, address):
                 self._worker = Worker(config, place, on_progress)
             on_progress("waiting for the other ranks", 1.0)
             loaded = self._gather(ModelLoaded, group.LOADING_S)
@@ -129,8 +137,12 @@ class RanksExecutor(Executor):
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the other ranks."""
-        return [process.pid for process in self._processes]
+        """The process ids of those other ranks that this process has started."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def _ask_store(self, request: TableRequest) -> TableAnswer:
+        self._losses.require_none()
+        return self._table.answer(request)
 
     # Steps.
 
@@ -279,6 +291,21 @@ class RanksExecutor(Executor):
         self._wake()
 
 
+def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iterator[tuple[Link, Process | None]]:
+    """The other ranks, in their order: started by this process, or those that come."""
+    size = config.tensor_parallel_size
+    if config.ranks_at is None:
+        yield from (start_rank(rank, size, auth_token) for rank in range(1, size))
+        return
+    listener = RankListener(config.ranks_at, auth_token)
+    try:
+        waiting = f"waiting for the other ranks at {config.ranks_at}"
+        links = listener.gather(size - 1, START_S, lambda number: on_progress(f"{waiting} ({number}/{size - 1})", 0.0))
+    finally:
+        listener.close()
+    yield from ((link, None) for link in links)
+
+
 def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: Place) -> None:
     """Raise `ConfigError` or `UnsupportedModel` for what is known to be wrong before any process is started."""
     if importlib.util.find_spec("accelerate") is None:
@@ -291,3 +318,14 @@ def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, p
             f"{transfer.kv_connector} works on one rank only: its worker side names no plan_type; use"
             " --tensor-parallel-size 1"
         )
+    if config.ranks_at is not None and transfer is not None and _wants_tls(transfer.kv_connector_extra_config):
+        raise ConfigError(
+            "--ranks-at: what the ranks say to each other is not encrypted, and --kv-transfer-config asks for TLS; set"
+            " tls_control_only if their network is private"
+        )
+
+
+def _wants_tls(options: dict[str, Any]) -> bool:
+    """Whether these options of a connector, or those of one in it, ask for TLS of all that moves."""
+    own = bool(options.get("tls_cert")) and not options.get("tls_control_only")
+    return own or any(_wants_tls(one.get("kv_connector_extra_config", {})) for one in options.get("connectors", ()))

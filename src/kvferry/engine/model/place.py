@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvferry.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvferry.engine.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class Place:
-    """Tensor-parallel rank `rank` of `size`; without arguments, the only one."""
+    """Tensor-parallel rank `rank` of `size`; without arguments, the only one. `shares_machine`: all ranks are on one
+    machine, and divide its devices and CPU threads; otherwise each has those that its process sees."""
 
     rank: int = 0
     size: int = 1
+    shares_machine: bool = True
+
+    @classmethod
+    def of_rank(cls, rank: int, config: EngineConfig) -> Place:
+        """Of a rank of the engine with this configuration."""
+        return cls(rank, config.tensor_parallel_size, config.ranks_at is None)
+
+    @property
+    def device_index(self) -> int:
+        """Which of the devices that its process sees is this rank's."""
+        return self.rank if self.shares_machine else 0
 
     def choose_device(self, wanted: str) -> torch.device:
         """The device that `auto`, `cpu` or `cuda` means on this rank. Raises `ConfigError` if there is none."""
@@ -33,17 +48,19 @@ class Place:
                     " it with CUDA_VISIBLE_DEVICES="
                 )
             return torch.device("cpu")
-        if torch.cuda.device_count() < self.size:
+        if self.shares_machine and torch.cuda.device_count() < self.size:
             raise ConfigError(
                 f"--tensor-parallel-size {self.size} needs as many GPUs; PyTorch finds {torch.cuda.device_count()}"
             )
-        return torch.device("cuda", self.rank)
+        return torch.device("cuda", self.device_index)
 
     def set_num_threads(self, wanted: int | None) -> None:
         """Give this rank its share of the CPU threads. `wanted`: for all ranks together; None: what torch has taken
         from OMP_NUM_THREADS. Raises `ConfigError`."""
         if wanted is not None and wanted < 1:
             raise ConfigError(f"--num-threads must be at least 1, got {wanted}")
+        if wanted is None and not self.shares_machine:
+            return
         if wanted is not None or self.size > 1:
             torch.set_num_threads(max(1, (wanted or torch.get_num_threads()) // self.size))
 

@@ -1,0 +1,36 @@
+"""`kvferry rank`: one further rank of an instance, which may be on another machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvferry.cli.common import LOG, LogFlags, ReadyFd
+from kvferry.cli.flags import complete
+from kvferry.core.keys import shared_token
+from kvferry.core.names import resolve, without_collections
+from kvferry.observe.logs import LogConfig, set_up_logging
+
+RUN_RANK = "kvferry.engine.executor.rank_main:run_rank"
+"""Resolved when it is called, because it imports torch."""
+
+RankAddress = Annotated[str, Parameter(help="What the instance was given as --ranks-at.")]
+
+
+def rank(address: RankAddress, /, *, log: LogFlags = LOG, ready_fd: ReadyFd = None) -> int:
+    """Start one further rank of an instance, on this machine or another one; it ends with the instance.
+
+    The instance waits for it at an address that this machine can reach, and says what to load. Both need the same
+    KVFERRY_AUTH_TOKEN, the same versions of kvferry and torch, and the model under the same path:
+
+        kvferry decode MODEL --tensor-parallel-size 2 --ranks-at 10.0.0.1:7000
+
+        kvferry rank 10.0.0.1:7000
+    """
+    set_up_logging(complete(LogConfig, log), "rank")
+    token = shared_token("kvferry rank")
+    with without_collections():
+        run = resolve(RUN_RANK)
+    code: int = run(address, token)
+    return code

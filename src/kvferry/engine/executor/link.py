@@ -1,0 +1,269 @@
+"""Connections between rank 0 and ranks that it did not start, which may be on other machines.
+
+    rank ── RankHello(versions, name, nonce) ──► rank 0
+         ◄────────────── EngineHello(nonce) ──
+         ── RankProof(code) ───────────────────►   the rank proves itself first, so that a stranger learns nothing
+         ◄────────────── EngineProof(code) ──
+
+A code is an HMAC with a key that is derived from the deployment's secret for this purpose, over the side's name and
+both hellos. From then on each frame is sealed with a key for its direction, and is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import torch
+
+from kvferry import __version__
+from kvferry.core import entropy
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError, RankLost
+from kvferry.core.keys import derive
+from kvferry.core.messages import wire
+from kvferry.core.messages.wire import Pipe
+from kvferry.core.settings.addresses import parse_address
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.engine.executor.messages import engine_end, rank_end
+
+GREETING_S = 10.0
+"""How long one connection may take to prove itself."""
+MAX_GREETINGS = 16
+"""Connections that may be about to prove themselves; further ones are closed."""
+_GREETING_BYTES = 4096
+_NAME_CHARACTERS = 100
+_AGAIN_S = 0.5
+_ACCEPT_S = 0.1
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
+"""A machine that is gone without a word is noticed after 20 seconds."""
+_VERSIONS = f"kvferry {__version__}, torch {torch.__version__}"
+
+
+class RankHello(wire.Message, frozen=True):
+    """The rank's first message. `versions`: of what must be the same on all ranks; `name`: for people."""
+
+    versions: str
+    name: str
+    nonce: bytes
+
+
+class EngineHello(wire.Message, frozen=True):
+    """Rank 0's first message."""
+
+    nonce: bytes
+
+
+class RankProof(wire.Message, frozen=True):
+    """Proves that the rank holds the secret."""
+
+    code: bytes
+
+
+class EngineProof(wire.Message, frozen=True):
+    """Proves that rank 0 holds the secret."""
+
+    code: bytes
+
+
+class RankRefused(wire.Message, frozen=True):
+    """Rank 0 ends the connection."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection to one other rank, or to rank 0. `name`: the other process, for people. `address`: of this side, at
+    which the other ranks reach this process."""
+
+    pipe: Pipe
+    name: str
+    address: str
+
+
+class RankListener:
+    """Accepts the connections of the other ranks. Owns the listening socket, until `close`."""
+
+    def __init__(self, address: str, token: str) -> None:
+        """Listen at `address`, `HOST:PORT`. Raises `ConfigError` if that is impossible."""
+        if not token:
+            raise ConfigError(f"--ranks-at needs {AUTH_TOKEN}, the same for all ranks: openssl rand -hex 32")
+        self.address, self._token = address, token
+        host, port = parse_address(address, "--ranks-at")
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=64)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--ranks-at {address}: cannot listen there: {error}") from error
+        self._socket.settimeout(_ACCEPT_S)
+        self._joined: SimpleQueue[Link] = SimpleQueue()  # bounded by the greetings
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._last_refusal = ""
+        self._is_closed = False
+
+    def gather(self, number: int, within_s: float, on_progress: Callable[[int], None]) -> list[Link]:
+        """Wait for so many ranks; `on_progress` is told how many have come. Raises `RankLost` if they do not come."""
+        links: list[Link] = []
+        deadline = SYSTEM_CLOCK.monotonic() + within_s
+        try:
+            on_progress(0)
+            while len(links) < number:
+                if SYSTEM_CLOCK.monotonic() > deadline:
+                    raise RankLost(self._missing(len(links), number, within_s))
+                self._accept()
+                with suppress(Empty):
+                    while len(links) < number:
+                        links.append(self._joined.get_nowait())
+                        on_progress(len(links))
+        except BaseException:
+            for link in links:
+                link.pipe.close()
+            raise
+        return links
+
+    def close(self) -> None:
+        """Stop to listen. Ranks beyond those that were wanted lose their connections."""
+        self._is_closed = True
+        self._socket.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._joined.get_nowait().pipe.close()
+
+    def _missing(self, has: int, wanted: int, within_s: float) -> str:
+        why = f" (the last one that came was refused: {self._last_refusal})" if self._last_refusal else ""
+        return (
+            f"{has} of {wanted} other ranks came to {self.address} within {within_s:g} s{why}; start each with"
+            f" `kvferry rank {self.address}`"
+        )
+
+    def _accept(self) -> None:
+        try:
+            connected, (host, *_) = self._socket.accept()
+        except TimeoutError:
+            return
+        except OSError as error:  # no descriptors are left, or it was gone at once
+            self._last_refusal = str(error)
+            threading.Event().wait(_ACCEPT_S)
+            return
+        if not self._greetings.acquire(blocking=False):
+            connected.close()
+            return
+        threading.Thread(target=self._greet, args=(connected, host), name="kvferry-rank-greeting", daemon=True).start()
+
+    def _greet(self, connected: socket.socket, host: str) -> None:
+        try:
+            self._joined.put(_within_limit(connected, self._answer, host))
+            if self._is_closed:
+                self._drop()
+        except (KvferryError, OSError) as error:
+            self._last_refusal = f"{host}: {error}"
+        finally:
+            self._greetings.release()
+
+    def _answer(self, connected: socket.socket, host: str) -> Link:
+        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_GREETING_BYTES, send_s=GREETING_S)
+        try:
+            hello, ours = _expect(pipe, RankHello), EngineHello(entropy.token_bytes(32))
+            if hello.versions != _VERSIONS:
+                raise ProtocolError(f"it runs {hello.versions[:_NAME_CHARACTERS]}, and rank 0 {_VERSIONS}")
+            pipe.send(ours)
+            proof = _expect(pipe, RankProof)
+            if not hmac.compare_digest(proof.code, _code(self._token, "rank", hello, ours)):
+                raise AuthenticationFailed(f"it does not hold the same {AUTH_TOKEN}")
+            pipe.send(EngineProof(_code(self._token, "rank 0", hello, ours)))
+        except (AuthenticationFailed, ProtocolError) as error:
+            with suppress(PeerLost):
+                pipe.send(RankRefused(str(error)))
+            raise
+        finally:
+            pipe.close()
+        keys = _code(self._token, "rank 0's frames", hello, ours), _code(self._token, "rank's frames", hello, ours)
+        name = "".join(one for one in hello.name[:_NAME_CHARACTERS] if one.isprintable())
+        address = str(connected.getsockname()[0])
+        return Link(engine_end(connected.detach(), keys), f"{name} on {host}", address)
+
+
+def join(address: str, token: str, within_s: float) -> Link:
+    """Connect to rank 0, which may not have begun to listen yet. Raises `ConfigError` if it refuses this rank or is no
+    rank 0, and `RankLost` if it is not there within this time."""
+    host, port = parse_address(address, "the address of rank 0")
+    deadline = SYSTEM_CLOCK.monotonic() + within_s
+    while True:
+        try:
+            connected = socket.create_connection((host, port), timeout=GREETING_S)
+            return _within_limit(connected, _introduce, address, token)
+        except (AuthenticationFailed, ProtocolError) as error:
+            raise ConfigError(f"rank 0 at {address}: {error}") from error
+        except (PeerLost, OSError, UnicodeError) as error:
+            if SYSTEM_CLOCK.monotonic() > deadline:
+                raise RankLost(f"rank 0 is not at {address}, for {within_s:g} s: {error}") from error
+        threading.Event().wait(_AGAIN_S)
+
+
+def _introduce(connected: socket.socket, address: str, token: str) -> Link:
+    kinds = EngineHello | EngineProof | RankRefused
+    pipe = Pipe(os.dup(connected.fileno()), kinds, limit=_GREETING_BYTES, send_s=GREETING_S)
+    try:
+        hello = RankHello(_VERSIONS, f"process {os.getpid()} of {platform.node()}", entropy.token_bytes(32))
+        pipe.send(hello)
+        theirs = _expect(pipe, EngineHello)
+        pipe.send(RankProof(_code(token, "rank", hello, theirs)))
+        proof = _expect(pipe, EngineProof)
+    finally:
+        pipe.close()
+    if not hmac.compare_digest(proof.code, _code(token, "rank 0", hello, theirs)):
+        raise AuthenticationFailed(f"it does not hold the same {AUTH_TOKEN}")
+    keys = _code(token, "rank's frames", hello, theirs), _code(token, "rank 0's frames", hello, theirs)
+    own = str(connected.getsockname()[0])
+    return Link(rank_end(connected.detach(), keys), f"rank 0 at {address}", own)
+
+
+def _within_limit(connected: socket.socket, greet: Callable[..., Link], *more: str) -> Link:
+    """Greet, and end the connection if that fails or takes longer than `GREETING_S`."""
+    same = connected.dup()
+    over = threading.Timer(GREETING_S, _shut_down, (same,))
+    over.daemon = True
+    try:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        over.start()
+        return greet(connected, *more)
+    finally:
+        over.cancel()
+        for one in (same, connected):  # nothing where it was detached
+            one.close()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):  # it has just been closed
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _expect(pipe: Pipe, kind: Any) -> Any:
+    message = pipe.receive()
+    if isinstance(message, RankRefused):
+        raise AuthenticationFailed(f"it refuses this rank: {message.reason}")
+    if not isinstance(message, kind):
+        raise ProtocolError(f"{type(message).__name__} came where {kind.__name__} was expected")
+    return message
+
+
+def _code(token: str, side: str, hello: RankHello, answer: EngineHello) -> bytes:
+    claims = msgspec.msgpack.encode([side, hello, answer])
+    return hmac.digest(derive(token, "ranks"), claims, "sha256")
