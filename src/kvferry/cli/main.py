@@ -18,6 +18,7 @@ from kvferry.cli.cache.command import cache
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet.command import app as fleet
+from kvferry.cli.fleet.recommend import add_to as add_recommend_to
 from kvferry.cli.fleet.render import add_to as add_render_to
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
@@ -74,6 +75,7 @@ app.command(rank, sort_key=5)
 app.command(picker, sort_key=5)
 app.command(demo, sort_key=6)
 add_render_to(fleet)
+add_recommend_to(fleet)
 app.command(fleet)
 app.command(cache)
 for sort_key, name in enumerate(_PLANNING, 8):

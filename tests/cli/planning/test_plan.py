@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.main import main
-from kvferry.cli.planning.plan import spec_of, to_toml
+from kvferry.cli.planning.plan import spec_of
 from kvferry.cli.planning.simulated import ASSUMED
+from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.spec import fleet_from, read_fleet
 from kvferry.sim.planner import Candidate
 from kvferry.store.trace.records import TraceRequest, write_trace

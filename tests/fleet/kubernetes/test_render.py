@@ -16,7 +16,10 @@ from referencing import Registry, Resource
 
 from kvferry.cli.main import main
 from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.recommender import read_recommended
+from kvferry.fleet.control.scaling import rules_of
 from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, chosen
 from kvferry.fleet.kubernetes.chart import write_chart
 from kvferry.fleet.kubernetes.render import render
 from kvferry.fleet.kubernetes.values import Values
@@ -84,9 +87,38 @@ CASES: dict[str, OBJECTS] = {
     "units packed": in_units("pack", gang="volcano"),
 }
 
+SCALE = {"ttft": "2s", "itl": "50ms", "cool_down": "30s"}
 
-def rendered(told: OBJECTS) -> list[OBJECTS]:
-    return render(fleet_from(told), Values(), "the token of a test")
+
+def scaled(
+    roles: OBJECTS | None = None, scale: OBJECTS | None = None, engine: OBJECTS | None = None, **kubernetes: Any
+) -> OBJECTS:
+    roles = roles or {"prefill": {"count": 2, "min": 2, "max": 12}, "decode": {"count": 3, "max": 4}}
+    told = pooling(engine, roles, **kubernetes)
+    return {**told, "scale": {**SCALE, **(scale or {})}}
+
+
+HPA, KEDA = Autoscaling("hpa"), Autoscaling("keda", "http://prometheus.monitoring:9090")
+NO_MINIMUM = {"prefill": {"min": 0, "max": 3}, "decode": {"min": 0, "max": 3}}
+WIDE_SCALED = {role: {**one, "max": 6} for role, one in WIDE.items()}
+SCALED: dict[str, tuple[OBJECTS, Autoscaling]] = {
+    "recommended only": (scaled(scale={"recommend": True}), NOT_SCALED),
+    "HPA": (scaled(), HPA),
+    "HPA of one role": (scaled({"both": {"max": 3}}), HPA),
+    "HPA and a gang on several pods": (scaled(WIDE_SCALED, None, VLLM, **ON_HOSTS, gang="kubernetes"), HPA),
+    "HPA within a budget": (scaled({"prefill": {}, "decode": {}}, {"budget": 8, "most_per_decode": 2.0}), HPA),
+    "KEDA": (scaled(pod_monitor=True, namespace="llm"), KEDA),
+    "KEDA down to nothing": (scaled(NO_MINIMUM, {"idle": "10m"}), KEDA),
+}
+CASES |= {name: told for name, (told, _) in SCALED.items()}
+
+
+def rendered(told: OBJECTS, autoscaling: Autoscaling = NOT_SCALED) -> list[OBJECTS]:
+    return render(fleet_from(told), Values(), "the token of a test", autoscaling)
+
+
+def of_case(case: str) -> list[OBJECTS]:
+    return rendered(CASES[case], SCALED[case][1] if case in SCALED else NOT_SCALED)
 
 
 def of_kind(objects: list[OBJECTS], kind: str) -> dict[str, OBJECTS]:
@@ -123,7 +155,7 @@ def validate(one: OBJECTS) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_object_is_valid(case: str) -> None:
-    objects = rendered(CASES[case])
+    objects = of_case(case)
     for one in objects:
         validate(one)
     names = [(one["kind"], one["metadata"]["name"]) for one in objects]
@@ -140,10 +172,13 @@ def test_every_object_is_valid(case: str) -> None:
         ("DisaggregatedSet", "spec.rolls", []),
         ("PodMonitor", "spec.podMetricsEndpoints.0.prot", "http"),
         ("PodGroup", "spec.minMembers", 1),
+        ("HorizontalPodAutoscaler", "spec.metrics.0.external.target.averagevalue", "1"),
+        ("ScaledObject", "spec.maxReplicas", 3),
+        ("ScaledObject", "spec.triggers.0.metadata.threshold", 1),
     ],
 )
 def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> None:
-    found = copy.deepcopy([one for told in CASES.values() for one in rendered(told) if one["kind"] == kind])
+    found = copy.deepcopy([one for case in CASES for one in of_case(case) if one["kind"] == kind])
     *way, last = path.split(".")
     place: Any = found[0]
     for step in way:
@@ -157,7 +192,7 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> N
 def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> None:
     """Helm itself is not here: its three expressions that a chart uses are filled in as it does."""
     fleet = fleet_from(CASES[case])
-    write_chart(fleet, tmp_path)
+    write_chart(fleet, tmp_path, SCALED[case][1] if case in SCALED else NOT_SCALED)
     values = {**yaml.safe_load((tmp_path / "values.yaml").read_text()), "token": "the token of a test"}
     assert yaml.safe_load((tmp_path / "Chart.yaml").read_text())["name"] == "chat"
 
@@ -172,12 +207,12 @@ def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> 
         return json.dumps(place)
 
     text = re.sub(r"\{\{ (.+?) \}\}", fill, (tmp_path / "templates/fleet.yaml").read_text())
-    assert list(yaml.safe_load_all(text)) == rendered(CASES[case])
+    assert list(yaml.safe_load_all(text)) == of_case(case)
 
 
 def test_pods_may_do_nothing_that_they_need_not() -> None:
-    for told in CASES.values():
-        for pod in pods(rendered(told)):
+    for case in CASES:
+        for pod in pods(of_case(case)):
             (container,) = pod["containers"]
             assert pod["securityContext"]["runAsNonRoot"]
             assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -185,7 +220,8 @@ def test_pods_may_do_nothing_that_they_need_not() -> None:
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
             assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
             written = {one["mountPath"] for one in container["volumeMounts"]}
-            assert written == {"/dev/shm", "/tmp", "/cache", "/models"}
+            read_only = {one["mountPath"] for one in container["volumeMounts"] if one.get("readOnly")}
+            assert written - read_only == {"/dev/shm", "/tmp", "/cache", "/models"}
 
 
 def pods(objects: list[OBJECTS]) -> list[OBJECTS]:
@@ -256,9 +292,110 @@ def test_the_members_of_a_unit_stay_among_themselves() -> None:
     assert all(clients.items() <= one.items() for one in routers)
 
 
+@pytest.mark.parametrize("case", SCALED)
+def test_who_recommends_is_told_what_the_spec_says(case: str, tmp_path: Path) -> None:
+    fleet, objects = fleet_from(CASES[case]), of_case(case)
+    path = tmp_path / "fleet.toml"
+    path.write_text(of_kind(objects, "ConfigMap")["chat-controller"]["data"]["fleet.toml"])
+    told = read_recommended(path)
+    assert told.scale == fleet.scale
+    assert told.scale is not None
+    assert rules_of(told, told.scale).most == rules_of(fleet, told.scale).most
+    pod = of_kind(objects, "Deployment")["chat-controller"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"] == [
+        *("kvferry", "fleet", "recommend", "/spec/fleet.toml"),
+        *(f"--router=http://chat-router-{number}.chat-routers:8000" for number in (0, 1)),
+    ]
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_counts_are_an_autoscaler_s_or_the_manifest_s(case: str) -> None:
+    """A number in a manifest would undo what the autoscaler did, whenever that is applied."""
+    objects = of_case(case)
+    scalers = {**of_kind(objects, "HorizontalPodAutoscaler"), **of_kind(objects, "ScaledObject")}
+    workloads = {**of_kind(objects, "Deployment"), **of_kind(objects, "LeaderWorkerSet")}
+    del workloads["chat-controller"]
+    assert scalers.keys() == (set() if SCALED[case][1] is NOT_SCALED else workloads.keys())
+    for name, one in workloads.items():
+        assert ("replicas" in one["spec"]) is (name not in scalers)
+        if name in scalers:
+            target = scalers[name]["spec"]["scaleTargetRef"]
+            assert target == {"apiVersion": one["apiVersion"], "kind": one["kind"], "name": name}
+
+
+def test_an_autoscaler_asks_for_its_own_role_of_its_own_fleet() -> None:
+    hpa = of_kind(of_case("HPA"), "HorizontalPodAutoscaler")["chat-prefill"]["spec"]
+    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (2, 12)
+    assert hpa["behavior"]["scaleDown"]["tolerance"] == "0", "or 11 of 12 would be enough"
+    (metric,) = hpa["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchLabels"] == {
+        "app_kubernetes_io_instance": "chat",
+        "role": "prefill",
+    }
+    objects = of_case("KEDA")
+    (trigger,) = of_kind(objects, "ScaledObject")["chat-decode"]["spec"]["triggers"]
+    labels = 'namespace="llm",app_kubernetes_io_instance="chat",role="decode"'
+    assert trigger["metadata"]["query"] == f"max(kvferry_fleet_desired_instances{{{labels}}})"
+    assert of_kind(objects, "PodMonitor")["chat"]["spec"]["podTargetLabels"] == ["app.kubernetes.io/instance"]
+    down = of_kind(of_case("KEDA down to nothing"), "ScaledObject")["chat-decode"]["spec"]
+    assert (down["minReplicaCount"], down["maxReplicaCount"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("told", "asked", "found"),
+    [
+        (pooling(), None, "none"),
+        (scaled(), None, "hpa"),
+        (scaled(), "none", "none"),
+        (scaled(NO_MINIMUM, {"idle": "10m"}), "keda", "keda"),
+        (scaled(scale={"recommend": True}), None, "none"),
+        (pooling(), "hpa", "no such table"),
+        (scaled(scale={"recommend": True}), "keda", "only said"),
+        (scaled(NO_MINIMUM, {"idle": "10m"}), "hpa", "scale.idle"),
+        (scaled(NO_MINIMUM, {"idle": "10m"}), None, "scale.idle"),
+        (scaled(NO_MINIMUM, {"aggregate": True}), "hpa", "scale.aggregate"),
+        (scaled(disaggregated_set=True), "hpa", "DisaggregatedSet"),
+    ],
+)
+def test_which_autoscaler(told: OBJECTS, asked: Any, found: str) -> None:
+    if found in ("hpa", "keda", "none"):
+        assert chosen(fleet_from(told), asked) == found
+    else:
+        with pytest.raises(ConfigError, match=f"--autoscaler {asked or 'hpa'}: .*{found}"):
+            chosen(fleet_from(told), asked)
+
+
+def test_units_are_not_counted_by_an_autoscaler() -> None:
+    told = {**in_units(), "scale": SCALE}
+    told["unit"]["max"] = 3
+    assert not of_kind(rendered(told), "ConfigMap")
+    with pytest.raises(ConfigError, match="units are objects of their own"):
+        chosen(fleet_from(told), "hpa")
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "complaint"),
+    [
+        ({"environment": {"KVFERRY_AUTH_TOKEN": "a secret of ours"}}, "token_secret"),
+        ({"environment": {"A B": ""}}, "no name of an environment variable"),
+        ({"namespace": "a.b"}, "63 lower-case letters"),
+        ({"namespace": "a" * 64}, "63 lower-case letters"),
+        ({"namespace": "llm\n"}, "63 lower-case letters"),
+        ({"token_secret": "mine\n"}, "the name of an object"),
+        ({"pod": {"router": {"limits": {"cpu": "1\n"}}}}, "pod.router.limits"),
+    ],
+)
+def test_names_that_kubernetes_would_not_take(kubernetes: OBJECTS, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        fleet_from(pooling(**kubernetes))
+    assert "a secret of ours" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("told", "complaint"),
     [
+        ({**pooling(), "name": "7b"}, "must begin with a letter"),
+        (pooling(pod={"controller": {"hosts": 2}}), "only vLLM's instances"),
         (pooling(pod={"decode": {"hosts": 2}}), "only vLLM's instances"),
         (pooling(VLLM, pod={"router": {"hosts": 2}}), "only vLLM's instances"),
         (pooling(VLLM, pod={"decode": {"hosts": 2}}), "must be a multiple"),
@@ -301,3 +438,22 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["fleet", "render", str(spec), "--chart", str(tmp_path / "chart")]) == 0
     assert "0123456789abcdef" not in "".join(one.read_text() for one in (tmp_path / "chart").rglob("*.yaml"))
     assert main(["fleet", "render", str(tmp_path / "no.toml")]) == 2
+
+
+def test_the_command_with_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "chat.toml"
+    spec.write_text(re.sub(r"(\[role.*\])", "\\1\nmax = 3", SPEC))
+    asked = ["fleet", "render", str(spec)]
+    assert main([*asked, "--autoscaler", "keda"]) == 2
+    assert "there is no such table" in capsys.readouterr().err
+    spec.write_text(spec.read_text() + '[scale]\nttft = "2s"\nitl = "50ms"\n')
+    assert main(asked) == 0
+    said = capsys.readouterr()
+    assert {*of_kind(list(yaml.safe_load_all(said.out)), "HorizontalPodAutoscaler")} == {"chat-prefill", "chat-decode"}
+    assert "pod_monitor = true" in said.err
+    asked += ["--autoscaler", "keda"]
+    assert main([*asked, "--prometheus", "http://user:secret@p"]) == 2
+    assert main([*asked, "--chart", str(tmp_path / "chart")]) == 0
+    values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
+    assert values["prometheus"] == "http://prometheus-operated.monitoring:9090"
+    assert values["autoscaling"]["decode"] == {"min": 1, "max": 3}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 from cyclopts import App, Parameter
 
@@ -13,6 +14,12 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.fleet.control.spec import WantedFleet, read_fleet
+
+if TYPE_CHECKING:
+    from kvferry.fleet.kubernetes.autoscaling import Autoscaling
+
+PROMETHEUS = "http://prometheus-operated.monitoring:9090"
+"""The Service that Prometheus' operator makes, in its usual namespace."""
 
 
 def add_to(fleet: App) -> None:
@@ -26,6 +33,15 @@ def render(
     chart: Annotated[
         Path | None, Parameter(help="Write a Helm chart into this folder instead of manifests to standard output.")
     ] = None,
+    autoscaler: Annotated[
+        Literal["hpa", "keda", "none"] | None,
+        Parameter(
+            help="What has Kubernetes start as many instances as [scale] asks for: a HorizontalPodAutoscaler for each"
+            " role (which needs prometheus-adapter), or a ScaledObject of KEDA. Default: hpa for a fleet with [scale]"
+            " in pooling mode, otherwise none."
+        ),
+    ] = None,
+    prometheus: Annotated[str, Parameter(help="URL of Prometheus, for --autoscaler keda.")] = PROMETHEUS,
 ) -> int:
     """Write a fleet as manifests of Kubernetes.
 
@@ -33,24 +49,53 @@ def render(
 
         kvferry fleet render chat.toml | kubectl apply -f -
     """
+    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, chosen
     from kvferry.fleet.kubernetes.chart import write_chart
+    from kvferry.fleet.kubernetes.render import check
     from kvferry.fleet.kubernetes.render import render as objects_of
     from kvferry.fleet.kubernetes.values import Values
 
     fleet = read_fleet(spec)
+    check(fleet)
+    autoscaling = Autoscaling(chosen(fleet, autoscaler), _url("--prometheus", prometheus))
+    _say_what_scales(fleet, autoscaling)
     if chart is not None:
         try:
-            files = write_chart(fleet, chart)
+            files = write_chart(fleet, chart, autoscaling)
         except OSError as error:
             raise ConfigError(f"--chart {chart}: {error.strerror or error}") from error
         sys.stdout.write("".join(f"{one}\n" for one in files))
         return 0
     token = shared_token("the Secret") if os.environ.get(AUTH_TOKEN) else ""
     values = Values()
-    sys.stdout.write(values.write(objects_of(fleet, values, token)))
+    sys.stdout.write(values.write(objects_of(fleet, values, token, autoscaling)))
     if not token and _needs_token(fleet):
         sys.stderr.write(f"kvferry: there is no Secret among these, as {AUTH_TOKEN} is not set; {_how(fleet)}\n")
     return 0
+
+
+def _url(flag: str, url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"{flag} {url!r} must look like http://HOST:PORT, without a user or password")
+    return url
+
+
+def _say_what_scales(fleet: WantedFleet, autoscaling: Autoscaling) -> None:
+    from kvferry.fleet.kubernetes.autoscaling import why_not
+
+    kubernetes = fleet.backend.kubernetes
+    if fleet.scale is None or kubernetes is None:
+        return
+    if autoscaling.kind == "none" and (why := why_not(fleet)):
+        sys.stderr.write(f"kvferry: no autoscaler is among these: {why}\n")
+    elif autoscaling.kind != "none" and not kubernetes.pod_monitor:
+        what = "the routers' /metrics, with the labels namespace and app_kubernetes_io_instance"
+        sys.stderr.write(f"kvferry: Prometheus must read {what}; pod_monitor = true has its operator do so\n")
 
 
 def _needs_token(fleet: WantedFleet) -> bool:

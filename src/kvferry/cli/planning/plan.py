@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ from kvferry.cli.planning.simulate import (
 from kvferry.cli.planning.simulated import world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
+from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.planner import Candidate, Findings, Planner, Tried, bandwidth, busiest
 from kvferry.sim.targets import parse_targets
@@ -126,21 +126,6 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
         **({"engine": {"args": kept}} if kept else {}),
         "role": roles,
     }
-
-
-def to_toml(table: Mapping[str, Any], name: str = "") -> str:
-    """Such a spec as TOML: its values first, then its tables."""
-    lines = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    text = (f"[{name}]\n" if name and lines else "") + "".join(f"{line}\n" for line in lines)
-    tables = (
-        to_toml(value, f"{name}.{key}" if name else key) for key, value in table.items() if isinstance(value, dict)
-    )
-    return "\n".join(part for part in (text, *tables) if part)
-
-
-def _value(value: Any) -> str:
-    """Strings, numbers and lists of them are the same in TOML and in JSON."""
-    return msgspec.json.encode(value).decode()
 
 
 def _write(path: Path, text: str) -> None:

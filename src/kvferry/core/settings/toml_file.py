@@ -1,10 +1,13 @@
-"""TOML files that a user writes."""
+"""TOML files that a user writes, and those that are written for him."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvferry.core.errors import ConfigError
 
@@ -26,3 +29,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: its lists or tables are too deep") from error
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def to_toml(table: Mapping[str, Any], name: str = "") -> str:
+    """A table of strings, numbers, lists of them and further tables as TOML: its values first, then its tables."""
+    lines = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    text = (f"[{name}]\n" if name and lines else "") + "".join(f"{line}\n" for line in lines)
+    tables = (
+        to_toml(value, f"{name}.{key}" if name else key) for key, value in table.items() if isinstance(value, dict)
+    )
+    return "\n".join(part for part in (text, *tables) if part)
+
+
+def _value(value: Any) -> str:
+    """Strings, numbers and lists of them are the same in TOML and in JSON."""
+    return msgspec.json.encode(value).decode()

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.core.messages.traffic import TRAFFIC_PATH, FleetPlan, TrafficReport
+from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH, FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
@@ -43,6 +43,7 @@ class View(msgspec.Struct, frozen=True):
     draining: bool
     drained: bool
     facts: ViewedFacts | None = None
+    url: str = ""
 
 
 class _Shown(msgspec.Struct):
@@ -81,6 +82,15 @@ class Front:
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
         """What this router has seen of the last `most` requests of so many seconds; None if it does not answer."""
         return await self._get(router, f"{TRAFFIC_PATH}?seconds={seconds:.0f}&limit={most}", TrafficReport)
+
+    async def plan(self, router: str) -> FleetPlan | None:
+        """What this router was told last that the fleet is to be; None: nothing, or it does not answer."""
+        return await self._get(router, PLAN_PATH, FleetPlan)
+
+    async def tell(self, router: str, plan: FleetPlan) -> Mapping[str, View] | None:
+        """Tell a router what the fleet is to be, whose instances somebody else starts. Returns those that it knows, by
+        name; None if it does not answer."""
+        return await self._ask(router, "PUT", msgspec.json.encode({"plan": plan}))
 
     async def declare(
         self,

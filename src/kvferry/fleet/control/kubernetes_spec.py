@@ -3,30 +3,42 @@ manifests."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.options import read_options, unknown_key
 
-PodRole = Literal["prefill", "decode", "both", "router"]
-POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router")
+PodRole = Literal["prefill", "decode", "both", "router", "controller"]
+POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router", "controller")
 
 Quantity = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$", description='a quantity such as "500m", "8" or "32Gi"'
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?\Z", description='a quantity such as "500m", "8" or "32Gi"'
     ),
 ]
 ObjectName = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z",
         description="the name of an object: lower-case letters, digits, hyphens and dots",
     ),
 ]
+
+Label = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z",
+        description="a name of 63 lower-case letters, digits and hyphens at most",
+    ),
+]
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_SET_FOR_EACH = (AUTH_TOKEN, "POD_IP")
 
 
 class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -39,7 +51,8 @@ class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[backend.kubernetes.pod.prefill]`, `….pod.decode`, `….pod.both`, `….pod.router`: the pods of one role."""
+    """`[backend.kubernetes.pod.prefill]`, `….pod.decode`, `….pod.both`, `….pod.router`, `….pod.controller`: the pods of
+    one role."""
 
     requests: dict[str, Quantity] = {}
     """Resources that a pod needs, such as { cpu = "8", memory = "32Gi" }."""
@@ -60,7 +73,7 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     image: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     """Image of all containers, with kvferry in it (`Dockerfile`)."""
-    namespace: ObjectName = "default"
+    namespace: Label = "default"
     """Namespace of all objects."""
     context: str | None = None
     """Context of the kubeconfig that `kvferry fleet apply` uses. Default: the one that is current there; within a pod,
@@ -77,7 +90,7 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A PersistentVolumeClaim with models and the cache of Hugging Face, mounted at /models. Default: each pod fetches
     the model into a volume of its own."""
     environment: dict[str, str] = {}
-    """Further environment variables of all containers."""
+    """Further environment variables of all containers. They can be read in the manifests: keys belong into Secrets."""
     routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Routers, each with all instances; in replica mode, of each unit."""
     disaggregated_set: bool = False
@@ -110,4 +123,12 @@ def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:
             raise ConfigError(f"{where}.pod.{name} must be a table")
     read = {name: read_options(PodSpec, one, f"{where}.pod.{name}") for name, one in pods.items()}
     spec = read_options(KubernetesSpec, {name: value for name, value in given.items() if name != "pod"}, where)
+    for name in spec.environment:
+        if name in _SET_FOR_EACH:
+            how = (
+                "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
+            )
+            raise ConfigError(f"{where}.environment.{name} is set for each pod by itself; {how}")
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigError(f"{where}.environment: {name!r} is no name of an environment variable")
     return msgspec.structs.replace(spec, pod=read)

@@ -56,7 +56,7 @@ class Scaling:
             self._memory = ScalingMemory(there.prefill, there.decode)
         if fleet.scale.recommend:
             return fleet
-        return _with_counts(fleet, rules.nearest(self._memory.counts))
+        return with_counts(fleet, rules.nearest(self._memory.counts))
 
     def plan(self, fleet: WantedFleet) -> FleetPlan:
         """What routers show, and follow. `fleet`: as `wanted` gives it."""
@@ -174,7 +174,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         nobody = RoleSpec(count=0, max=0)
         p, d = fleet.role.get("prefill", nobody), fleet.role.get(_answering(fleet), nobody)
         least = Counts(p.min, d.min)
-        most = Counts(_most(p, scale), _most(d, scale))
+        most = Counts(most_of(p, scale), most_of(d, scale))
         cost = Counts(p.tensor_parallel_size, d.tensor_parallel_size)
     budget = float(scale.budget) if scale.budget is not None else float("inf")
     return Rules(
@@ -210,7 +210,8 @@ def _told(memory: ScalingMemory) -> tuple[Counts, int | None]:
     return memory.counts, memory.from_tokens
 
 
-def _most(role: RoleSpec, scale: ScaleSpec) -> int:
+def most_of(role: RoleSpec, scale: ScaleSpec) -> int:
+    """Instances of a role, at most."""
     if role.max is not None:
         return role.max
     return (scale.budget or 0) // role.tensor_parallel_size
@@ -236,7 +237,8 @@ def counts_of(fleet: WantedFleet) -> Counts:
     return Counts(fleet.role["prefill"].count if "prefill" in fleet.role else 0, answering)
 
 
-def _with_counts(fleet: WantedFleet, counts: Counts) -> WantedFleet:
+def with_counts(fleet: WantedFleet, counts: Counts) -> WantedFleet:
+    """The fleet with so many instances; in replica mode, with so many units."""
     if fleet.unit is not None:
         number = counts.total // max(1, _of_unit(fleet).total)
         return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))

@@ -16,6 +16,7 @@ from kvferry.fleet.kubernetes.values import Values
 Object = dict[str, Any]
 
 HTTP_PORT, KV_PORT = 8000, 8101
+SPEC_FILE, _SPEC_FOLDER = "fleet.toml", "/spec"
 _MARGIN_S = 30
 """How much longer than its drain a pod may take to end before it is killed."""
 _GRACE_S = 15
@@ -102,6 +103,17 @@ class Pods:
         }
         template = self._template("router", container, unit)
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        return template
+
+    def recommender(self, routers: Sequence[str], spec: str) -> Object:
+        """The template of the pod that says how many instances are needed. `spec`: the ConfigMap with the fleet's
+        file."""
+        container = self._container("controller")
+        command = ["kvferry", "fleet", "recommend", f"{_SPEC_FOLDER}/{SPEC_FILE}"]
+        container["command"] = [*command, *(f"--router={one}" for one in routers)]
+        container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
+        template = self._template("controller", container, None)
+        template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})
         return template
 
     def _arguments(self, role: Role, started_as: Role) -> list[str]:

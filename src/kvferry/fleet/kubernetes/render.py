@@ -3,6 +3,7 @@
     pooling   each role is a Deployment, or a LeaderWorkerSet where an instance has several pods; or all roles are one
               DisaggregatedSet
     replica   each unit has objects of its own, and routers of its own, so that hand-offs stay within it
+    [scale]   a Deployment that says how many instances are needed, and autoscalers that follow it (`autoscaling`)
 
 Routers have names of their own (a StatefulSet), because every instance registers at each of them.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, autoscaler, recommended
 from kvferry.fleet.kubernetes.pods import (
+    FLEET_LABEL,
     HTTP_PORT,
+    SPEC_FILE,
     Object,
     Pods,
     kubernetes_of,
@@ -30,11 +33,11 @@ _LWS, _SET, _MONITOR = "leaderworkerset.x-k8s.io/v1", "disaggregatedset.x-k8s.io
 _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
 
 
-def render(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
-    """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. Raises
-    `ConfigError` for what pods cannot do."""
+def render(fleet: WantedFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
+    """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. `autoscaling`:
+    as `chosen`. Raises `ConfigError` for what pods cannot do."""
     check(fleet)
-    return [*_Rendering(fleet, values).objects(token)]
+    return [*_Rendering(fleet, values, autoscaling).objects(token)]
 
 
 def support(fleet: WantedFleet, values: Values, token: str = "", *, plain_pods: int | None = None) -> list[Object]:
@@ -54,13 +57,17 @@ def check(fleet: WantedFleet) -> None:
     ):
         if given:
             raise ConfigError(f"{where} is not for pods; use {instead}")
+    if not fleet.name[0].isalpha():
+        raise ConfigError(
+            f"name = {fleet.name!r}: on Kubernetes it must begin with a letter, as the names of Services do"
+        )
     for role, one in kubernetes.pod.items():
         where = f"backend.kubernetes.pod.{role}.hosts = {one.hosts}"
         if one.hosts == 1:
             continue
-        if role == "router" or fleet.engine.kind != "vllm":
+        if role in ("router", "controller") or fleet.engine.kind != "vllm":
             raise ConfigError(f"{where}: only vLLM's instances can be on several pods")
-        wanted = fleet.role.get(role)
+        wanted = next((each for name, each in fleet.role.items() if name == role), None)
         if wanted is None or wanted.tensor_parallel_size % one.hosts:
             raise ConfigError(f"{where}: role.{role}.tensor_parallel_size must be a multiple of it")
     if kubernetes.disaggregated_set and (fleet.unit is not None or len(fleet.role) < 2):
@@ -77,8 +84,9 @@ class _Part:
 
 
 class _Rendering:
-    def __init__(self, fleet: WantedFleet, values: Values) -> None:
+    def __init__(self, fleet: WantedFleet, values: Values, autoscaling: Autoscaling = NOT_SCALED) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
+        self._autoscaling = autoscaling
         self._pods = Pods(fleet, values)
 
     def objects(self, token: str) -> Iterator[Object]:
@@ -88,6 +96,34 @@ class _Rendering:
             yield from self._instances(part)
             if self._kubernetes.gang != "none":
                 yield self._pod_group(part)
+            if self._fleet.scale is not None and part.unit is None:
+                yield from self._scaled(part)
+
+    def _scaled(self, part: _Part) -> Iterator[Object]:
+        """Who says how many instances are needed, and what has Kubernetes start them."""
+        spec = {SPEC_FILE: recommended(self._fleet, self._values)}
+        yield self._object("v1", "ConfigMap", f"{part.name}-controller", more={"data": spec})
+        deployment = {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": labels_of(self._fleet, "controller")},
+            "template": self._pods.recommender(self._router_urls(part), f"{part.name}-controller"),
+        }
+        yield self._object("apps/v1", "Deployment", f"{part.name}-controller", deployment)
+        if self._is_autoscaled:
+            for role in part.counts:
+                name = f"{part.name}-{role}"
+                target = (*self._kind_of(role), name)
+                version, kind, spec_of = autoscaler(self._fleet, self._values, role, self._autoscaling, target)
+                yield self._object(version, kind, name, spec_of)
+
+    @property
+    def _is_autoscaled(self) -> bool:
+        return self._autoscaling.kind != "none"
+
+    def _kind_of(self, role: Role) -> tuple[str, str]:
+        """Version and kind of what has the instances of a role."""
+        return (_LWS, "LeaderWorkerSet") if pod_of(self._fleet, role).hosts > 1 else ("apps/v1", "Deployment")
 
     def support(self, token: str, plain_pods: int | None) -> Iterator[Object]:
         fleet = self._fleet
@@ -129,16 +165,14 @@ class _Rendering:
             yield self._object(_SET, "DisaggregatedSet", part.name, {"roles": roles})
             return
         for role in part.counts:
-            name = f"{part.name}-{role}"
-            if pod_of(self._fleet, role).hosts > 1:
-                yield self._object(_LWS, "LeaderWorkerSet", name, self._leader_worker_set(part, role))
-            else:
-                yield self._object("apps/v1", "Deployment", name, self._deployment(part, role))
+            version, kind = self._kind_of(role)
+            spec = (self._leader_worker_set if version == _LWS else self._deployment)(part, role)
+            yield self._object(version, kind, f"{part.name}-{role}", spec)
 
     def _deployment(self, part: _Part, role: Role) -> Object:
         roll = self._fleet.roll
         return {
-            "replicas": self._replicas(part, role),
+            **self._replicas(part, role),
             "paused": roll.pause,
             "revisionHistoryLimit": roll.history,
             "progressDeadlineSeconds": int(seconds(self._fleet.failure.start)) + 60,
@@ -157,7 +191,7 @@ class _Rendering:
             pods["leaderTemplate"] = self._template(part, role)
         pods["workerTemplate"] = self._template(part, role, rank=int(hosts > 1))
         return {
-            "replicas": self._replicas(part, role),
+            **self._replicas(part, role),
             "rolloutStrategy": {
                 "type": "RollingUpdate",
                 "rollingUpdateConfiguration": {"maxSurge": roll.surge, "maxUnavailable": roll.unavailable},
@@ -168,12 +202,16 @@ class _Rendering:
     def _template(self, part: _Part, role: Role, rank: int = 0) -> Object:
         return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, rank=rank)
 
-    def _replicas(self, part: _Part, role: Role) -> Any:
-        return self._values.value(f"replicas.{role}", part.counts[role])
+    def _replicas(self, part: _Part, role: Role) -> Object:
+        """How many, unless an autoscaler decides, whose count would be taken back each time that this is applied."""
+        return {} if self._is_autoscaled else {"replicas": self._values.value(f"replicas.{role}", part.counts[role])}
 
     def _pod_group(self, part: _Part) -> Object:
         """All instances of a part start together or not at all; those that a roll starts later join them."""
-        least = sum(count * pod_of(self._fleet, role).hosts for role, count in part.counts.items())
+        counts = dict(part.counts)
+        if self._is_autoscaled:
+            counts = {role: max(1, self._fleet.role[role].min) for role in counts}
+        least = sum(count * pod_of(self._fleet, role).hosts for role, count in counts.items())
         if self._kubernetes.gang == "volcano":
             return self._object(_VOLCANO, "PodGroup", part.name, {"minMember": least})
         policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
@@ -236,6 +274,7 @@ class _Rendering:
         spec = {
             "selector": {"matchLabels": labels_of(self._fleet, "router")},
             "podMetricsEndpoints": [endpoint],
+            "podTargetLabels": [FLEET_LABEL],
         }
         return self._object(_MONITOR, "PodMonitor", self._fleet.name, spec)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,13 +11,21 @@ import yaml
 
 _MARK = "helm-expression-{}-"
 _MARKED = re.compile(r"helm-expression-(\d+)-")
+_QUOTED = re.compile(r'"(helm-expression-\d+-)"')
 
 
 class _Whole(yaml.SafeDumper):
-    """Writes what is there twice twice, instead of a reference to the first."""
+    """Writes what is there twice twice, instead of a reference to the first, and lines as lines."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+def _as_it_is(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Whole.add_representer(str, _as_it_is)
 
 
 class Values:
@@ -48,6 +57,14 @@ class Values:
     def namespace(self, name: str) -> str:
         """The namespace of all objects: for a chart, where it is installed."""
         return self._expression("toJson .Release.Namespace") if self.chart else name
+
+    def quoted_namespace(self, name: str) -> str:
+        """The same within another text, in quotation marks."""
+        return self.namespace(name) if self.chart else json.dumps(name)
+
+    def within(self, text: str) -> str:
+        """A text of JSON or TOML in which values are strings; they become what they are."""
+        return _QUOTED.sub(r"\1", text)
 
     def _expression(self, text: str) -> str:
         self._expressions.append(text)

@@ -58,9 +58,10 @@ class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Declaration(msgspec.Struct, forbid_unknown_fields=True):
-    """PUT /kvferry/instances: all instances of a fleet, and what it is to be."""
+    """PUT /kvferry/instances: all instances of a fleet, and what it is to be. Without `instances`, only the latter is
+    told: somebody else starts them."""
 
-    instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MOST_DECLARED)]
+    instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MOST_DECLARED)] | None = None
     plan: FleetPlan | None = None
 
 
@@ -90,10 +91,12 @@ class Admin:
     async def declare(self, request: HttpRequest, response: Response) -> None:
         """The instances of a fleet, all of them. May be repeated; answers as GET does."""
         asked = await self._read(request, Declaration, _LONGEST_DECLARATION)
-        declared = [Declared(**msgspec.structs.asdict(one)) for one in asked.instances]
         plan = "" if asked.plan is None else msgspec.json.encode(asked.plan).decode()
         try:
-            self._membership.declare(declared, plan)
+            if asked.instances is None:
+                self._membership.take_plan(plan)
+            else:
+                self._membership.declare([Declared(**msgspec.structs.asdict(one)) for one in asked.instances], plan)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="instances") from error
         await self._show(request, response)

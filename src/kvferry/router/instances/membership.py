@@ -163,14 +163,22 @@ class Membership:
             if twice:
                 raise InstanceConflict(f"two instances have the {what} {twice[0][:200]!r}")
         with self._changing():
-            if plan != self._state.known_fact(_PLAN):
-                self._state.set_fact(_PLAN, plan)
+            self._set_plan(plan)
             rows = [one for one in self._state.members() if one.declared]
             for row in rows:
                 if row.url not in urls:
                     self._state.remove_member(row.id)
             for one, url in zip(wanted, urls, strict=True):
                 self._declare(one, url, [row for row in rows if row.url == url])
+
+    def take_plan(self, plan: str) -> None:
+        """What the fleet is to be, as `declare` takes it; nothing is said about its instances."""
+        with self._changing():
+            self._set_plan(plan)
+
+    def _set_plan(self, plan: str) -> None:
+        if plan != self._state.known_fact(_PLAN):
+            self._state.set_fact(_PLAN, plan)
 
     def _declare(self, wanted: Declared, url: str, rows: Sequence[MemberRow]) -> None:
         """`rows`: the same process as it was declared before, in each of its roles. One that was drained stays so until

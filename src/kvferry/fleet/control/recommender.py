@@ -1,0 +1,184 @@
+"""Says how many instances a fleet needs, where somebody else starts them, such as Deployments with an autoscaler. They
+have registered at the routers by themselves.
+
+    look      which instances the routers know, and what they have measured of requests
+    decide    as the controller of a fleet does (`scaling`)
+    tell      all routers, whose metrics show it (`kvferry_fleet_desired_instances`)
+
+Starts and stops nothing, and needs nothing but the routers. One that begins goes on from what the routers were told
+before; where they were told nothing, it waits until all instances had the time to register.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.traffic import TrafficReport
+from kvferry.fleet.control.facts import Observed, Phase
+from kvferry.fleet.control.front import Front, View
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.scaling import Scaling, counts_of, with_counts
+from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
+from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
+from kvferry.fleet.scaling.rules import PREFILL, Counts
+
+logger = logging.getLogger(__name__)
+
+REGISTERS_S = 30.0
+"""How long after the first router has answered all instances that serve have registered: two leases."""
+_LOOK_S = 1.0
+
+
+class SpecFile:
+    """A spec that may be changed while it is followed, as Kubernetes does with a ConfigMap that is mounted."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError`."""
+        self._path = path
+        self._seen = self._stamp()
+        self.fleet = read_recommended(path)
+
+    def follow(self) -> WantedFleet:
+        """What it says now; as long as that is wrong, what it said before."""
+        if (stamp := self._stamp()) != self._seen:
+            self._seen = stamp
+            try:
+                self.fleet = read_recommended(self._path)
+                logger.info("%s has changed, and is followed", self._path)
+            except ConfigError as error:
+                logger.error("what was wanted before holds: %s", error)
+        return self.fleet
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_recommended(path: Path) -> WantedFleet:
+    """A spec of which counts can be said. Instances keep the role that they were started for. Raises `ConfigError`."""
+    fleet = read_fleet(path)
+    if fleet.scale is None:
+        raise ConfigError(f"{path}: there is no table [scale], which says what counts are to reach")
+    if fleet.unit is not None:
+        raise ConfigError(f'{path}: counts are recommended for mode = "pooling"; units have no count of their own here')
+    roles = {name: msgspec.structs.replace(one, can_be=()) for name, one in fleet.role.items()}
+    return msgspec.structs.replace(fleet, role=roles)
+
+
+class Recommender:
+    """Of one fleet. `registers_s`: see `REGISTERS_S`."""
+
+    def __init__(
+        self,
+        spec: SpecFile,
+        routers: Sequence[str],
+        ledger: Ledger,
+        front: Front,
+        clock: Clock,
+        *,
+        registers_s: float = REGISTERS_S,
+    ) -> None:
+        self._spec, self._routers, self._front, self._clock = spec, routers, front, clock
+        self._scaling, self._has_begun = Scaling(ledger, clock), ledger.scaled() is not None
+        self._registers_s, self._answered_at = registers_s, 0.0
+        self._since: dict[str, tuple[Phase, float]] = {}
+        self._met: set[str] = set()
+        """Routers that are known to have the same token."""
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises `ConfigError` for a router with another token."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """One round."""
+        fleet = self._spec.follow()
+        views = await self._views()
+        if not views:
+            return
+        seen = self._observe(views)
+        there = await self._begin(fleet, seen)
+        if there is None:
+            return
+        wanted = self._scaling.wanted(with_counts(fleet, there))
+        if self._scaling.is_due(wanted):
+            told = [one.facts.num_kv_tokens for each in views.values() for one in each.values() if one.facts]
+            kv_tokens = min((one for one in told if one), default=0)
+            await self._scaling.decide(wanted, seen, await self._traffic(views), kv_tokens)
+            wanted = self._scaling.wanted(with_counts(fleet, there))
+        plan = self._scaling.plan(wanted)
+        await asyncio.gather(*(self._front.tell(one, plan) for one in views))
+
+    async def _begin(self, fleet: WantedFleet, seen: Sequence[Observed]) -> Counts | None:
+        """The counts from which it goes on; None: not known yet."""
+        registered = Counts(sum(one.role == PREFILL for one in seen), sum(one.role != PREFILL for one in seen))
+        if self._has_begun or (fleet.scale is not None and fleet.scale.recommend):
+            return registered
+        now = self._clock.monotonic()
+        self._answered_at = self._answered_at or now
+        plans = await asyncio.gather(*(self._front.plan(one) for one in self._routers))
+        for plan in plans:
+            if plan is not None:
+                self._has_begun = True
+                desired = plan.desired
+                return Counts(desired.get(PREFILL, 0), sum(desired.values()) - desired.get(PREFILL, 0))
+        if now - self._answered_at < self._registers_s:
+            return None
+        self._has_begun = True
+        wanted = counts_of(fleet)
+        return Counts(max(wanted.prefill, registered.prefill), max(wanted.decode, registered.decode))
+
+    async def _views(self) -> dict[str, Mapping[str, View]]:
+        """The instances that each router knows which answers, by name."""
+        for router in [one for one in self._routers if one not in self._met]:
+            if why := await self._front.why_not(router):  # it shows no addresses to strangers
+                raise ConfigError(f"the router at {router} {why}")
+        views = await asyncio.gather(*(self._front.views(one) for one in self._routers))
+        found = {router: one for router, one in zip(self._routers, views, strict=True) if one is not None}
+        self._met |= found.keys()
+        return found
+
+    def _observe(self, views: Mapping[str, Mapping[str, View]]) -> list[Observed]:
+        """Each instance once, by its URL: routers number them on their own."""
+        now, seen = self._clock.monotonic(), dict[str, Observed]()
+        for view in (one for each in views.values() for one in each.values()):
+            phase = _phase(view)
+            before = seen.get(view.url)
+            if before is not None and phase is not Phase.DRAINING:
+                phase = before.phase if before.phase is not Phase.STARTING else phase
+            role: MemberRole = "prefill" if view.role == PREFILL else "decode"
+            seen[view.url] = Observed(view.url, role, "", phase, now)
+        for url, one in seen.items():
+            before_phase, since = self._since.get(url, (None, now))
+            seen[url] = replace(one, since=since if before_phase is one.phase else now)
+        self._since = {url: (one.phase, one.since) for url, one in seen.items()}
+        return list(seen.values())
+
+    async def _traffic(self, views: Mapping[str, Mapping[str, View]]) -> dict[str, TrafficReport]:
+        """What each router has seen of requests, with the instances' URLs as their names."""
+        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MOST_ASKED) for one in views))
+        found = {router: one for router, one in zip(views, reports, strict=True) if one is not None}
+        for router, report in found.items():
+            urls = {name: one.url for name, one in views[router].items()}
+            for request in report.requests:
+                request.prefill = urls.get(request.prefill, request.prefill)
+                request.decode = urls.get(request.decode, request.decode)
+        return found
+
+
+def _phase(view: View) -> Phase:
+    if view.draining:
+        return Phase.DRAINING
+    return Phase.READY if view.state == "up" else Phase.STARTING

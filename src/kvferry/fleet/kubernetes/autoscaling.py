@@ -1,0 +1,163 @@
+"""What has Kubernetes start as many instances as a fleet with `[scale]` needs: for each role a HorizontalPodAutoscaler,
+or KEDA's ScaledObject, which follows `kvferry_fleet_desired_instances` in the routers' metrics. `kvferry fleet
+recommend`, in a Deployment, puts it there.
+
+kvferry has decided already when they see a number: they follow at once, and without a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.toml_file import to_toml
+from kvferry.fleet.control.scaling import most_of
+from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
+from kvferry.fleet.kubernetes.pods import Object, kubernetes_of
+from kvferry.fleet.kubernetes.values import Values
+
+Kind = Literal["hpa", "keda", "none"]
+
+METRIC = "kvferry_fleet_desired_instances"
+METRIC_LABEL = "app_kubernetes_io_instance"
+"""Of the metric, with the fleet's name: Prometheus' form of the label that pods have."""
+_POLL_S = 10
+_TOLERATED = 10
+"""An autoscaler of Kubernetes takes no notice of a tenth more or less, which is an instance from so many on."""
+
+
+@dataclass(frozen=True)
+class Autoscaling:
+    """`prometheus`: its URL, which only KEDA needs."""
+
+    kind: Kind = "none"
+    prometheus: str = ""
+
+
+NOT_SCALED = Autoscaling()
+
+
+def chosen(fleet: WantedFleet, asked: Kind | None) -> Kind:
+    """The autoscaler that is written. Default: an HPA for a fleet that is to be scaled, and can be. Raises
+    `ConfigError` for one that could not do what the spec asks for."""
+    why = why_not(fleet)
+    asked = asked or ("none" if why else "hpa")
+    if asked == "none":
+        return asked
+    if why:
+        raise ConfigError(f"--autoscaler {asked}: {why}")
+    assert fleet.scale is not None
+    zero = _may_end_all(fleet, fleet.scale)
+    if asked == "hpa" and zero:
+        raise ConfigError(
+            f"--autoscaler hpa: with {zero} a role may have no instance, and an HPA keeps one; --autoscaler keda does"
+            " not"
+        )
+    return asked
+
+
+def why_not(fleet: WantedFleet) -> str:
+    """Why no autoscaler can follow this fleet; empty if one can."""
+    if fleet.scale is None:
+        return "it follows what [scale] decides, and there is no such table"
+    if fleet.scale.recommend:
+        return "with scale.recommend, decisions are only said; leave that out to have them carried out"
+    if fleet.unit is not None:
+        return "units are objects of their own, which it cannot count; `kvferry fleet apply` scales them"
+    if kubernetes_of(fleet).disaggregated_set:
+        return "the roles of a DisaggregatedSet cannot be scaled apart; leave out disaggregated_set"
+    return ""
+
+
+def _may_end_all(fleet: WantedFleet, scale: ScaleSpec) -> str:
+    """The key by which a role may come to have no instance."""
+    if seconds(scale.idle):
+        return "scale.idle"
+    prefill = fleet.role.get("prefill")
+    return "scale.aggregate" if scale.aggregate and prefill is not None and not prefill.min else ""
+
+
+def autoscaler(
+    fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling, target: tuple[str, str, str]
+) -> tuple[str, str, Object]:
+    """Version, kind and spec of what scales a role. `target`: version, kind and name of what has its instances."""
+    assert fleet.scale is not None
+    least, most = fleet.role[role].min, most_of(fleet.role[role], fleet.scale)
+    least = least if _may_end_all(fleet, fleet.scale) else max(1, least)
+    bounds = values.value(f"autoscaling.{role}.min", least), values.value(f"autoscaling.{role}.max", most)
+    version, kind, name = target
+    reference = {"apiVersion": version, "kind": kind, "name": name}
+    behavior = _behavior(most)
+    if told.kind == "hpa":
+        return "autoscaling/v2", "HorizontalPodAutoscaler", _hpa(fleet, role, reference, bounds, behavior)
+    return "keda.sh/v1alpha1", "ScaledObject", {
+        "scaleTargetRef": reference,
+        "minReplicaCount": bounds[0],
+        "maxReplicaCount": bounds[1],
+        "pollingInterval": _POLL_S,
+        "cooldownPeriod": 0,  # before the last one ends: `idle` is over already
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [_trigger(fleet, values, role, told)],
+    }  # fmt: skip
+
+
+def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any, Any], behavior: Object) -> Object:
+    """With a mean of one for each pod, as many pods are wanted as the metric says."""
+    selector = {"matchLabels": {METRIC_LABEL: fleet.name, "role": role}}
+    external = {
+        "metric": {"name": METRIC, "selector": selector},
+        "target": {"type": "AverageValue", "averageValue": "1"},
+    }
+    return {
+        "scaleTargetRef": target,
+        "minReplicas": bounds[0],
+        "maxReplicas": bounds[1],
+        "behavior": behavior,
+        "metrics": [{"type": "External", "external": external}],
+    }
+
+
+def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
+    """Where nothing is known of the metric, nothing is scaled: KEDA would take it for 0."""
+    namespace = values.quoted_namespace(kubernetes_of(fleet).namespace)
+    labels = f'namespace={namespace},{METRIC_LABEL}="{fleet.name}",role="{role}"'
+    asked = {
+        "serverAddress": values.value("prometheus", told.prometheus),
+        "query": f"max({METRIC}{{{labels}}})",
+        "threshold": "1",
+        "activationThreshold": "0",
+        "ignoreNullValues": "false",
+    }
+    return {"type": "prometheus", "metricType": "AverageValue", "metadata": asked}
+
+
+def _behavior(most: int) -> Object:
+    """Down as fast as up. `tolerance` is known to Kubernetes from 1.33 on, and is left out where it changes nothing."""
+    exact: Object = {"tolerance": "0"} if most >= _TOLERATED else {}
+    policies = [{"type": "Percent", "value": 100, "periodSeconds": 15}]
+    up = [*policies, {"type": "Pods", "value": max(4, most), "periodSeconds": 15}]
+    return {
+        "scaleUp": {"stabilizationWindowSeconds": 0, "policies": up, **exact},
+        "scaleDown": {"stabilizationWindowSeconds": 0, "policies": policies, **exact},
+    }
+
+
+def recommended(fleet: WantedFleet, values: Values) -> str:
+    """The spec, as far as who recommends needs it, in TOML."""
+    assert fleet.scale is not None
+    roles = {}
+    for role, one in fleet.role.items():
+        roles[role] = {
+            "count": values.value(f"replicas.{role}", one.count),
+            "min": values.value(f"autoscaling.{role}.min", one.min) if one.min else 0,
+            "max": values.value(f"autoscaling.{role}.max", most_of(one, fleet.scale)),
+            "tensor_parallel_size": one.tensor_parallel_size,
+        }
+    scale = {name: value for name, value in msgspec.structs.asdict(fleet.scale).items() if value is not None}
+    table = {"name": fleet.name, "model": fleet.model, "mode": fleet.mode, "role": roles, "scale": scale}
+    if fleet.router.args:
+        table["router"] = {"args": fleet.router.args}
+    return values.within(to_toml(table))
