@@ -16,7 +16,13 @@ pytestmark = [pytest.mark.processes, pytest.mark.full(in_every_part=True)]
 
 BLOCK, NUM_TOKENS, NUM_TURNS = 16, 120, 3
 TRANSFER = {"kv_connector": "P2pConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"timeout_s": 3.0}}
-ROUTER = ("--keep-for-next-turn", "--policy=session", "--disaggregate-from=0", "--health-interval-s=0.3")
+ROUTER = (
+    "--keep-for-next-turn",
+    "--keep-while-draining-s=1",
+    "--policy=session",
+    "--disaggregate-from=0",
+    "--health-interval-s=0.3",
+)
 ENGINE = (f"--block-size={BLOCK}",)
 HITS = "vllm:external_prefix_cache_hits_total"
 

@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.core.messages.hand_off import Produce, parse_hand_off
-from kvferry.http.client.origin import Origin
+from kvferry.router.instances.instance import Address
 from router.peers import CONCURRENT, DECODE, Peer, answer, go_or_disconnect, instances, routing, ticket, unused_address
 
 SETTINGS: dict[str, Any] = {"keep_for_next_turn": True, "disaggregate_from": "0", "hand_off": "sequential"}
@@ -160,7 +160,7 @@ async def test_a_ticket_that_reached_nobody_is_the_next_ones(monkeypatch: pytest
         await post(url)
         first = next(number for number, one in enumerate(ps) if not one.calls)  # by turns
         gone, other = router.services.pools.prefill.instances[first], ps[1 - first]
-        monkeypatch.setattr(gone, "origin", Origin.parse(nobody))
+        monkeypatch.setattr(gone, "address", Address.parse(nobody, 0))
         await post(url)
         assert told(other)["remote_transfer_id"] == "kept-1"
         assert d.released.empty()
@@ -169,7 +169,7 @@ async def test_a_ticket_that_reached_nobody_is_the_next_ones(monkeypatch: pytest
 async def test_a_ticket_is_released_when_no_prefill_instance_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet() as (router, url, (p,), d), unused_address() as nobody:
         await post(url)
-        monkeypatch.setattr(router.services.pools.prefill.instances[0], "origin", Origin.parse(nobody))
+        monkeypatch.setattr(router.services.pools.prefill.instances[0], "address", Address.parse(nobody, 0))
         await post(url)
         assert len(p.calls) == 1
         async with asyncio.timeout(30):
@@ -206,8 +206,57 @@ async def _released(d: Peer, transfer_id: str) -> bool:
     return True
 
 
+@pytest.mark.parametrize("leaves", ["drained", "role"])
+async def test_a_turn_fetches_from_an_instance_that_is_leaving_which_is_not_drained_before(leaves: str) -> None:
+    p = Peer("prefill", ticket, facts={**CONCURRENT, "engine_id": "p0"})
+    facts = {**DECODE, "role": "both"}
+    ds = [Peer("decode", keeping, facts={**facts, "engine_id": f"d{number}"}) for number in range(2)]
+    async with instances(p, *ds):
+        at = [one.url for one in ds]
+        async with asyncio.timeout(60), routing([p.url], at, **SETTINGS, policy="session") as (router, url):
+            await post(url, "a")
+            first, other = ds if ds[0].calls else ds[::-1]
+
+            async def held(peer: Peer) -> str:
+                return f"kvferry:num_hand_offs_held {len(router.state.tickets())}"
+
+            first.metrics = held
+            (leaving,) = [one for one in router.services.pools.decode.instances if one.url == first.url]
+            if leaves == "drained":
+                router.membership.drain(leaving.name)
+            else:
+                router.membership.change_role(leaving.name, "prefill")
+            for _ in range(3):
+                router.services.next_turns.look()
+                await router.membership._look_at(leaving)
+            assert leaving in router.services.pools.leaving
+            assert not leaving.drained
+            await post(url, "a")
+            asked = [one.body["kv_transfer_params"] for peer in (p, first) for one in peer.calls]
+            assert [one.get("remote_transfer_id") for one in asked].count("kept-1") == 1
+            assert len(other.calls) == 1
+            (row,) = router.state.tickets()
+            assert row.engine_id == other.facts["engine_id"], "the conversation's KV has gone along"
+            first.metrics = None
+            await router.membership._look_at(leaving)
+            assert leaving.drained or leaving not in router.services.pools.leaving
+
+
+async def test_what_nobody_fetches_from_an_instance_that_is_leaving_is_released_in_time() -> None:
+    async with fleet(keep_while_draining_s=0.3) as (router, url, _, d):
+        await post(url, "a")
+        (decode,) = router.services.pools.decode.instances
+        router.services.pools.retire(decode)
+        turns = router.services.next_turns
+        turns.look()
+        assert len(router.state.tickets()) == 1
+        async with asyncio.timeout(30):
+            assert await d.released.get() == "kept-1"
+        assert not router.state.tickets()
+
+
 async def test_what_is_of_no_use_is_released() -> None:
-    async with fleet() as (router, url, (p,), d):
+    async with fleet(keep_while_draining_s=0.0) as (router, url, (p,), d):
         turns = router.services.next_turns
         await post(url, "a")
         await post(url, "b")

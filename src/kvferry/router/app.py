@@ -308,7 +308,9 @@ def build_router(
         legs=Legs(config, clock, connections),
         relay=Relay(pools, clock),
         releases=releases,
-        next_turns=NextTurns(pools, state, clock, releases) if config.keep_for_next_turn else None,
+        next_turns=NextTurns(pools, state, clock, releases, keep_while_draining_s=config.keep_while_draining_s)
+        if config.keep_for_next_turn
+        else None,
         metrics=metrics,
         chooser=Chooser(config, clock, pools),
     )

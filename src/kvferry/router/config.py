@@ -94,6 +94,10 @@ class RouterConfig:
     instance of the next turn fetches it instead of computing the answer's tokens again. The instances need "kv_role":
     "kv_both" in --kv-transfer-config; kv_buffer_size and decoder_kv_blocks_ttl limit what is kept."""
 
+    keep_while_draining_s: SecondsOrZero = 30.0
+    """With --keep-for-next-turn: seconds that an instance which is drained still keeps what it has for next turns, so
+    that these fetch it; it is drained when all of that was fetched, or then. 0: it is released at once."""
+
     first_byte_timeout_s: Seconds = field(default=60.0, metadata={"heading": "Router: time limits and retries"})
     """Seconds, plus one for each 1000 bytes of the request, that an instance may take to begin its answer without
     making progress; the request then goes to another instance. Progress is bytes of any answer, and steps counted in

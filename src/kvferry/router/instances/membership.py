@@ -318,7 +318,7 @@ class Membership:
         """
         same = [one for one in self._pools if one.url == instance.url]
         if not all(one.draining for one in same):
-            return not instance.is_held
+            return not (instance.is_held or self._state.has_tickets_of(instance.member))
         if any(one.is_held for one in same):
             return False
         try:

@@ -301,6 +301,10 @@ class SharedState:
         """Whether a ticket is kept for a conversation."""
         return bool(self._run("SELECT 1 FROM tickets WHERE session = ?", session))
 
+    def has_tickets_of(self, member: int) -> bool:
+        """Whether an instance keeps something for a next turn."""
+        return bool(self._run("SELECT 1 FROM tickets WHERE member = ? LIMIT 1", member))
+
     def tickets(self) -> list[TicketRow]:
         """All of them, the oldest first."""
         return [TicketRow(*row) for row in self._run("SELECT * FROM tickets ORDER BY rowid")]

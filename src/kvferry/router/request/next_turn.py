@@ -3,7 +3,8 @@
 D has the KV of the answer, P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D keeps
 its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next request
 of the same conversation, whichever router of the port that comes to. Each can be used once, and is released if it is of
-no use.
+no use. An instance that is leaving keeps what it has for a while (`--keep-while-draining-s`): the next turn fetches it
+from there, and its own decode instance has all of the conversation then.
 """
 
 from __future__ import annotations
@@ -62,8 +63,13 @@ class NextTurns:
     """Tickets by conversation, which all routers of one port share; those of conversations that were silent longest are
     dropped first. At worst a ticket is lost, and the next turn is computed."""
 
-    def __init__(self, pools: Pools, state: SharedState, clock: Clock, releases: Releases) -> None:
+    def __init__(
+        self, pools: Pools, state: SharedState, clock: Clock, releases: Releases, *, keep_while_draining_s: float
+    ) -> None:
         self._pools, self._state, self._clock, self._releases = pools, state, clock, releases
+        self._keep_while_draining_s = keep_while_draining_s
+        self._leaving: dict[int, float] = {}
+        """Since when instances are leaving, by their number."""
 
     def take(self, session: str, prefill: Instance) -> Kept | None:
         """Where `prefill` fetches the KV of earlier turns; None if there is nothing that it can fetch, and what there
@@ -79,9 +85,9 @@ class NextTurns:
 
     def put_back(self, session: str, kept: Kept) -> None:
         """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, unless
-        there is a newer one or its instance is leaving."""
+        there is a newer one or its instance has been leaving for too long."""
         try:
-            if kept.decode.draining or self._state.has_ticket(session):
+            if not self._is_of_use(kept.decode) or self._state.has_ticket(session):
                 self.release(kept)
             else:
                 self._insert(session, kept)
@@ -121,14 +127,24 @@ class NextTurns:
                 self.look()
 
     def look(self) -> None:
-        """Drop tickets that have expired, or whose instance is drained or gone."""
+        """Drop tickets that have expired, or whose instance has been leaving for too long or is gone."""
         now, here = self._clock.monotonic(), {one.member: one for one in self._pools}
         for row in self._state.tickets():
             decode = here.get(row.member)
-            if row.until <= now or decode is None or decode.draining or _is_another(_kept(row, decode)):
+            is_of_use = decode is not None and self._is_of_use(decode)
+            if row.until <= now or decode is None or not is_of_use or _is_another(_kept(row, decode)):
                 kept = self._pop(row.session)
                 if kept is not None and kept.decode.draining:
                     self.release(kept)
+        self._leaving = {member: since for member, since in self._leaving.items() if member in here}
+
+    def _is_of_use(self, decode: Instance) -> bool:
+        """Whether a turn may still come for what this instance keeps: it stays, or has not been leaving for long."""
+        if not decode.draining:
+            self._leaving.pop(decode.member, None)
+            return True
+        now = self._clock.monotonic()
+        return now - self._leaving.setdefault(decode.member, now) < self._keep_while_draining_s
 
     def _insert(self, session: str, kept: Kept) -> None:
         params = msgspec.json.encode(kept.params)
@@ -175,7 +191,7 @@ class NextTurns:
         until = self._clock.monotonic() + _REMEMBERED_S
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
         kept = Kept(decode, engine_id, told.remote_transfer_id, params, until)
-        if not engine_id or len(ticket) > _LONGEST_TICKET or decode.draining:
+        if not engine_id or len(ticket) > _LONGEST_TICKET or not self._is_of_use(decode):
             self.release(kept)
             self.drop(session)
             return
