@@ -26,7 +26,7 @@ from report import print_machine, save
 
 SEED = 1
 INSTANCE = SimInstanceSpec(num_blocks=8192)
-FAST = replace(INSTANCE, has_contents=False, tokens_at_once=16)
+FAST = replace(INSTANCE, has_contents=False, tokens_at_once=16, empty_step_s=0.0)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ TORCH_FREE = [
     "kvferry.models.catalog",
     "kvferry.router.app",
     "kvferry.fleet.recipe",
-    "kvferry.sim.scenario",
+    "kvferry.sim.seeds.scenario",
     "kvferry.cli.main",
 ]
 

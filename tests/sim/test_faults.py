@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.sim.faults import GENTLE, KINDS, Fault, Kind
-from kvferry.sim.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.faults import GENTLE, KINDS, Fault, Kind
+from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 
 HAPPENS: dict[Kind, str] = {
     "crash": "decode0 ends",

@@ -8,8 +8,8 @@ from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
 from kvferry.fleet.control.front import View
 from kvferry.fleet.control.observer import Observer
-from kvferry.sim.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
-from kvferry.sim.scenario import draw
+from kvferry.sim.seeds.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
+from kvferry.sim.seeds.scenario import draw
 
 SEEDS = range(1, 5)
 

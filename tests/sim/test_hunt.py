@@ -8,10 +8,10 @@ import pytest
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core import entropy
 from kvferry.sim import __main__ as command
-from kvferry.sim.faults import Fault
-from kvferry.sim.hunt import DIFFERS, hunt, run_seed, shrink
-from kvferry.sim.invariants import Violation
-from kvferry.sim.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.faults import Fault
+from kvferry.sim.seeds.hunt import DIFFERS, hunt, run_seed, shrink
+from kvferry.sim.seeds.invariants import Violation
+from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 
 
 def test_processes_give_what_one_gives() -> None:

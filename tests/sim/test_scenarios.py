@@ -16,11 +16,11 @@ from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.client.connection import ClientConnection
-from kvferry.sim.faults import Fault
-from kvferry.sim.invariants import of_requests
 from kvferry.sim.kv import KVContents
 from kvferry.sim.network import NetworkSpec
-from kvferry.sim.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.faults import Fault
+from kvferry.sim.seeds.invariants import of_requests
+from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 from kvferry.sim.world import RequestResult, RequestSpec
 from kvferry.transport.lookup_buffer.entries import EntryTable
 

@@ -79,7 +79,7 @@ class EngineCore:
         self.pool.events = events
         self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, clock, self.scheduler_side)
         self.plans, self._report = PlanQueue(), list[TransferEvent]()
-        self._num_steps = self._num_failed_steps = 0
+        self.num_steps = self._num_failed_steps = 0
 
     # Requests.
 
@@ -186,7 +186,7 @@ class EngineCore:
         step = self.scheduler.schedule()
         self.plans.begin_step(step.plan)  # here first, so that whatever fails from now on does not lose it
         result = yield from self._execute(step.chunks)
-        self._num_steps += bool(step.chunks)
+        self.num_steps += bool(step.chunks)
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
         try:
@@ -262,7 +262,7 @@ class EngineCore:
             scheduler=self.scheduler.statistics(),
             external=self.scheduler.external.statistics(),
             blocks=self.pool.statistics(),
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             connector=connector,
             connector_gauges=self._connector_gauges(),
         )

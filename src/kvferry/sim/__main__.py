@@ -7,9 +7,9 @@ import os
 import sys
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.sim.fleet_scenario import draw_fleet, run_fleet
-from kvferry.sim.hunt import ScenarioKind, hunt, shrink
-from kvferry.sim.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.fleet_scenario import draw_fleet, run_fleet
+from kvferry.sim.seeds.hunt import ScenarioKind, hunt, shrink
+from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 
 _MOST_TOLD = 6
 _FEW_SEEDS = 8

@@ -33,7 +33,8 @@ from kvferry.engine.step import Chunk, Sampled
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import KVContents, counted_token, sample
-from kvferry.sim.loop import SimLoop, SimProcess, Simulation
+from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.stretch import Batches, decode_at_once
 from kvferry.sim.times import StepTimes, StepWork
 from kvferry.sim.transfers import SimMemory, SimTransferLoop
 from kvferry.transport.memory import BlockGeometry, Region
@@ -41,6 +42,9 @@ from kvferry.transport.memory import BlockGeometry, Region
 MODEL = "simulated"
 _FEW_STEPS = 3
 """Fewer are not worth making together."""
+_LOOKS_EVERY_S = 0.25
+"""With tokens that leave some at a time: how often an engine looks whether something that waits is overdue. A real one
+looks every 5 ms; whatever else happens wakes it."""
 Role = Literal["prefill", "decode", "both"]
 KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
     "prefill": "kv_producer",
@@ -148,7 +152,8 @@ class SimExecutor(Executor):
         seconds = self._seconds(chunks) if chunks else self.spec.empty_step_s
         num_parts = self.spec.num_layers if saves else 1
         for part in range(num_parts):
-            await asyncio.sleep(seconds / num_parts)
+            if seconds:
+                await asyncio.sleep(seconds / num_parts)
             if saves:
                 self.side.save_layer(part)
         return self._end(chunks)
@@ -179,6 +184,15 @@ class SimExecutor(Executor):
             self._begin(chunks, plans)
         sampled = {chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll() if is_last else [])
+
+    def decode_at_once(self, engine: EngineCore, seconds: list[float]) -> list[list[EngineOutput]] | None:
+        """As many steps as there are times, if nothing but decoding can happen in them: see `sim.stretch`."""
+        made = decode_at_once(
+            engine, len(seconds), lambda seed, place: counted_token(seed, place, self.spec.vocab_size)
+        )
+        if made is not None:
+            self.busy_s += sum(seconds)
+        return made
 
     def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
         """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
@@ -233,48 +247,6 @@ class SimExecutor(Executor):
         self.side.close()
 
 
-class _Batches:
-    """Outputs of one engine that leave it some tokens at a time: owns those that are held back.
-
-    The first output of a request, and its last with all before it, are never held. When each token of a batch was
-    computed is told to the client that measures it (`Simulation.token_times`).
-    """
-
-    def __init__(self, most: int, simulation: Simulation) -> None:
-        self._most, self._simulation = most, simulation
-        self._held: dict[str, EngineOutput] = {}
-        self._times: dict[str, list[float]] = {}
-
-    def pass_on(self, outputs: list[EngineOutput], computed_at: float) -> list[EngineOutput]:
-        """Those that leave now."""
-        leaving = []
-        for output in outputs:
-            name = output.request_id
-            held = self._held.get(name)
-            if held is None:
-                if output.finish_reason is None:
-                    self._held[name] = EngineOutput(request_id=name)
-                    self._times[name] = []
-                leaving.append(output)
-                continue
-            times = self._times[name]
-            times += [computed_at] * len(output.token_ids)
-            if held.token_ids:
-                output.token_ids = held.token_ids + output.token_ids
-                output.logprobs = held.logprobs + output.logprobs
-            if output.finish_reason is None and len(output.token_ids) < self._most:
-                self._held[name] = output
-                continue
-            leaving.append(output)
-            if len(times) > 1 and (told := self._simulation.token_times.get(name.rsplit("-", 2)[0])) is not None:
-                told.append((self._simulation.now, times))  # by the answer's id: see `engine.server.planning`
-            if output.finish_reason is None:
-                self._held[name], self._times[name] = EngineOutput(request_id=name), []
-            else:
-                del self._held[name], self._times[name]
-        return leaving
-
-
 class SimEngine(SteppedEngine):
     """An engine whose steps are made by a task on a loop of its own."""
 
@@ -287,7 +259,7 @@ class SimEngine(SteppedEngine):
         self._is_stepping = False
         self.is_between_steps = True
         at_once = executor.spec.tokens_at_once
-        self._batches = _Batches(at_once, process.simulation) if at_once > 1 else None
+        self._batches = Batches(at_once, process.simulation) if at_once > 1 else None
 
     def _hand_over(self, outputs: list[EngineOutput]) -> None:
         if self._batches is not None:
@@ -358,7 +330,7 @@ class SimEngine(SteppedEngine):
             outputs: list[Any] = end.value
             return outputs
 
-    async def _decode_on(self, batches: _Batches) -> None:
+    async def _decode_on(self, batches: Batches) -> None:
         """If all sequences decode: wait until the last step before one of them ends, or until something happens, and
         then make all steps that are over by then. Each is a step of the real engine, in no time."""
         seconds = self._seconds_ahead()
@@ -372,11 +344,18 @@ class SimEngine(SteppedEngine):
             pass
         number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # that which is under way, too
         await asyncio.sleep(ends[number - 1] - self._thread.time())
-        outputs: list[EngineOutput] = []
-        for place in range(number):
-            made = self._step_at_once(seconds[place], is_last=place == number - 1)
-            outputs += batches.pass_on(made, ends[place])
-        super()._hand_over(outputs)
+        super()._hand_over(self._make_steps(seconds[:number], ends[:number], batches))
+
+    def _make_steps(self, seconds: list[float], ends: list[float], batches: Batches) -> list[EngineOutput]:
+        """The first and the last as the engine makes them, with what transfers bring and want; those between at once,
+        unless something may happen to them."""
+        last = len(ends) - 1
+        steps = [self._step_at_once(seconds[0], is_last=last == 0)]
+        if last >= _FEW_STEPS:
+            steps += self._executor.decode_at_once(self.engine, seconds[1:last]) or ()
+        for place in range(len(steps), len(ends)):
+            steps.append(self._step_at_once(seconds[place], is_last=place == last))
+        return [one for step, end in zip(steps, ends, strict=True) for one in batches.pass_on(step, end)]
 
     def _seconds_ahead(self) -> list[float]:
         """How long each of the next steps takes in which nothing happens but that all sequences decode."""
@@ -399,6 +378,8 @@ class SimEngine(SteppedEngine):
         rest_s = self._rest_s()
         if rest_s == 0.0:
             return
+        if rest_s is not None and self._batches is not None:
+            rest_s = _LOOKS_EVERY_S
         try:
             async with asyncio.timeout(rest_s):
                 await self._news.wait()

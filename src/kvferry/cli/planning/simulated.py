@@ -118,5 +118,6 @@ def _instance(engine: EngineConfig, times: MachineTimes, options: dict[str, Any]
         options=options,
         has_contents=False,
         tokens_at_once=_TOKENS_AT_ONCE,
+        empty_step_s=0.0,
         engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
     )

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
-from kvferry.sim.invariants import Violation, of_blocks, of_code, of_requests, of_rest
-from kvferry.sim.scenario import AUDITED_EVERY, SETTLES_S, Report, draw
+from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_requests, of_rest
+from kvferry.sim.seeds.scenario import AUDITED_EVERY, SETTLES_S, Report, draw
 from kvferry.sim.world import RequestSpec, WorldSpec
 
 ChangeKind = Literal["scale", "roll", "kill", "controller"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvferry.sim.engine import SimInstanceSpec
-from kvferry.sim.faults import GENTLE, Fault, FaultInjector, draw_faults
-from kvferry.sim.invariants import Violation, of_blocks, of_code, of_requests, of_rest
 from kvferry.sim.network import NetworkSpec
+from kvferry.sim.seeds.faults import GENTLE, Fault, FaultInjector, draw_faults
+from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_requests, of_rest
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvferry.sim.fleet_scenario import draw_fleet, run_fleet
-from kvferry.sim.invariants import Violation
-from kvferry.sim.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.fleet_scenario import draw_fleet, run_fleet
+from kvferry.sim.seeds.invariants import Violation
+from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 
 _SEEDS_AT_ONCE = 4
 ScenarioKind = Literal["deployment", "unharmed", "fleet"]
