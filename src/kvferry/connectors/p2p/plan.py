@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.hand_off import PrefillResult, Ticket
+from kvferry.core.messages.wire import decode_frame
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +104,5 @@ def encode_meta(meta: HandOffMeta) -> bytes:
 
 def decode_meta(encoded: bytes) -> HandOffMeta:
     """Raises `ProtocolError` if this is not an encoded `HandOffMeta`."""
-    try:
-        return msgspec.msgpack.decode(encoded, type=HandOffMeta)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the hand-off's metadata cannot be read: {error}") from error
+    meta: HandOffMeta = decode_frame(encoded, HandOffMeta)
+    return meta

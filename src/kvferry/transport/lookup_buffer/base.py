@@ -37,6 +37,9 @@ class Source:
     tp_rank: int | None = None
     tp_size: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 def ignore(meta: bytes) -> None:
     """The default of `Want.on_sealed`."""

@@ -96,15 +96,15 @@ class FabricLookupBuffer(LookupBuffer):
     async def drop_select(self, want: Want) -> Taken:
         """Read what is announced, and take it."""
         async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.using(want.source) as peer:
-            selection = Selection(want, peer.geometry, self._memory.geometry)
+            selection = Selection(want, peer.blocks.geometry, self._memory.geometry)
 
             async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
                 try:
-                    await peer.fabric_peer.read(remote, local, want.deadline)
+                    await peer.blocks.memory.read(remote, local, want.deadline)
                 except PeerLost as error:
                     peer.fail(error)
                     raise
-                if not self._checks(peer.fabric):
+                if not self._checks(peer.blocks.fabric):
                     return True
                 digest = selection.expect_digest()
                 peer.post(Verify(select_id, list(remote)))
@@ -114,7 +114,7 @@ class FabricLookupBuffer(LookupBuffer):
                 peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
             with peer.following(want.key, selection.on_news) as select_id:
-                return await selection.load(read, take, peer.fabric.name)
+                return await selection.load(read, take, peer.blocks.fabric.name)
 
     def _checks(self, fabric: Fabric) -> bool:
         """Whether what is read over this fabric is compared by digest. Default: over TCP without TLS, since TLS
@@ -133,8 +133,8 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         """The layout that the producer's rank there has shown in the handshake."""
-        async with limited_to(deadline, f"reaching {source.host}:{source.port}"), self.pool.using(source) as peer:
-            return peer.geometry.layout
+        async with limited_to(deadline, f"reaching {source}"), self.pool.using(source) as peer:
+            return peer.blocks.geometry.layout
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
         """Select without reading, since a connection renews the leases of everything that is selected. At most

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.blocks.sharding import require_ordered
@@ -49,18 +50,25 @@ Follower = Callable[[News | KvferryError], None]
 """Gets the news of one key, or the error because of which there will be no more."""
 
 
-class Peer:
-    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `geometry`, `fabric` and `fabric_peer`
-    say where its blocks are and read them; they are set when `reached` returns. `connect_s`: how long it has to answer
-    the handshake; `answers`: whether it has answered the last message that wants an answer."""
+@dataclass(frozen=True)
+class RemoteBlocks:
+    """A producer's blocks: where they are, and what reads them."""
 
-    task: asyncio.Task[None]
     geometry: BlockGeometry
     fabric: Fabric
-    fabric_peer: FabricPeer
+    memory: FabricPeer
+
+
+class Peer:
+    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `blocks` is set when `reached`
+    returns. `connect_s`: how long it has to answer the handshake; `answers`: whether it has answered the last message
+    that wants an answer."""
+
+    task: asyncio.Task[None]
+    blocks: RemoteBlocks
 
     def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric], connect_s: float) -> None:
-        self.source, self.where, self._connect_s = source, f"{source.host}:{source.port}", connect_s
+        self.source, self._connect_s = source, connect_s
         self.failure: KvferryError | None = None
         self.num_users = 0
         self.watching = asyncio.Semaphore(MAX_WATCHED)
@@ -83,7 +91,7 @@ class Peer:
         except KvferryError as error:
             self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
-            log.exception("the connection to %s ended by an internal error", self.where)
+            log.exception("the connection to %s ended by an internal error", self.source)
             self.fail(PeerLost(f"the connection broke: {error!r}"))
         finally:
             self.fail(PeerLost("this instance is closing its transfers"))
@@ -100,7 +108,7 @@ class Peer:
             try:
                 self._outbox.put_nowait(message)
             except asyncio.QueueFull:
-                self.fail(PeerLost(f"{self.where} does not read the messages that are sent to it"))
+                self.fail(PeerLost(f"{self.source} does not read the messages that are sent to it"))
 
     @contextmanager
     def following(self, key: str, on_news: Follower) -> Iterator[int]:
@@ -130,22 +138,22 @@ class Peer:
         self._connection = connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
         try:
             if source.engine_id and connection.peer.engine_id != source.engine_id:
-                raise PeerLost(f"the instance that had the KV is gone; {self.where} is another one now")
-            async with limited_to(deadline, f"first message of {self.where}"):
+                raise PeerLost(f"the instance that had the KV is gone; {self.source} is another one now")
+            async with limited_to(deadline, f"first message of {self.source}"):
                 info: ProducerInfo = await connection.receive(ProducerInfo)
             self.answers, deadline = True, deadline + CONNECT_S
             layout = connection.peer.layout
             _require_meant(source, layout)
             if len(info.places) != layout.num_layers:
-                raise ProtocolError(f"{self.where} has {len(info.places)} layers, its layout has {layout.num_layers}")
-            self.geometry = BlockGeometry(layout, info.num_blocks, info.places)
-            self.fabric = _shared_fabric(self._fabrics, info)
-            self.fabric_peer = await self.fabric.connect(info.fabrics[self.fabric.name], deadline)
-            log.info("KV of %s is read over %s", self.where, self.fabric.name)
+                raise ProtocolError(f"{self.source} has {len(info.places)} layers, its layout has {layout.num_layers}")
+            geometry, fabric = BlockGeometry(layout, info.num_blocks, info.places), _shared_fabric(self._fabrics, info)
+            memory = await fabric.connect(info.fabrics[fabric.name], deadline)
+            self.blocks = RemoteBlocks(geometry, fabric, memory)
+            log.info("KV of %s is read over %s", source, fabric.name)
             try:
                 yield connection, info.lease_s
             finally:
-                await self.fabric_peer.close()
+                await memory.close()
         finally:
             await connection.close()
 
@@ -168,7 +176,7 @@ class Peer:
             await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
             if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
                 self.answers = False
-                self.fail(PeerLost(f"{self.where} is connected, and has not answered for {ANSWER_S:g} s"))
+                self.fail(PeerLost(f"{self.source} is connected, and has not answered for {ANSWER_S:g} s"))
             elif self.followers:
                 self._unanswered_since = self._unanswered_since or loop.time()
                 self.post(Renew())
