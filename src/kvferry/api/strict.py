@@ -1,6 +1,5 @@
-"""JSON that can be read in one way only: an object in UTF-8, no name twice at any depth, in bounded time.
-
-Where two parsers stand behind one another, such as a router and an instance, they must not differ about what they read.
+"""Strict JSON: an object in UTF-8 without duplicate names at any depth, parsed in bounded time. Where two parsers read
+the same body, such as a router's and an instance's, they must not interpret it differently.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.strict_json import STRICT
 
 MAX_DEPTH = 64
-"""Most levels of arrays and objects. Whatever walks through a body may recurse."""
+"""Most levels of arrays and objects, since code that walks through a body may recurse."""
 
 _ANYTHING = msgspec.json.Decoder()
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -24,16 +23,16 @@ _NAME_END = re.compile(rb'"[ \t\r\n]*:')
 
 
 def read_object(data: bytes, refused_within: Iterable[str] = ()) -> dict[str, Any]:
-    """The object. Raises `InvalidRequest` unless `data` is a JSON object that can be read in one way only, and none of
-    these names is in an object below the top."""
+    """Parse the object. Raises `InvalidRequest` unless `data` is strict JSON, and none of these names occurs in a
+    nested object."""
     found = _read_quickly(data, frozenset(refused_within))
     return _read_strictly(data, frozenset(refused_within)) if found is None else found
 
 
 def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any] | None:
-    """The object, by a parser in C that keeps the last of two fields of one name. There were none if there are as many
-    names as there is text that may end one. None: this cannot tell, or it is no good; `_read_strictly` says why.
-    Raises `InvalidRequest` for what `_look_through` refuses."""
+    """Parse the object with a C parser, which keeps the last of duplicate fields. There are no duplicates if the result
+    has as many names as the text has possible ends of names. None if this cannot decide or the text is invalid;
+    `_read_strictly` then finds the reason. Raises `InvalidRequest` for what `_look_through` refuses."""
     try:
         if not data.isascii():
             data.decode()
@@ -69,7 +68,8 @@ _TOO_DEEP = f"the request body is nested more than {MAX_DEPTH} levels deep"
 
 
 def _look_through(body: dict[str, Any], refused: frozenset[str]) -> int:
-    """Level by level, so that no depth exhausts the stack; how many names there are below the top."""
+    """Check nested values level by level, so that no depth exhausts the stack; returns the number of names in nested
+    objects."""
     level, num_names = _containers(body.values()), 0
     for _ in range(MAX_DEPTH):
         if not level:

@@ -1,4 +1,4 @@
-"""A fleet in the foreground: somebody waits for it to be up, and Ctrl-C ends everything that was started."""
+"""A fleet in the foreground: the user waits until it is up, and Ctrl-C ends everything that was started."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ MakeRecipe = Callable[[WantedFleet], Recipe]
 
 
 class AttendedFleet:
-    """Runs one fleet, once, in a folder of its own, which nobody finds later. `grace_s`: between SIGTERM and SIGKILL,
-    for the routers and again for the instances."""
+    """Runs one fleet, once, in a private temporary folder. `grace_s`: between SIGTERM and SIGKILL, for the routers and
+    again for the instances."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ def run_attended(
 ) -> int:
     """Run a fleet until SIGINT or SIGTERM, and end all of it; returns the exit code. Raises `ConfigError`."""
     set_up_logging(log, "supervisor")
-    DigestCache()  # logs what is wrong with it, if anything, once for all that is started
+    DigestCache()  # logs problems with it once, for all processes
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
     return asyncio.run(attended.run())

@@ -37,7 +37,7 @@ from kvferry.fleet.ready import READY_FLAG
 
 _PR_SET_PDEATHSIG = 1
 _ADOPTED_S = 0.001
-"""Seconds between two looks whether the supervisor has become the parent."""
+"""Seconds between two checks whether the supervisor has become the parent."""
 
 
 def main(descriptor: int) -> int:
@@ -46,10 +46,10 @@ def main(descriptor: int) -> int:
     with without_collections():  # a collection in a child would copy what they share
         resolve(RUN_INSTANCE)  # and with it all that an instance imports
     if len(list(Path("/proc/self/task").iterdir())) != 1:
-        return 1  # a lock that another thread holds would be held in a child for ever
+        return 1  # a lock that another thread holds would stay locked in a child forever
     child = _Forks(descriptor).run()
     if child is None:
-        os._exit(0)  # to take 350,000 objects apart in good order would take longer than all that it did
+        os._exit(0)  # destroying 350,000 objects one by one would take longer than all of its work
     return _run(child)
 
 
@@ -68,7 +68,8 @@ class _Forks:
         self._supervisor = Pipe(descriptor, ForkRequest)
 
     def run(self) -> _Child | None:
-        """Returns in a child, which has nothing of this then; and here, with None, when the supervisor is done."""
+        """Returns in each child, which no longer has the socket; in this process, returns None when the supervisor is
+        done."""
         self._supervisor.send(Imported())
         while True:
             try:
@@ -81,8 +82,8 @@ class _Forks:
                 os.close(one)
 
     def _fork(self, request: ForkRequest, log: int, ready: int) -> _Child | None:
-        """Forked twice: the process in between ends at once, so that the child becomes the supervisor's, and outlives
-        this process."""
+        """Fork twice: the process in between ends at once, so that the supervisor becomes the child's parent and the
+        child can outlive this process."""
         try:
             between = os.fork()
         except OSError as error:
@@ -100,7 +101,7 @@ class _Forks:
         if pid:
             try:
                 self._supervisor.send(Forked(pid))
-            except PeerLost:  # the supervisor is done, and would not end it
+            except PeerLost:  # the supervisor has ended and cannot stop the child
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         self._supervisor.close()

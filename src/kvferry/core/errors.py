@@ -46,7 +46,7 @@ class ConfigError(KvferryError):
 
 
 class UnknownName(ConfigError):
-    """There is nothing of this name; the message names the nearest one that exists."""
+    """The name is unknown; the message contains the nearest known one."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)

@@ -140,8 +140,8 @@ class Verifier:
         return Challenge(self._server, now_ns, _proof(self._secret, nonce, self._server, now_ns))
 
     def check(self, header: str, method: str, target: str) -> tuple[Purpose, str]:
-        """The purpose of a request, and its body's SHA-256, for whoever reads the body to compare. Raises
-        `AuthenticationFailed`."""
+        """The purpose of a request, and the SHA-256 that its body must have, which the reader of the body compares.
+        Raises `AuthenticationFailed`."""
         parts = header.removeprefix(f"{SCHEME} ").split(".")
         if len(parts) != 6 or parts[0] not in self._keys or not parts[2].isdecimal():
             raise AuthenticationFailed("the signature of the request cannot be read")

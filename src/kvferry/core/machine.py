@@ -9,8 +9,8 @@ from kvferry.core.settings.units import format_bytes
 
 
 def require_memory(num_bytes: int, asker: str) -> None:
-    """Raise `ConfigError`, which names `asker`, if this machine has less memory and swap in all. How much is
-    free is not checked: it may be shared with a process that has it already."""
+    """Raise `ConfigError`, which names `asker`, if this machine has less memory and swap in all. How much is free is
+    not checked: another process may already have allocated the shared memory."""
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if num_bytes > there:
         raise ConfigError(f"{asker}: this machine has {format_bytes(there)}")

@@ -14,7 +14,7 @@ from kvferry.core.errors import ConfigError, UnknownName
 
 
 def resolve(path: str) -> Any:
-    """The object at `package.module:attribute`; `ConfigError` when it is not there."""
+    """The object at `package.module:attribute`. Raises `ConfigError` if it does not exist."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -58,8 +58,8 @@ class ExtensionPoint:
         return sorted({*self.table, *entry_points(group=self.group).names})
 
     def knows(self, name: str) -> bool:
-        """Whether it is one of `names`. Entry points are looked for only where it is none of kvferry's own: that reads
-        the metadata of every installed package, which takes some tens of milliseconds."""
+        """Whether it is one of `names`. Entry points are searched only if the name is not one of kvferry's own, because
+        that reads the metadata of every installed package, which takes tens of milliseconds."""
         return name in self.table or name in entry_points(group=self.group).names
 
     def require_known(self, name: str, *also: str) -> None:

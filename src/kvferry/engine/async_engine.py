@@ -56,7 +56,7 @@ class AsyncEngine(SteppedEngine):
                 self._hand_over(self.engine.step())
                 if (rest_s := self._rest_s()) != 0.0:
                     self._news.wait(rest_s)
-        except BaseException as failure:  # noqa: BLE001 - the thread's outermost edge: everyone waiting must hear of it
+        except BaseException as failure:  # noqa: BLE001 - the thread's outermost edge: everyone who waits must be woken
             self._has_failed(failure)
         finally:
             self._has_ended()

@@ -46,9 +46,9 @@ from kvferry.engine.step import Chunk
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
-"""Failed steps in a row that no single request caused: the error of the next one ends the engine."""
+"""After this many consecutive failed steps that no single request caused, the next one ends the engine."""
 MOST_PLANS = 64
-"""That could not be begun; then the connector will never hear of its requests again."""
+"""Attempts to begin a plan before it is given up; the connector then never learns what became of its requests."""
 
 
 class EngineCore:
@@ -125,7 +125,7 @@ class EngineCore:
         return self.hands_off is not None and self.hands_off.release(transfer_id)
 
     def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it became a request: tell the instance that waits for its
+        """A prefill for another instance was refused before it became a request: notify the instance that waits for its
         KV."""
         if self.hands_off is not None:
             self.hands_off.refused(transfer_id)
@@ -165,9 +165,9 @@ class EngineCore:
             return outputs
 
     def stepping(self) -> Generator[list[Chunk], StepResult, list[EngineOutput]]:
-        """A step in parts, for whoever does something else while the ranks compute: yields what the executor is to
-        execute with `plans`, and is sent its result, or thrown its error. Returns and raises as `step`; nothing else of
-        the engine may be called until it has ended."""
+        """A step in parts, for callers that do something else while the ranks compute: yields what the executor has to
+        execute with `plans`, and receives its result by `send` or its error by `throw`. Returns and raises as `step`;
+        nothing else of the engine may be called until it has ended."""
         num_faults = self.scheduler.num_faults
         try:
             yield from self._step()
@@ -184,7 +184,7 @@ class EngineCore:
 
     def _step(self) -> Generator[list[Chunk], StepResult, None]:
         step = self.scheduler.schedule()
-        self.plans.begin_step(step.plan)  # here first, so that whatever fails from now on does not lose it
+        self.plans.begin_step(step.plan)  # stored first, so that no later failure can lose it
         result = yield from self._execute(step.chunks)
         self.num_steps += bool(step.chunks)
         for request_id, error in result.failed.items():
@@ -201,8 +201,8 @@ class EngineCore:
         self.idle = not step.chunks and step.plan is None and not result.report
 
     def _execute(self, chunks: list[Chunk]) -> Generator[list[Chunk], StepResult, StepResult]:
-        """Have the chunks and the waiting plans run. A step that fails as a whole ends its requests, since it cannot be
-        told which of them caused it. Plans that it did not begin are begun with the next step."""
+        """Have the chunks and the waiting plans run. A step that fails as a whole ends its requests, since it is
+        unknown which of them caused it. Plans that were not started are started with the next step."""
         if len(self.plans.waiting) > MOST_PLANS:
             raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be started")
         try:
@@ -227,13 +227,13 @@ class EngineCore:
             for event in report:
                 try:
                     self.scheduler.transferred([event])
-                except Exception:  # noqa: BLE001 - told above, and this one's request ends
+                except Exception:  # noqa: BLE001 - logged above, and this event's request ends
                     self.scheduler.fail(event.request_id, error)
         self._report = []
 
     def _step_failed(self, error: Exception) -> None:
-        """Handle an error that belongs to no request: the first time nothing ends, since it may not recur; then all
-        requests end; after `MOST_FAILED_STEPS` in a row, the engine."""
+        """Handle an error that belongs to no request. The first one ends nothing, since it may not recur; the next ones
+        end all requests; after `MOST_FAILED_STEPS` consecutive ones, the engine ends."""
         self._num_failed_steps += 1
         log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
         if self._num_failed_steps >= MOST_FAILED_STEPS:
@@ -250,7 +250,7 @@ class EngineCore:
         return self.scheduler.has_work or bool(self.plans.waiting or self._report)
 
     def on_transfer(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when a transfer moved on and a step should look at it."""
+        """`wake` is called, from any thread, when a transfer has made progress that a step should handle."""
         self.executor.on_report(wake)
 
     # Insight and end.
@@ -268,7 +268,7 @@ class EngineCore:
         )
 
     def _connector_gauges(self) -> frozenset[str]:
-        """Names of the connector's figures that go up and down."""
+        """Names of the connector's metrics that are gauges."""
         if self.transfer is None or self.scheduler_side is None:
             return frozenset()
         return gauges_of(type(self.scheduler_side)) | gauges_of(find_connector(self.transfer).worker_class())

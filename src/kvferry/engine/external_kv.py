@@ -54,7 +54,7 @@ class ExternalKVStatistics:
 
 
 class ExternalKV:
-    """Asks and tells the connector on the scheduler's behalf; without a connector there is nothing to load or to hold.
+    """Talks to the connector on the scheduler's behalf; without a connector there is nothing to load or to hold.
 
     What the connector raises passes through, except where a docstring says otherwise: the scheduler knows whose request
     it was. `fail_on_lost_hand_off`: the failure policy is `fail`.
@@ -193,7 +193,7 @@ class ExternalKV:
     # Plans and reports.
 
     def preempted(self, sequence: Sequence) -> None:
-        """Note that the sequence's blocks go to others; the connector is told with the next plan."""
+        """Note that the sequence's blocks go to others; the connector learns of it with the next plan."""
         self._preempted.append(sequence)
 
     def plan(self, chunks: Iterable[Chunk]) -> StepPlan | None:

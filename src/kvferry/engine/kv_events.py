@@ -26,7 +26,7 @@ class BlockEvents:
         return self._publisher.addresses
 
     def stored(self, name: BlockHash, parent: BlockHash | None, token_ids: Sequence[int]) -> None:
-        """A block became findable. Blocks that follow one another are published as one event."""
+        """A block can now be found in the prefix cache. Consecutive blocks are published as one event."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
@@ -43,7 +43,7 @@ class BlockEvents:
         self._events.append(event)
 
     def removed(self, name: BlockHash) -> None:
-        """A block is findable no more."""
+        """A block can no longer be found in the prefix cache."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(name)
@@ -51,7 +51,7 @@ class BlockEvents:
             self._events.append(BlockRemoved(block_hashes=[name], medium=DEVICE, group_idx=0))
 
     def flush(self) -> None:
-        """Publish the events of the step that is over."""
+        """Publish the events of the step that has ended."""
         if self._events:
             self._publisher.publish(self._events)
             self._events = []

@@ -1,7 +1,5 @@
-"""The engine as asyncio callers see it, wherever its steps are made.
-
-Callers hand in *calls* (functions of the engine), which whoever makes the steps runs between two of them, and listen
-for the outputs of their request. After each step all outputs are handed over at once.
+"""The engine as asyncio callers see it, wherever its steps run. Callers submit *calls* (functions of the engine), which
+run between two steps, and listen for the outputs of their requests. After each step, all outputs are delivered at once.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from kvferry.engine.statistics import EngineSnapshot
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-# While a request waits for something that wakes nobody (a marker file, its own deadline), look this often.
+# Seconds between checks while a request waits for something that sends no wake-up (a marker file, its deadline).
 POLL_S = 0.005
 CALL_DEADLINE_S = 30.0
 _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
@@ -35,11 +33,11 @@ _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
     "kv_both": "both",
 }
 ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
-"""Gauges of connectors, of what is not in all tiers of a store yet."""
+"""Connector gauges that count what is not in all tiers of a store yet."""
 
 
 class SteppedEngine(ABC):
-    """One engine and who makes its steps. `start` and `close` belong to the owner; the rest may be called from one
+    """One engine and what runs its steps. The owner calls `start` and `close`; the rest is called from one event
     loop."""
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
@@ -71,11 +69,11 @@ class SteppedEngine(ABC):
     @property
     @abstractmethod
     def is_stepping(self) -> bool:
-        """Whether somebody makes steps."""
+        """Whether steps are being run."""
 
     @abstractmethod
     def wake(self) -> None:
-        """There is something to do for whoever makes the steps. From any thread."""
+        """Wake whatever runs the steps: there is something to do. Thread-safe."""
 
     @property
     def healthy(self) -> bool:
@@ -83,7 +81,7 @@ class SteppedEngine(ABC):
         return self.is_stepping and self._failure is None and not self._closing
 
     async def failed(self) -> None:
-        """Return when the engine has failed; wait as long as it has not."""
+        """Wait until the engine has failed."""
         await self._failed.wait()
 
     def describe(self) -> InstanceFacts:
@@ -196,7 +194,7 @@ class SteppedEngine(ABC):
     def _why_unavailable(self) -> str:
         return f"the engine failed: {self._failure}" if self._failure else "the engine is shutting down"
 
-    # For whoever makes the steps.
+    # For what runs the steps.
 
     def _serve_calls(self) -> None:
         while self._calls:
@@ -214,7 +212,7 @@ class SteppedEngine(ABC):
         self._call_loop(self._failed.set)
 
     def _has_ended(self) -> None:
-        """No more steps: everyone waiting must hear of it."""
+        """There will be no more steps: wake everyone who waits."""
         self._closing = True
         self._serve_calls()
         self._end_listeners()
@@ -225,7 +223,7 @@ class SteppedEngine(ABC):
 
     def _call_loop(self, call: Callable[[], None]) -> None:
         assert self._loop is not None, "start comes first"
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed, so there are no listeners
             self._loop.call_soon_threadsafe(call)
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
@@ -270,7 +268,7 @@ def void(call: Callable[[], object]) -> None:
         call()
     except KvferryError:
         pass
-    except Exception:  # one caller's; the engine's thread is everybody's
+    except Exception:  # the error is for this caller; other callers share the engine's thread
         log.exception("a call of the engine failed")
 
 

@@ -51,8 +51,8 @@ def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
 
 
 def cores_of(number: int, num_instances: int, available: Sequence[int]) -> Cores:
-    """The cores of instance `number`, counted from 0, in a fleet that is to have `num_instances`; those beyond share
-    cores with the first ones."""
+    """The cores of instance `number`, counted from 0, in a fleet of `num_instances`; any further instances share cores
+    with the first ones."""
     sets = plan_cores(available, max(1, num_instances)).instances
     return sets[number % len(sets)]
 

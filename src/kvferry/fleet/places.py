@@ -15,7 +15,7 @@ from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.control.ledger import Ledger
 
 PREFIX = "kvferry-"
-"""How the names of folders in memory begin."""
+"""Prefix of the names of folders in memory."""
 LEDGER = "ledger-is"
 """The file in a fleet's folder in memory that names the folder of its ledger."""
 
@@ -33,8 +33,8 @@ def fleets_folder() -> Path:
 
 
 def ledger_of(name: str) -> Ledger:
-    """A fleet's ledger, whether there is such a fleet or not. Raises `ConfigError` if it is another user's, who could
-    have this one start whatever he likes, and whose members this one would not find."""
+    """A fleet's ledger, whether the fleet exists or not. Raises `ConfigError` if it belongs to another user, who could
+    make this user start any program."""
     folder = fleets_folder() / "fleets" / name
     try:
         owner = folder.stat().st_uid
@@ -46,7 +46,7 @@ def ledger_of(name: str) -> Ledger:
 
 
 def fleet_names() -> list[str]:
-    """The fleets that this user has, those that are to end included. Raises `ConfigError`."""
+    """This user's fleets, including those that are being deleted. Raises `ConfigError`."""
     folder = fleets_folder() / "fleets"
     try:
         return sorted(one.name for one in folder.iterdir() if Ledger(one).exists) if folder.is_dir() else []
@@ -55,20 +55,20 @@ def fleet_names() -> list[str]:
 
 
 def running_path(ledger: Ledger) -> Path:
-    """Where the processes of a fleet are found while they run, on no disk: it goes with the machine, as they do."""
+    """The folder in memory that describes a fleet's running processes; like them, it is gone after a reboot."""
     root = Path(memory_folder() or tempfile.gettempdir())
     digest = hashlib.sha256(str(ledger.folder.resolve()).encode()).hexdigest()[:16]
     return root / f"{PREFIX}{os.getuid()}-{digest}"
 
 
 def running_folder(ledger: Ledger) -> Path:
-    """The same, made if it is not there; a file in it says whose it is. Raises `ConfigError` if another user has made
-    it."""
+    """The same, created if necessary; a file in it names its owner. Raises `ConfigError` if it belongs to another
+    user."""
     folder = running_path(ledger)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{folder} is not this user's alone; remove it")
-    with suppress(OSError):  # no room in memory; it is then removed by nobody but its own fleet
+    with suppress(OSError):  # memory is full; only the fleet itself can then remove it
         (folder / LEDGER).write_text(str(ledger.folder.resolve()), encoding="utf-8")
     return folder

@@ -1,7 +1,7 @@
-"""Messages of HTTP/1.1 made of bytes: what requests and answers have in common. No I/O.
+"""Parses HTTP/1.1 messages: what requests and answers have in common. No I/O.
 
-The parser is llhttp in its strict form (httptools). Refused here is what it lets pass and two readers might still read
-in two ways, and bytes without an end: a head, a chunk's size or trailers, of which nothing comes.
+The parser is llhttp in its strict form (httptools). What it accepts but two parsers might still interpret differently
+is refused here, and so is input without an end: a head, a chunk size or trailers that never finish.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class MessageParser:
         self.headers: RawHeaders = []
         self.in_head = False
         self.num_overhead = 0
-        """Bytes that have come since the last head, piece of a body, or end."""
+        """Bytes received since the last head, piece of a body, or end of a message."""
         self._replaying = False
         self._in_chunk = self.between_chunks = False
         """`between_chunks`: whether a chunk would begin with the next byte."""
 
     def feed(self, data: bytes) -> None:
-        """Parse what has come. Raises `ProtocolError`, or what a message was refused with."""
+        """Parse received bytes. Raises `ProtocolError`, or the error with which a message was refused."""
         self.num_overhead += len(data)
         self._parse(data)
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
@@ -48,7 +48,7 @@ class MessageParser:
             raise (refused if isinstance(refused, KvferryError) else ProtocolError(str(error))) from None
 
     def _upgrade(self, rest: bytes) -> None:
-        """The other side offers to change to another protocol, and the parser has stopped before `rest`."""
+        """The other side requests a change of protocol, and the parser has stopped before `rest`."""
         raise ProtocolError("it changes to another protocol")
 
     def _too_much(self) -> KvferryError:

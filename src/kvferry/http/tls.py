@@ -1,5 +1,5 @@
-"""TLS contexts from files, and what to do about an error of TLS: which side must change, and by which flag. Contexts
-raise `ConfigError` that names the file."""
+"""TLS contexts from files, and advice about TLS errors: which side must change, and by which flag. A file that cannot
+be used raises a `ConfigError` that names it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def client_context(ca: Path | None, cert: Path | None = None) -> ssl.SSLContext:
 
 
 def advice(error: Exception, server: str, who: str) -> str:
-    """Of an error of TLS between `who` and a server that it called: what is wrong, and which side changes which flag.
-    Of another error, what it says."""
+    """For a TLS error between `who` and a server that it called: what is wrong, and which side must change which flag.
+    For any other error, its own message."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message
         if error.verify_code in _WRONG_NAME:
@@ -59,7 +59,7 @@ def advice(error: Exception, server: str, who: str) -> str:
 
 
 def closed_at_once(server: str, who: str) -> str:
-    """What may be wrong with a server that closes a new connection without a word: not all say so by an alert."""
+    """What may be wrong if a server closes a new connection at once: not all servers send an alert."""
     return "if it speaks TLS, call it https://" if server.startswith("http:") else _wants_certificate(server, who)
 
 
@@ -68,4 +68,4 @@ def _wants_certificate(server: str, who: str) -> str:
 
 
 _WRONG_TIME, _WRONG_NAME = (9, 10), (62, 64)
-"""OpenSSL's numbers: not yet valid, expired; another host, another address."""
+"""OpenSSL's error numbers: not yet valid, expired; wrong host, wrong address."""

@@ -136,7 +136,7 @@ class KVEventPublisher:
                     self._begin_replay(replays, self._replay.recv_multipart())
                 replays.go_on()
             except Exception:
-                # The edge of this thread: one odd request must not end replays for everyone.
+                # The edge of this thread: one malformed request must not end replays for everyone.
                 logger.exception("a replay of KV events failed")
 
     def _begin_replay(self, replays: Replays, frames: list[bytes]) -> None:

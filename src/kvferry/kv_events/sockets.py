@@ -11,7 +11,7 @@ _ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.%*]+\]|[A-Za-z0-9_.*-]+):(\d{1,5}|
 
 
 def require_endpoint(endpoint: str, flag: str) -> str:
-    """An address of ZeroMQ's. Raises `ConfigError` when it is not one that is used here."""
+    """Check a ZeroMQ address. Raises `ConfigError` if its form is not supported here."""
     if not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(f"{flag} {endpoint!r} is not an address; write it as tcp://127.0.0.1:5557, or with port *")
     return endpoint

@@ -27,8 +27,8 @@ def resolve(model: str) -> Path | str:
     """What `model` names: the directory of a built-in or local model, or else, unchanged, the id of a model on the
     Hugging Face hub.
 
-    Raises `ConfigError` for what can be none of these, with the nearest that is there: a built-in name that is
-    mistyped, a path to nothing, a directory without a model.
+    Raises `ConfigError` for anything else, with the nearest existing name: a built-in name that is mistyped, a path to
+    nothing, a directory without a model.
     """
     if model in BUILTIN:
         return _builtin_directory(model)

@@ -1,8 +1,8 @@
 """A name for a checkpoint as an engine runs it: its configuration as the engine has resolved it, and the content of its
 files.
 
-So two instances have one name if they compute with the same weights and the same configuration, wherever their files
-are, and two names if a single weight or setting differs. Imports neither torch nor transformers.
+So two instances have the same name if they compute with the same weights and configuration, wherever their files are,
+and different names if a single weight or setting differs. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ HARMLESS_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tekken.json", "*.tiktoken", "chat_template.*"),
     *("*.jinja", "*.md", "LICENSE*", "NOTICE*", ".*"),
 )
-"""Files of a checkpoint that KV does not depend on. All others count, whatever they are: which of them an engine reads
-is its own affair."""
+"""Files of a checkpoint that KV does not depend on. All others count, because it is not known which of them an engine
+reads."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".msgpack")
-"""One of these files must be there for a checkpoint to be known by its files."""
+"""A checkpoint is identified by its files only if it has one of these."""
 HARMLESS_SETTINGS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset"})
 """What differs between copies of one configuration."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 ReadProgress = Callable[[int, int], None]
-"""(bytes read, bytes in all); called now and then where reading takes more than a second."""
+"""Called with (bytes read, bytes in all) from time to time if reading takes more than a second."""
 
 
 def ignore(done: int, total: int) -> None:
@@ -94,7 +94,7 @@ def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any
 
 
 def checkpoint_place(model: str, revision: str | None = None) -> Path | None:
-    """Where its files are on this machine: a folder, or one file. None: nowhere (a streamed checkpoint)."""
+    """Where the files are on this machine: a folder, or one file. None if they are not (a streamed checkpoint)."""
     path = Path(model).expanduser()
     if path.exists():
         return path
@@ -122,7 +122,7 @@ def resolved_config(config: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A setting's value in terms of JSON, the same in every process. Raises `ConfigError` for what has no such form."""
+    """A setting's value as JSON types, the same in every process. Raises `ConfigError` if it has no such form."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -161,7 +161,7 @@ def digests_of(states: Mapping[str, FileState], on_progress: ReadProgress = igno
     """The digest of each of these files, known from before or read now. Raises `OSError`."""
     found = DigestCache().find_all(states.values())
     if any(state not in found for state in states.values()):
-        with DigestCache.locked() as cache:  # the ranks of an instance come here together
+        with DigestCache.locked() as cache:  # all ranks of an instance reach this at the same time
             found |= cache.find_all(states.values())
             missing = list({state for state in states.values() if state not in found})
             read = dict(zip(missing, _read_all(missing, on_progress), strict=True))

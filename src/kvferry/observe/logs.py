@@ -100,8 +100,8 @@ def json_line(instance: str, message: str, level: str = "info", at: float | None
 
 
 class TextFormatter(logging.Formatter):
-    """One line for each record, plus its traceback. The instance's name is added by whoever joins several logs; the
-    helper process's name is added here."""
+    """One line for each record, plus its traceback. The instance's name is added by the process that merges several
+    logs; a helper process's name is added here."""
 
     def __init__(self, helper: str = "") -> None:
         super().__init__()

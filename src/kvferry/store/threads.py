@@ -1,7 +1,7 @@
 """The threads of a store, for calls that block, such as those to a network file system whose server is gone.
 
-Owns the threads. Nothing can end a call that does not return: whoever waits for it goes on without it, and its thread
-is left behind, for which another takes its place. The threads are daemons, so that a process ends without them.
+Owns the threads. Nothing can end a call that does not return: its caller continues without it, and its thread is left
+behind, for which another takes its place. The threads are daemons, so that a process ends without them.
 """
 
 from __future__ import annotations

@@ -285,7 +285,8 @@ def _alike(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def _retrieve_error(task: asyncio.Task[None]) -> None:
-    """Retrieve a task's exception, so that asyncio does not log it as never retrieved; whoever still waits gets it."""
+    """Retrieve a task's exception, so that asyncio does not log it as never retrieved; callers that still wait get
+    it."""
     if not task.cancelled():
         task.exception()
 

@@ -118,7 +118,7 @@ class BackendContract:
     # What a backend whose members are something else overrides.
 
     def fleet(self, name: str = "contract") -> WantedFleet:
-        """What is wanted, and what the backend needs to be told."""
+        """A member's specification, and what the backend needs for it."""
         return WantedFleet(
             name=name, model="m", mode="pooling", role={"both": RoleSpec(count=8)}, router=RouterSpec(count=0)
         )

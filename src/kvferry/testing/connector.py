@@ -45,8 +45,8 @@ P_AND_D = ("kv_producer", "kv_consumer")
 
 
 class EnginePair:
-    """A P and a D joined by a connector, stepped in turn, and `alone`, an engine without a connector to compare with,
-    which whoever made it closes. With one role, P and D are one engine."""
+    """A P and a D joined by a connector, stepped in turn, and `alone`, an engine without a connector for comparison,
+    which its creator closes. With one role, P and D are one engine."""
 
     def __init__(
         self, model: Path, connector: str, extra: dict[str, Any], alone: Engine, roles: Sequence[str] = P_AND_D
@@ -86,19 +86,19 @@ class EnginePair:
         return [token for output in self.outputs[name] for token in output.token_ids]
 
     def prefilled(self, transfer_id: str, prompt: list[int]) -> dict[str, Any]:
-        """Have P prefill a prompt for D; returns the ticket."""
+        """Let P prefill a prompt for D; returns the ticket."""
         self.add(self.prefill, f"p-{transfer_id}", prompt, Produce(transfer_id))
         ticket = self.finish(f"p-{transfer_id}").kv_transfer_params
         assert ticket is not None, "the answer of a prefill for another instance has a ticket"
         return ticket
 
     def decoded(self, name: str, prompt: list[int], ticket: dict[str, Any] | None) -> EngineOutput:
-        """Have D answer with a ticket."""
+        """Let D answer with a ticket."""
         self.add(self.decode, name, prompt, parse_hand_off(ticket, name))
         return self.finish(name)
 
     def ask_early(self, name: str, transfer_id: str, prompt: list[int]) -> None:
-        """Have D ask for a hand-off that P has not begun: nobody steps yet."""
+        """Let D ask for a hand-off that P has not begun; no engine is stepped yet."""
         ticket = early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
         self.add(self.decode, name, prompt, Consume(ticket))
 
@@ -125,7 +125,7 @@ class EnginePair:
             self._rest()
 
     def settle(self) -> None:
-        """Step until nothing is kept; the leak is named when that does not come about."""
+        """Step until nothing is held; fails with the name of what leaks."""
         leak = ""
 
         def is_clean() -> bool:
@@ -152,7 +152,7 @@ class EnginePair:
 
     @property
     def num_hits(self) -> int:
-        """Tokens whose KV has come to D through the connector."""
+        """Tokens whose KV D has received through the connector."""
         return self.decode.statistics().external.num_external_hits
 
     def _require_that_counters_grow(self) -> None:
@@ -202,7 +202,7 @@ class ConnectorContract:
 
     @pytest.fixture
     def pair(self, model: Path, alone: Engine, tmp_path: Path) -> Iterator[EnginePair]:
-        """P and D, which have given everything back when the test is over."""
+        """P and D, which must have released everything at the end of the test."""
         folder = tmp_path / "connector"
         folder.mkdir()
         pair = EnginePair(model, self.connector, self.extra(folder), alone, self.roles)
@@ -246,7 +246,7 @@ class CacheContract(ConnectorContract):
     roles: ClassVar[Sequence[str]] = ("kv_both",)
 
     def _answers(self, pair: EnginePair, name: str, prompt: list[int]) -> int:
-        """Have the prompt answered. Returns how many of its tokens came through the connector."""
+        """Let the engine answer the prompt. Returns how many of its tokens came through the connector."""
         before = pair.num_hits
         pair.add(pair.decode, name, prompt)
         assert pair.finish(name).finish_reason == "length"
@@ -254,7 +254,7 @@ class CacheContract(ConnectorContract):
         return pair.num_hits - before
 
     def _answers_until_kept(self, pair: EnginePair, prompt: list[int]) -> None:
-        """Have the prompt answered again and again until it is kept: that takes a while, but not for ever."""
+        """Let the engine answer the prompt repeatedly until it is kept, which takes a while."""
         for attempt in range(200):
             if self._answers(pair, f"again-{attempt}-{prompt[0]}", prompt) > len(prompt) // 2:
                 return
@@ -283,7 +283,7 @@ class CacheContract(ConnectorContract):
         self._answers(pair, "next", PROMPT)
 
     def test_a_cache_that_is_reset(self, pair: EnginePair) -> None:
-        """Nothing comes back if a reset is possible; in any case the connector goes on working."""
+        """Nothing is loaded after a successful reset; in any case the connector keeps working."""
         self._answers_until_kept(pair, PROMPT)
         side = pair.decode.scheduler_side
         assert side is not None
@@ -372,7 +372,7 @@ class HandOffContract(ConnectorContract):
         pair.prefill.release("t")
 
     def test_each_reads_the_tickets_that_the_other_writes(self, pair: EnginePair) -> None:
-        """Or a router would form no pair of them."""
+        """Otherwise a router would not pair them."""
         prefill, decode = pair.prefill.hands_off, pair.decode.hands_off
         assert prefill is not None
         assert decode is not None
@@ -394,7 +394,7 @@ class HandOffContract(ConnectorContract):
     def test_a_hand_off_that_nobody_fetches_can_be_released(self, pair: EnginePair) -> None:
         """A router does so when the client has left."""
         pair.prefilled("t", PROMPT)
-        pair.prefill.release("t")  # False of a connector that keeps nothing at P
+        pair.prefill.release("t")  # False for a connector that keeps nothing at P
         pair.settle()
         assert pair.prefill.release("t") is False, "there is nothing left to release"
 

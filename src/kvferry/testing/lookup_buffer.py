@@ -47,7 +47,7 @@ class LookupBufferContract:
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """The rest of what a user sets for it. Default: nothing."""
+        """Further options of its configuration. Default: none."""
         return {}
 
     def build(self, region: BlockRegion, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
@@ -257,7 +257,7 @@ class LookupBufferContract:
 
 
 class Ends:
-    """A producer, and as many consumers as a test wants, on one loop; the producer's clock is the test's."""
+    """A producer, and as many consumers as a test wants, on one loop; the test controls the producer's clock."""
 
     def __init__(self, contract: LookupBufferContract) -> None:
         self._contract = contract
@@ -307,7 +307,7 @@ class Ends:
         return asyncio.ensure_future(fetching)
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
-        """The producer learns that the key is over, and nothing else; not always with the consumer's take."""
+        """The producer learns that the key has ended, and nothing else, perhaps later than the consumer's take."""
         found: list[tuple[str, EndReason]] = []
 
         def has_ended() -> bool:

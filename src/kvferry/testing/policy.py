@@ -1,4 +1,4 @@
-"""What every router policy must do, and a fleet without processes to try one on. In a package that brings one:
+"""What every router policy must do, and a fleet without processes to test one on. In a package that brings one:
 
     from kvferry.testing.policy import PolicyContract
 
@@ -38,13 +38,13 @@ class One:
 
 
 def instances(role: str, number: int) -> list[One]:
-    """So many, which the router would have in one pool."""
+    """A number of instances that a router would have in one pool."""
     loads = LoadTable()
     return [One(f"{role}-{place}", InstanceLoad(loads)) for place in range(number)]
 
 
 def prompt(*keys: int, session: str | None = None) -> Asked:
-    """What is asked of a policy: a prompt of blocks of 100 tokens, each named by a key."""
+    """The question to a policy: a prompt of blocks of 100 tokens, each identified by a key."""
     ends = [100.0 * (place + 1) for place in range(len(keys))]
     return Asked(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
 
@@ -64,7 +64,7 @@ class Fleet:
         self.chosen: Counter[str] = Counter()
 
     def choose(self, asked: Asked, options: Options[One] | None = None) -> Choice[One]:
-        """Have the policy choose, and note what it chose as the router does."""
+        """Let the policy choose, and record its choice as the router does."""
         choice = self.policy.choose(asked, options or Options(self.prefills, self.decodes))
         cached = self.index.match(asked.prefix)
         for one in (choice.prefill, choice.decode):
@@ -132,7 +132,7 @@ class PolicyContract:
             assert max(counts) <= 2 * sum(counts) / 4, counts
 
     def test_choosing_changes_nothing(self) -> None:
-        """The router may ask and then choose otherwise: only `placed` means that a choice was followed."""
+        """The router may ask for a choice and then not follow it: only `placed` means that it was followed."""
         fleet = self.fleet(2, 2)
         options = Options(fleet.prefills, fleet.decodes)
         before = [repr(one.load) for one in fleet.prefills]

@@ -1,4 +1,4 @@
-"""For tests that step engines of their own process."""
+"""Helpers for tests that step engines in their own process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from kvferry.engine.engine import Engine
 
 IDLE_S = 0.005
-"""Most seconds between two steps of engines that wait: leases and deadlines end by the clock."""
+"""Most seconds between two steps of engines that wait, because leases and deadlines depend on the clock."""
 
 
 class Rest:

@@ -1,4 +1,4 @@
-"""A digest (XXH3) of bytes in KV memory, to tell whether a transfer brought what was sent."""
+"""A digest (XXH3) of bytes in KV memory, to verify that a transfer delivered what was sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.transport.fabric.shm import MEMORY
 from kvferry.transport.memory import BlockMemory, Span, join
 
 SLICE_BYTES = 8 * 2**20
-"""Digested before other tasks get the loop: well under a millisecond."""
+"""Bytes digested before other tasks get the loop: well under a millisecond."""
 MAX_PIECES = 4096
 
 

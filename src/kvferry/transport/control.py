@@ -98,7 +98,7 @@ class Listener:
             self.close()
 
     def _is_full(self, host: str) -> bool:
-        """Whether one more connection from this address is refused."""
+        """Whether another connection from this address must be refused."""
         num_strangers = self._strangers.total()
         return (
             self._num_open - num_strangers >= MAX_CONNECTIONS
@@ -120,7 +120,7 @@ class Listener:
         except KvferryError as error:
             self._counts[f"rejected_{type(error).__name__}"] += 1
             log.warning("a connection from %s was ended: %s", where, error)
-        except Exception:  # the edge between one peer and the instance: the other connections go on
+        except Exception:  # the edge between one peer and the instance: other connections continue
             self._counts["failed_connections"] += 1
             log.exception("a connection from %s was ended by an internal error", where)
         finally:

@@ -1,8 +1,8 @@
 """TLS between instances, for the control channel and whatever else goes over a `Connection`.
 
-It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. An instance with one is
-a member of the fleet. The host that it names is not checked, since instances come and go with their addresses. Inside
-of TLS, the handshake with the shared token takes place as without."""
+It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. An instance with such a
+certificate is a member of the fleet. The host in it is not checked, since instances change their addresses. Inside TLS,
+the handshake with the shared token takes place as usual."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvferry.transport.options import TransportOptions
 
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
-"""Number of flights in the longest handshake, that of TLS 1.2; TLS 1.3 has one less."""
+"""Number of flights in the longest handshake, that of TLS 1.2; TLS 1.3 has one fewer."""
 _ALL_OR_NONE = "set tls_cert, tls_key and tls_ca in the kv_connector_extra_config of all instances, or of none"
 RECORD_BYTES = 2**14
 """The largest payload of a TLS record."""

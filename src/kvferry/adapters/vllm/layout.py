@@ -123,13 +123,13 @@ def require_attention_only(model_config: Any) -> None:
 
 
 def _is_stateful(config: Any) -> bool:
-    """What transformers says of its own class for a configuration, if it has one."""
+    """What transformers' own class for a configuration says, if there is one."""
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
 
 
 def _require_context(vllm_config: Any) -> None:
-    """Raise `ConfigError` if what vLLM computes behind cached KV is not what it computes within a prompt. vLLM's plain
-    kernels for MLA on CPUs are so (those for AMX were not tried), and vLLM turns both of its own uses of cached KV off
+    """Raise `ConfigError` if vLLM's results after cached KV differ from those within one prompt. This is so for vLLM's
+    plain kernels for MLA on CPUs (those for AMX were not tried); vLLM itself turns off both of its uses of cached KV
     for them."""
     uses_context = vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla and not uses_context:

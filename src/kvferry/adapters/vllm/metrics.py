@@ -21,7 +21,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.observe.figures import split_figure
 
 PREFIX = "vllm:kvferry_"
-"""When vLLM removes an engine's metrics, it removes those with its own name in theirs."""
+"""vLLM removes an engine's metrics by this part of their names."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class KvferryStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """Join: the values of `other` are newer, or of other ranks."""
+        """Merge: the values of `other` are newer, or are from other ranks."""
         for side, ranks in other.data.items():
             self.data.setdefault(side, {}).update(ranks)
         return self
@@ -50,7 +50,7 @@ class KvferryStats(KVConnectorStats):
         return totals
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line: what is not zero."""
+        """The metrics that are not zero, for vLLM's log line."""
         return {f"{side} {figure}": round(value, 3) for (side, figure), value in self.totals().items() if value}
 
     def is_empty(self) -> bool:
@@ -65,7 +65,7 @@ class Meter:
         self._last: dict[str, float] = {}
 
     def read(self, side: str, figures: dict[str, float]) -> KvferryStats | None:
-        """The figures as vLLM takes them; None if they have not changed since the last call."""
+        """The metrics in vLLM's form; None if they have not changed since the last call."""
         if figures == self._last:
             return None
         self._last = figures

@@ -89,6 +89,6 @@ class SharedAllocation(TorchFunctionMode):
         return on_host and tuple(args) == (self._num_bytes,) and kwargs.get("dtype") is torch.int8
 
     def _serve(self) -> torch.Tensor:
-        segment = SharedSegment.create(self._num_bytes, populated=True)  # as what it stands in for
+        segment = SharedSegment.create(self._num_bytes, populated=True)  # as the mode that it replaces
         _segments[segment.address] = PooledSegment(segment)
         return torch.frombuffer(segment.buffer, dtype=torch.int8)

@@ -1,10 +1,9 @@
 """What the KV of a request depends on besides the model and its tokens, as one text: the salt of its block hashes.
 
 It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images and the like. Names
-are not trusted for either: vLLM's own for an adapter stays when its files are replaced, and the one for an image may be
-the client's (`uuid`, or the `ImageID` of its EXIF data) or a counter's.
-
-Owns what is known of the adapters that this vLLM has loaded.
+are not trusted for either: vLLM's name for an adapter does not change when its files are replaced, and the name of an
+image may come from the client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns what is known about
+the adapters that this vLLM has loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_LOGGED = 256
 """Most reasons that are logged; clients can cause any number."""
 _NAMED = "\0"
-"""Begins the salt of a request with more than a `cache_salt`."""
+"""Prefix of the salt of a request that has more than a `cache_salt`."""
 
 
 class Salts:
@@ -51,15 +50,15 @@ class Salts:
             _watch_loads(self._adapters)
 
     def of(self, request: Any) -> str | InvalidRequest:
-        """The salt of vLLM's `Request`, or, if its KV depends on something that has no name, why that is: it must be
-        neither reused nor handed off. Logs each reason once."""
+        """The salt of vLLM's `Request`. If its KV depends on something that cannot be identified, the reason instead:
+        such KV must be neither reused nor handed off. Logs each reason once."""
         try:
             return self._of(request)
         except InvalidRequest as why:
             return self._log_once(why)
 
     def doubt(self, lora: Any) -> InvalidRequest | None:
-        """Why it is no longer certain with which content of its adapter vLLM computes a request, if so."""
+        """Why it is uncertain which content of its adapter vLLM uses for a request; None if it is certain."""
         try:
             self._adapters.content(lora)
         except InvalidRequest as why:
@@ -92,7 +91,8 @@ class Salts:
 
 
 def _item(feature: Any) -> list[Any]:
-    """What identifies one of a prompt's images, videos or sounds: the tensors that the model is given, and where."""
+    """What identifies an image, video or audio clip of a prompt: the tensors that the model is given, and their
+    position."""
     data = feature.data
     if data is None or "address" in data:  # with the processor cache in shared memory, only a worker has them
         raise InvalidRequest(
@@ -154,7 +154,7 @@ class LoraAdapters:
         return self._contents[key].digest
 
     def _take_over(self, lora: Any, before: Any) -> None:
-        """`lora` has the number of `before`."""
+        """Handle an adapter that has the number of an earlier one, `before`."""
         why = f"adapter {before.lora_name!r} of another path has the same lora_int_id {lora.lora_int_id}"
         self._uncertain[before.lora_name, before.lora_path] = f"it was replaced by {lora.lora_path}"
         if lora.load_inplace and not before.load_inplace:
@@ -187,8 +187,8 @@ _watching: WeakSet[LoraAdapters] = WeakSet()
 
 
 def _watch_loads(adapters: LoraAdapters) -> None:
-    """Have `adapters` look at what vLLM loads, at the time when it does: its files may be others when the first request
-    comes. vLLM tells a connector of requests only."""
+    """Have `adapters` read the files of an adapter when vLLM loads it, because they may have changed when its first
+    request arrives. vLLM notifies a connector of requests only."""
     from vllm.v1.engine.core import EngineCore
 
     _watching.add(adapters)

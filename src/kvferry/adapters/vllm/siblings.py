@@ -1,6 +1,5 @@
-"""What several connectors in one vLLM (in vLLM's MultiConnector) must agree on.
-
-Owns the registers of them in this process, by engine id.
+"""What several connectors in one vLLM (in vLLM's MultiConnector) must agree on. Owns this process's registry of them,
+by engine id.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class WorkerHalf:
 
     @property
     def _layers(self) -> ByLayers:
-        """What is called around each layer: nothing, of a worker side that does not work by layers."""
+        """The side's hooks around each layer; None if the worker side does not work by layers."""
         side = self.side
         return side if side is not None and isinstance(side, ByLayers) else ByLayers()
 
@@ -255,7 +255,7 @@ class WorkerHalf:
         return results
 
     def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
-        """What the side reports, and if that is nothing now, what it reports first within `wait_s`."""
+        """What the side reports; if there is nothing now, the first report within `wait_s`."""
         deadline = self._clock.monotonic() + wait_s
         while True:
             self._news.clear()
@@ -265,8 +265,8 @@ class WorkerHalf:
                 return found
 
     def _as_vllm_hears_it(self, report: TransferReport) -> Iterator[TransferEvent]:
-        """Without P's first token, as vLLM's D samples it itself. vLLM gives no request other blocks: one whose blocks
-        may still be written to has not failed yet."""
+        """The report without P's first token, because vLLM's D samples it itself. vLLM cannot give a request other
+        blocks, so a load that may still write to its blocks does not count as failed yet."""
         for event in report:
             match event:
                 case Failed(kept_as=name) if name:

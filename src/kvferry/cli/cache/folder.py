@@ -131,7 +131,7 @@ def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export 
 
 
 def add_to(cache: App) -> None:
-    """Make these commands of `kvferry cache`."""
+    """Add these commands to `kvferry cache`."""
     cache.command(list_blocks, name="ls")
     cache.command(remove, name="rm")
     cache.command(import_, name="import")

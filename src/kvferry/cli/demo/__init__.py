@@ -1,2 +1,2 @@
-"""`kvferry demo`: `command` runs the fleet and tells the story, `requests` asks, `stalls` measures and draws what long
-prompts do to an answer that is being streamed."""
+"""`kvferry demo`: `command` runs the fleet and prints the results, `requests` sends requests, `stalls` measures and
+draws what long prompts do to an answer that is being streamed."""

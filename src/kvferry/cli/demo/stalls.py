@@ -1,4 +1,5 @@
-"""What long prompts do to an answer that is being streamed: measured on one endpoint, and drawn for several."""
+"""Measures on an endpoint how long prompts delay an answer that is being streamed, and plots several such
+measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LONG_EVERY = 56
 PLOT_ROWS = 4
 _MARGIN = 9
 _FILLED = {"blocks": " ▁▂▃▄▅▆▇█", "ascii": " ...::::#"}
-"""A cell of the plot by how many eighths of it are filled."""
+"""The character for a cell of the plot, by how many eighths of it are filled."""
 _ARRIVAL = {"blocks": "▲", "ascii": "^"}
 
 Characters = Literal["blocks", "ascii"]
@@ -41,7 +42,7 @@ class Stalls:
         return [later - earlier for earlier, later in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
 
     def longest_gaps_s(self, num_columns: int, column_s: float) -> list[float]:
-        """For each column of a plot, the longest gap that reaches into it; 0 before and after the stream."""
+        """For each column of a plot, the longest gap that overlaps it; 0 before and after the stream."""
         longest = [0.0] * num_columns
         for begin, gap in zip(self.tokens_s, self.gaps_s, strict=False):
             for column in range(int(begin / column_s), min(int((begin + gap) / column_s), num_columns - 1) + 1):

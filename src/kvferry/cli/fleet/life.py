@@ -1,6 +1,6 @@
 """`kvferry fleet apply` and what follows it: a fleet from a spec, changed while it serves.
 
-A controller in the background looks after it. These commands write down what is wanted, and show what has become of it.
+A controller in the background maintains it. These commands record the desired state and show the actual one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOOK_S = 0.2
 _BEGIN_S = 20.0
 """How long a controller may take to begin."""
 _KILLED_S = 10.0
-"""How long the end of a controller that was killed is waited for."""
+"""Seconds to wait for a killed controller to end."""
 _LOG = "controller.log"
 _MOST_LOG_BYTES = 16 * 2**20
 
@@ -147,7 +147,7 @@ def rollback(
     to: Annotated[str | None, Parameter(help="Revision, as `status` shows it. Default: the one before.")] = None,
     wait_s: Wait = 600.0,
 ) -> int:
-    """Make a fleet what it was to be before its last change of revision, or what it was at --to."""
+    """Return a fleet to its settings before its last change of revision, or to those of revision --to."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
     def before(wanted: Wanted) -> WantedFleet:
@@ -163,12 +163,12 @@ def rollback(
 
 
 def pause(name: Fleet) -> int:
-    """Start and replace nothing any more, not even what dies, until `kvferry fleet resume`."""
+    """Stop starting and replacing members, even those that die, until `kvferry fleet resume`."""
     return _set_pause(name, pause=True)
 
 
 def resume(name: Fleet, *, wait_s: Wait = 600.0) -> int:
-    """Go on after `kvferry fleet pause`."""
+    """Continue after `kvferry fleet pause`."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     return _set_pause(name, pause=False, wait_s=wait_s)
 
@@ -207,8 +207,8 @@ def control(
     *,
     wait: Annotated[bool, Parameter(help="Wait until a controller that looks after it already has ended.")] = True,
 ) -> int:
-    """Look after a fleet, in the foreground. `apply` runs this in the background; SIGTERM ends it, and the fleet goes
-    on. A second one waits until the first has ended."""
+    """Run a fleet's controller in the foreground. `apply` runs it in the background; SIGTERM ends it, and the fleet
+    keeps running. A second controller waits until the first has ended."""
     set_up_logging(TEXT, "controller")
     DigestCache()
     remove_leftovers()
@@ -247,7 +247,7 @@ def _existing(name: str) -> Ledger:
 
 
 def _token() -> str:
-    """What all controllers of a fleet have: a token that is drawn anew would lock the next one out."""
+    """The token that all controllers of a fleet share: a new one would lock out the next controller."""
     token = shared_token() or users_token()
     if not token:
         raise ConfigError("no token can be kept for this user; set KVFERRY_AUTH_TOKEN")
@@ -255,7 +255,7 @@ def _token() -> str:
 
 
 def _backend(folder: Path, fleet: WantedFleet) -> FleetBackend:
-    """The fleet's, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
+    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
     token = _token()
     make_recipe = partial(local_recipe, token=token, command=serve)
     context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
@@ -302,7 +302,7 @@ def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
 
 
 def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
-    """A fleet that is being deleted ends before it is made anew."""
+    """A fleet that is being deleted must end before it is created again."""
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
     while ledger.has_controller and _is_ending(ledger):
         if SYSTEM_CLOCK.monotonic() >= deadline:
@@ -313,12 +313,12 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 def _is_ending(ledger: Ledger) -> bool:
     try:
         return not ledger.exists or ledger.wanted().deleted
-    except ConfigError:  # nobody can read it, so nobody ends anything for it
+    except ConfigError:  # it cannot be read, so no controller would end its members
         return False
 
 
 def _last_error(ledger: Ledger) -> str:
-    """What the last controller said before it ended, if that was an error."""
+    """The last controller's final log line, if it was an error."""
     try:
         last = (ledger.folder / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
     except OSError:
@@ -327,8 +327,8 @@ def _last_error(ledger: Ledger) -> str:
 
 
 def _require_controller(ledger: Ledger, name: str) -> None:
-    """Start one in the background, unless there is one that looks after the fleet. One that hangs is ended: the members
-    go on, and the next one finds them."""
+    """Start a controller in the background unless the fleet has one. One that hangs is killed: the members keep
+    running, and the next controller finds them."""
     _end_hung(ledger, name)
     if ledger.has_controller:
         return
@@ -371,8 +371,8 @@ def _end_hung(ledger: Ledger, name: str) -> None:
 
 
 def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> int:
-    """Show what happens until the fleet is as it is to be; exit code 1 if that takes too long, or something keeps it
-    from becoming so."""
+    """Show progress until the fleet has reached its desired state; exit code 1 if that takes too long or is
+    impossible."""
     deadline, begun = SYSTEM_CLOCK.monotonic() + wait_s, SYSTEM_CLOCK.wall()
     shown = 0
     while True:

@@ -87,7 +87,7 @@ def simulate(
 
 
 def times_of(path: Path | None) -> MachineTimes:
-    """The times of a file. Without one, those of no machine, which is said."""
+    """The times in a file. Without a file, times that no machine was measured for, with a warning."""
     if path is not None:
         return read_times(path)
     sys.stderr.write(

@@ -138,7 +138,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def stores_take_kv(self) -> bool:
-        """False while none of the shared tiers takes anything."""
+        """False while none of the shared tiers accepts blocks."""
         return self._reached != []
 
     def reads(self, ticket: Ticket) -> bool:

@@ -1,1 +1,1 @@
-"""What travels between processes: frames, tickets, and what instances and routers tell each other and clients."""
+"""Messages between processes: frames, tickets, and what instances and routers send each other and clients."""

@@ -1,10 +1,10 @@
 """An answer that one instance has begun and another continues.
 
 A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `Mark`,
-which contains the tokens that the event completes. Whoever has all marks can have another instance continue: it sends
-the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the answer then
-arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because each random
-number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
+which contains the tokens that the event completes. A client that has all marks can let another instance continue the
+answer: it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the
+answer then arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because
+each random number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import Count
 
 PROGRESS_HEADER = "X-Kvferry-Progress"
-"""In a request, it asks for marks; in the answer, it says that there are marks."""
+"""In a request, it asks for marks; in the answer, it announces them."""
 
 CONTINUE_KEY = "continue_from"
 """The key of a `Continuation` in `kv_transfer_params`."""

@@ -1,4 +1,4 @@
-"""What a router has seen of requests, for who decides how many instances there are to be."""
+"""A router's record of requests, for the controller that decides on the number of instances."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def read_transfer_json(text: str) -> dict[str, Any]:
     is there twice."""
     try:
         raw = STRICT.decode(text)
-        msgspec.json.encode(raw)  # for whoever the configuration is passed on to
+        msgspec.json.encode(raw)  # for the program that receives the configuration
     except (ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}; {_instead(text)}") from error
     if not isinstance(raw, dict):
@@ -99,7 +99,7 @@ def read_transfer_json(text: str) -> dict[str, Any]:
 
 
 def _instead(text: str) -> str:
-    """What to write in place of what is no JSON: for the name of a connector, a configuration with that name."""
+    """What to write instead of text that is not JSON: for the name of a connector, a configuration with that name."""
     if re.fullmatch(r"[A-Za-z_][\w.:]*", text):
         return f"""write it as '{{"kv_connector": "{text}"}}'"""
     return f"got {text[:200]}"

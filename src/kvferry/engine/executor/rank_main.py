@@ -60,11 +60,11 @@ END_S = 3.0
 
 
 class _Woken:
-    """Takes the place of a command: the worker side has something to report."""
+    """Queued in place of a command: the worker side has something to report."""
 
 
 class _Gone:
-    """Takes the place of a command: rank 0 is gone."""
+    """Queued in place of a command: rank 0 is gone."""
 
 
 class Inbox:
@@ -79,7 +79,7 @@ class Inbox:
         threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
 
     def take(self, within_s: float | None = None) -> Command | _Woken | _Gone:
-        """Wait for the next command, by default without a limit, since rank 0 may have nothing to do for long. Raises
+        """Wait for the next command, by default without a limit, since rank 0 may be idle for a long time. Raises
         `Empty` if none came in time."""
         item = self._queue.get(timeout=within_s)
         if isinstance(item, _Woken):
@@ -216,7 +216,7 @@ class RankProcessMain:
         except Empty:
             return False
         if is_woken:
-            self._inbox.wake()  # for what was taken out meanwhile: nothing else may ever have it reported
+            self._inbox.wake()  # for reports taken meanwhile: nothing else would send them
         return isinstance(command, Proceed)
 
 

@@ -233,7 +233,7 @@ class RankProcess:
                     with self._lock:
                         self._has_failed = True
                         self._proceed()
-                self._answers.put(message)  # last, since whoever gets the answer may send the next step at once
+                self._answers.put(message)  # last, since the receiver of the answer may send the next step at once
 
     def _proceed(self) -> None:
         if self._has_left and self._has_failed:

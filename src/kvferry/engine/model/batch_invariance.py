@@ -1,4 +1,4 @@
-"""Whether a row of the model's output depends on the other rows of its batch, found out at start.
+"""Checks at start whether a row of the model's output depends on the other rows of its batch.
 
 Rounding depends on the order of additions, and a library chooses the order by the shape that it is given. kvferry's CPU
 kernels give a row the same bits in any batch and any chunk; products that are left to PyTorch may not.
@@ -43,7 +43,7 @@ def batch_dependence(module: Any, probed: ProbedLayers, device: torch.device) ->
 
 
 class _Products(TorchDispatchMode):
-    """Notes, while active, which operations PyTorch runs that add products."""
+    """While active, records which operations that add products PyTorch runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class _Products(TorchDispatchMode):
 
 
 def _adds_nothing(args: Any) -> bool:
-    """Whether this multiplies columns by rows, as rotary embeddings do with positions, or is empty, as the product of
-    shared experts where there are none."""
+    """Whether this is an outer product, as rotary embeddings compute of positions, or empty, as the product of shared
+    experts in a model without them."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return any(tensor.numel() == 0 for tensor in tensors) or (len(tensors) == 2 and tensors[0].shape[-1] == 1)
 

@@ -60,7 +60,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     default_sampling: dict[str, float | int]
     batch_dependence: str = ""
-    """Why rows of a step may depend on each other in their last bits; empty: they do not."""
+    """Why the results for the rows of a step may depend on each other in their last bits; empty if they do not."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _weights_progress(on_progress: Progress) -> Iterator[None]:
 
 
 class _Reporting:
-    """A progress bar as far as transformers uses it."""
+    """The part of a progress bar's interface that transformers uses."""
 
     def __init__(self, items: Any, on_progress: Progress) -> None:
         self._items, self._on_progress = items, on_progress
@@ -286,6 +286,6 @@ def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _default_sampling(module: Any) -> dict[str, float | int]:
-    """The checkpoint's recommendation for requests without sampling parameters."""
+    """The sampling parameters that the checkpoint recommends."""
     given = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
     return {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}

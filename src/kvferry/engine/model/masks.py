@@ -1,4 +1,4 @@
-"""What each layer's attention may see, read from the masks that the model itself builds.
+"""Which positions each layer's attention may see, read from the masks that the model itself builds.
 
 transformers builds every mask from a function of (query position, key position). While a model is probed, these
 functions are kept instead of being expanded to tensors, so that they can be evaluated at positions far beyond the

@@ -1,5 +1,5 @@
-"""Weights that modelling code multiplies by itself with `F.linear` instead of through `nn.Linear`: mostly those of MoE
-routers. They are packed as well, so that these products, too, give a row the same bits in any batch.
+"""Weights that modelling code multiplies with `F.linear` directly instead of through `nn.Linear`, mostly those of MoE
+routers. They are packed too, so that these products also give a row the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _CASTS = (Tensor.float, Tensor.type, Tensor.to)
 
 
 class _Products(TorchFunctionMode):
-    """Notes, while active, which parameters are used as weights of `F.linear`, as they are or cast."""
+    """While active, records which parameters are used as weights of `F.linear`, directly or after a cast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.multiplied: set[int] = set()
         self._sources: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []
-        """Results of casts, whose ids must stay theirs."""
+        """Results of casts, kept alive so that their ids are not reused."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -37,7 +37,7 @@ class FusedSelfAttention:
 
     @classmethod
     def variants(cls, module: Any, head_dim: int, settings: dict[str, Any]) -> Iterator[Self]:
-        """One for each form of rotation. The same object each time, changed."""
+        """One for each form of rotation. Returns the same object each time, updated in place."""
         query, key, value = module.q_proj, module.k_proj, module.v_proj
         if not can_pack(query, key, value, module.o_proj):
             return
@@ -48,7 +48,7 @@ class FusedSelfAttention:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward method, and free its own weights."""
+        """Replace the module's forward method, and free the module's own weights."""
         for name in ("q_proj", "k_proj", "v_proj"):
             delattr(module, name)
         module.packed_qkv, module.o_proj = self.qkv, self.out

@@ -53,7 +53,7 @@ async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
 
 
 def _is_small(value: Any, most: int) -> bool:
-    """Whether the value has at most `most` characters and entries in all; counts no further than that."""
+    """Whether the value has at most `most` characters and entries in all; stops counting there."""
     waiting = [value]
     while waiting and most >= 0:
         one = waiting.pop()

@@ -42,7 +42,7 @@ _ASK_S = 10.0
 _LONGEST_ANSWER = 64 * 1024
 _FIRST_WAIT_S = 0.25
 _MOST_WAIT_S = 3.0
-"""Bounds of the wait before a router that did not answer is told again; it doubles with each."""
+"""Bounds of the wait before a router that did not answer is asked again; it doubles each time."""
 _LOOK_S = 0.25
 """How often a router is asked, in the end, whether the instance is drained."""
 _RENEWALS_PER_LEASE = 3
@@ -134,7 +134,8 @@ class Registrar:
 
     async def leave(self, within_s: float) -> bool:
         """Tell the routers to send no more requests, wait until they report that nothing runs here any more, or are
-        gone themselves, and then deregister. False if that takes longer than `within_s`; they are told all the same."""
+        gone themselves, and then deregister. False if that takes longer than `within_s`; the instance deregisters
+        nevertheless."""
         self._change("draining")
         if await self._done_within(within_s):
             return True
@@ -218,7 +219,7 @@ class Registrar:
 
 
 class RegisteredServer:
-    """A server that is registered at routers. When told to stop, it first tells them, and continues to serve until
+    """A server that is registered at routers. When stopped, it first notifies them, and continues to serve until
     nothing runs here or the grace period is over. Without `config` it is just the server."""
 
     def __init__(
@@ -277,7 +278,7 @@ class _Router:
         """Where it is, looked up once while it answers."""
         self.drained = False
         self.lost = False
-        """Whether it did not answer, or refused, when it was last told; one that only cannot be told yet is there."""
+        """Whether it did not answer, or refused, at the last attempt."""
         self._trouble: str | None = ""
         self._wait_s = _FIRST_WAIT_S
 

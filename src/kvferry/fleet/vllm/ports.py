@@ -22,8 +22,8 @@ _in_turn = itertools.cycle(_CANDIDATES)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` ports on which nobody listens now, none of which this process has given out lately. Raises
-    `ConfigError` if there are not as many."""
+    """`count` unused ports that this process has not returned recently. Raises `ConfigError` if there are not as
+    many."""
     free = (port for port in itertools.islice(_in_turn, len(_CANDIDATES)) if _is_free(host, port))
     found = list(itertools.islice(free, count))
     if len(found) < count:

@@ -14,7 +14,7 @@ from kvferry.fleet.transfer import InstanceRole, hand_off_role, kv_role, require
 from kvferry.fleet.vllm.environment import VllmEnvironment
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
-"""kvferry's connectors for which vLLM has none of the same name, and their names in vLLM."""
+"""kvferry's connectors without a vLLM connector of the same name, and their names in vLLM."""
 
 _PREFIX, _SEVERAL = "Kvferry", "MultiConnector"
 """How the names of kvferry's connectors begin in vLLM; and the name of a connector that joins several."""
@@ -83,7 +83,7 @@ def _check_ours(transfer: dict[str, Any]) -> None:
 
 
 def _ours(transfer: dict[str, Any]) -> KVTransferConfig:
-    """What one of kvferry's connectors is told, and not its adapter."""
+    """Options of kvferry's connectors themselves, as opposed to those of the adapter."""
     extra = transfer.get("kv_connector_extra_config", {})
     own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
     return KVTransferConfig(kv_connector=transfer["kv_connector"].removeprefix(_PREFIX), kv_connector_extra_config=own)

@@ -1,4 +1,4 @@
-"""How a client of instances shows who it is. A field's docstring is its flag's help."""
+"""How a client authenticates itself to instances. A field's docstring is its flag's help."""
 
 from __future__ import annotations
 

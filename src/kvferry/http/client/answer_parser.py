@@ -26,8 +26,8 @@ class AnswerHead(NamedTuple):
 
 
 class AnswerParser(MessageParser):
-    """One answer after the other; `next` says when another may come. `begin` is told of each when its head is here, and
-    returns whether a body comes."""
+    """One answer after the other; `next` says when another may come. `begin` is called with each answer once its head
+    has arrived, and returns whether a body follows."""
 
     def __init__(self, begin: Callable[[AnswerHead], bool]) -> None:
         super().__init__(httptools.HttpResponseParser, _ANSWER_OVERHEAD)

@@ -22,11 +22,11 @@ from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
 
 _BUFFERED_BYTES = 256 * 1024
-"""Of a body that nobody reads yet; the instance then waits."""
+"""Bytes of a body that nobody reads yet; beyond this, the instance has to wait."""
 
 
 class CallState(Enum):
-    """How far a call is; see the module."""
+    """The state of a call, as in the module's docstring."""
 
     CONNECTING = auto()
     SENT = auto()
@@ -67,8 +67,8 @@ _NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
 
 
 class Call:
-    """Made by `HttpClient.start`. Whoever starts a call closes it, which cuts the connection of an answer that has not
-    ended, so that the instance stops."""
+    """Made by `HttpClient.start`. The caller must close it; that cuts the connection of an answer that has not ended,
+    so that the instance stops."""
 
     __slots__ = (
         "_bypass", "_kept", "_most", "_on_change", "_pool", "_request", "_sink", "_task", "_waiter",
@@ -82,11 +82,11 @@ class Call:
         self.error: TransferError | None = None
         self.head = _NO_HEAD
         self.num_received = 0
-        """Bytes of the answer that have come, as a sign of life."""
+        """Bytes of the answer received so far, as a sign of progress."""
         self.connection: ClientConnection | None = None
-        """What the answer comes on; None before and after."""
+        """The connection that the answer arrives on; None before and after."""
         self.paused = False
-        """Whether the instance is made to wait."""
+        """Whether reading is paused, so that the instance has to wait."""
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._kept, self._most = bytearray(), 0
@@ -115,7 +115,7 @@ class Call:
         self.connection, self.state = connection, CallState.SENT
         connection.begin(self, self._request.data)
 
-    # What the connection tells.
+    # Called by the connection.
 
     def begin(self, head: AnswerHead) -> bool:
         """Status and headers are here; returns whether a body comes."""
@@ -123,7 +123,7 @@ class Call:
         return not self._request.bodiless
 
     def receive(self, payload: bytes, num_bytes: int) -> None:
-        """More of the answer has come."""
+        """More of the answer has arrived."""
         connection = self.connection
         assert connection is not None
         self.num_received += num_bytes
@@ -193,12 +193,12 @@ class Call:
 
     @property
     def first(self) -> dict[bytes, bytes]:
-        """Of each header, the first value."""
+        """The first value of each header."""
         return self.head.first
 
     @property
     def relays(self) -> object:
-        """What passes bodies on in compiled code, for `relay`."""
+        """The relay in compiled code that forwards bodies (`http.relay`)."""
         return self._pool.relays
 
     @property
@@ -262,7 +262,7 @@ class Call:
                 await self.changed()
 
     def take(self) -> bytes:
-        """What is here of the body and has not been taken."""
+        """The part of the body that has arrived and was not taken yet."""
         kept, self._kept = bytes(self._kept), bytearray()
         self.resume_reading()
         return kept
@@ -307,7 +307,7 @@ class Call:
         self._end(CallState.LOST, error)
 
     def close(self) -> None:
-        """Nobody wants it any more. May be called several times."""
+        """End the call: its answer is not needed any more. May be called several times."""
         self._on_change = None
         if self.is_over:
             return

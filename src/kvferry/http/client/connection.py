@@ -63,7 +63,7 @@ class ClientConnection(asyncio.Protocol):
         return self._parser.between_chunks
 
     def begin(self, call: Receiver, data: tuple[bytes, ...]) -> None:
-        """Send a request; `call` is told of its answer."""
+        """Send a request; `call` receives its answer."""
         assert self.transport is not None
         self._call = call
         self._parser.next()

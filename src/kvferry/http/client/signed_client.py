@@ -1,4 +1,4 @@
-"""Requests of one kvferry process to another, which show who sends them (`core.keys`)."""
+"""Authenticated requests from one kvferry process to another (`core.keys`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 
 _STRANGER_S = 10.0
-"""How long a server that did not answer a challenge is not sent another one."""
+"""Seconds before a server that did not answer a challenge is challenged again."""
 
 
 def bearer(key: str) -> tuple[bytes, bytes]:
@@ -31,9 +31,9 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 
 
 class SignedClient:
-    """Requests to other servers of kvferry's, signed with what is derived from `secret`. Nothing is signed for, or sent
-    in the name of, a server that has not proved that it holds the same secret; what was given as its `key` is sent as
-    it is. Owns what is known of each server."""
+    """Requests to other kvferry servers, signed with keys derived from `secret`. No signed request is sent to a server
+    that has not proved that it holds the same secret; a `key` that was given for it is sent unchanged. Owns what is
+    known about each server."""
 
     def __init__(self, client: HttpClient, secret: str, key: str | None = None) -> None:
         self.client, self._secret = client, secret
@@ -70,7 +70,7 @@ class SignedClient:
                     answer = await self.client.ask(origin, method, base_path + target, headers=sent, **settings)
                     if signer is None or answer[0] != Unauthorized.status:
                         break
-                    self._signers.pop(origin, None)  # it was started anew, or the request was late
+                    self._signers.pop(origin, None)  # it was restarted, or the request was late
                 return answer
         except TimeoutError as error:
             raise AnswerTimeout(f"{origin} did not answer {target} within {timeout_s:g} s", "next byte") from error
@@ -81,7 +81,8 @@ class SignedClient:
         return "" if known is not None else self._strangers[origin][1]
 
     async def _signer(self, origin: Origin, base_path: str, timeout_s: float) -> Signer | None:
-        """For a server of the deployment. The first of those who ask at the same time asks it."""
+        """For a server of the deployment. If several callers need it at the same time, only the first one challenges
+        it."""
         async with self._meeting.setdefault(origin, asyncio.Lock()):
             stranger = self._strangers.get(origin)
             if origin in self._signers or (stranger is not None and stranger[0] > SYSTEM_CLOCK.monotonic()):
@@ -105,7 +106,7 @@ class SignedClient:
         return Signer(self._secret, nonce, answer)
 
     def forget(self, origin: Origin) -> None:
-        """It may be another server when it is back."""
+        """When it is reachable again, it may be another server."""
         self._signers.pop(origin, None)
         self._strangers.pop(origin, None)
         self._meeting.pop(origin, None)

@@ -185,7 +185,7 @@ class ServerConnection(asyncio.Protocol):
     # The transport's calls.
 
     def admit(self) -> bool:
-        """Count the connection, before anything is read. One too many is told the reason once it is made."""
+        """Count the connection before anything is read. One beyond the limit gets an answer with the reason."""
         self._broken = self._service.admit(self)
         return self._broken is None
 

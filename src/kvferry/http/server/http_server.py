@@ -32,15 +32,15 @@ from kvferry.http.server.service import Service
 logger = logging.getLogger(__name__)
 
 OnListening = Callable[[str, int], object]
-"""Told the host and the real port once connections are accepted."""
+"""Called with the host and the actual port once connections are accepted."""
 
 Bind = Callable[[str, int], socket.socket]
-"""Makes a listening socket of an address. A simulation's are not the system's."""
+"""Creates a listening socket for an address. A simulation has its own."""
 
 _CLOSE_S = 5.0
 """Seconds between abort and close."""
 _LAST_S = 2.0
-"""Seconds for what is done last, also where requests have used up the grace period."""
+"""Seconds for the final cleanup, even if requests have used up the grace period."""
 _TICK_S = 0.25
 
 
@@ -189,7 +189,7 @@ class HttpServer:
 
 
 class Stoppable(Protocol):
-    """What signals stop: `stop` begins the shutdown, `abort` ends running requests."""
+    """Something that signals can stop: `stop` begins the shutdown, `abort` ends running requests."""
 
     @property
     def stopping(self) -> bool: ...

@@ -36,8 +36,8 @@ class RequestHead(NamedTuple):
 
 
 class RequestParser(MessageParser):
-    """Requests, one after the other. `begin` is told of each when its head is here, and returns the body to fill; `end`
-    when the body is here."""
+    """Requests, one after the other. `begin` is called with each request once its head has arrived, and returns the
+    body to fill; `end` is called once the body has arrived."""
 
     def __init__(self, limits: HttpLimits, begin: Callable[[RequestHead], Body], end: Callable[[], None]) -> None:
         super().__init__(httptools.HttpRequestParser, limits.http_header_bytes)

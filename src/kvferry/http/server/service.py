@@ -22,7 +22,7 @@ from kvferry.http.server.routes import Handler, Routes
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 256
-"""Descriptors kept for everything that is not a client's connection; half of them all, where there are few."""
+"""Descriptors reserved for everything but client connections; at most half of all."""
 
 
 class ConnectedClient(Protocol):
@@ -86,7 +86,7 @@ class Service:
 
     @property
     def crowded(self) -> bool:
-        """Whether there is not even room for connections that are only told that they are refused."""
+        """Whether there is no room even for connections that only receive a refusal."""
         return len(self.connections) > self._most + self._spare // 2
 
     def forget(self, connection: ConnectedClient) -> None:

@@ -1,4 +1,4 @@
-"""What goes to one client: bytes, and how slowly it reads them."""
+"""Output to one client, with backpressure when the client reads slowly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Producer(Protocol):
 
 
 class ClientWriter:
-    """Owns what waits for the client. The connection passes on what its transport tells of the client's reading."""
+    """Owns the output that waits for the client. The connection forwards its transport's `pause_writing` and
+    `resume_writing`."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         transport.set_write_buffer_limits(high=_HIGH_WATER, low=_LOW_WATER)
@@ -53,7 +54,7 @@ class ClientWriter:
     async def drain(self) -> None:
         """Wait until the client has read most of what was sent."""
         if self._lost or self.transport.is_closing():
-            # A closed transport takes everything and is never full: who only writes would never hear of the end.
+            # A closed transport accepts everything and is never full: code that only writes would never notice the end.
             await asyncio.sleep(0)
         if self._caught_up is not None:
             await self._caught_up.wait()
@@ -90,7 +91,7 @@ class ClientWriter:
             self._caught_up = None
 
     def stalled_s(self, now: float) -> float:
-        """For how long the client has read nothing, though something waits for it."""
+        """Seconds for which the client has read nothing although output waits for it."""
         if self._caught_up is None:
             return 0.0
         if (buffered := self.num_unsent) < self._stalled_bytes:

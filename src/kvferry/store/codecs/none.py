@@ -6,7 +6,7 @@ from kvferry.store.codecs.base import Codec, CodecError
 
 
 class NoCodec(Codec):
-    """Encodes nothing, and copies only when decoding. Stores may read directly to where the bytes are needed."""
+    """Does not encode, and copies only when decoding. Stores may read directly to where the bytes are needed."""
 
     name = "none"
     lossless = True

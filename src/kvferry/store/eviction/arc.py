@@ -21,7 +21,7 @@ class Arc(EvictionPolicy):
         self._once, self._again = Queue(), Queue()
         self._once_ghosts, self._again_ghosts = Queue(), Queue()
         self._once_target = 0.0
-        """How many blocks that were used once to keep; adapted. The paper's p."""
+        """Target number of blocks that were used once; adapted. The paper's p."""
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
         if key in self._once_ghosts:

@@ -32,7 +32,7 @@ class Lfu(EvictionPolicy):
     def _victim(self, now: float) -> Key | None:
         if not self._uses:
             return None
-        while self._fewest not in self._queues:  # never farther than the uses that were counted
+        while self._fewest not in self._queues:  # amortized: at most one iteration for each counted use
             self._fewest += 1
         key = next(iter(self._queues[self._fewest]))
         self._take(key)

@@ -21,8 +21,7 @@ from kvferry.store.eviction.learned import Learned
 
 ALLOWED_LAG, LEAST_LAG = 1 / 40, 3
 REMEMBERED_LEAD = 1 / 2
-"""The largest lead that counts, as a share of the capacity, so that one that was gained long ago does not decide
-for ever."""
+"""The largest lead that counts, as a share of the capacity, so that one from long ago does not decide forever."""
 
 
 class Shadow:

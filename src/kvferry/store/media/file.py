@@ -145,7 +145,7 @@ class FileStore(KVStore):
         return await self._threads.run(lambda stop: sum(self._remove(name) for name in hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """Tell the eviction policy of this process."""
+        """Notify the eviction policy of this process."""
         await self._threads.run(
             lambda stop: self._room.finished([self._path(name) for name in hashes], num_output_tokens)
         )
@@ -168,7 +168,7 @@ class FileStore(KVStore):
         return super().statistics() | self._room.statistics()
 
     async def _spread(self, items: Sequence[Item], read: Callable[[Item, Stop], bool]) -> list[bool]:
-        """Have all threads read. Returns or raises only when all of them have ended, or were left behind."""
+        """Read with all threads. Returns or raises only when all of them have ended, or were left behind."""
         each = max(1, -(-len(items) // self._num_threads))
 
         def work(part: Sequence[Item], stop: Stop) -> list[bool]:
@@ -192,7 +192,7 @@ class FileStore(KVStore):
         for index, block_hash in enumerate(hashes):
             try:
                 path = self._path(block_hash)
-                if not is_readable(path, os.stat(path)):  # noqa: PTH116 - a Path made of it would double the time
+                if not is_readable(path, os.stat(path)):  # noqa: PTH116 - a Path would double the time
                     return index
             except FileNotFoundError:
                 return index
@@ -230,7 +230,7 @@ class FileStore(KVStore):
             with open_file(path) as descriptor:
                 num_bytes = decode(descriptor, self._scratch())
                 touch_descriptor(descriptor)
-        except (FileNotFoundError, PermissionError):  # one that may not be read says nothing about others
+        except (FileNotFoundError, PermissionError):  # that one may not be read says nothing about the others
             self.count(missing_blocks=1)
             self._gone(block_hash)
             return False

@@ -57,7 +57,7 @@ def write_file(path: str, views: Sequence[memoryview], access: FileAccess, *, fs
 
 
 class NotAFile(OSError):
-    """Something else is in the place of a file, such as a FIFO, which could be read for ever."""
+    """There is something other than a plain file, such as a FIFO, a read of which might never end."""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def remove_file(path: str) -> bool:
 
 
 def note_files(folder: Path, pattern: str) -> list[Path]:
-    """Files of that name that hold a note, or will. Others are somebody's own."""
+    """Names of files that are notes or temporary files of notes. All other files belong to somebody else."""
     return [path for path in folder.glob(pattern) if _NOTE_FILE.match(path.name)]
 
 

@@ -115,7 +115,7 @@ class LMCacheClient:
                     yield reader, writer
                 except BaseException:
                     writer.transport.abort()
-                    await self.close()  # the server may be gone, and the other connections with it
+                    await self.close()  # the server may be gone, so the other connections may be broken too
                     raise
                 if not writer.is_closing():
                     self._free.append((reader, writer))

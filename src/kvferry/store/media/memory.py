@@ -71,7 +71,7 @@ class MemoryStore(KVStore):
         self._joining = threading.Lock()
         self._arena: Arena | None = None
         self._unsettled: deque[int] = deque()
-        """Slots that were taken for blocks that never came; given back when the lock is held next."""
+        """Slots that were reserved for blocks that never came; released when the lock is next held."""
         self._index: MemoryIndex
         self._notes: MemoryNotes
 
@@ -83,8 +83,8 @@ class MemoryStore(KVStore):
 
     @classmethod
     def check_here(cls, location: str, options: Any) -> None:
-        """The machine has that much memory and swap in all. Whether it is free is not checked, as another instance may
-        have created the arena already."""
+        """Raise `ConfigError` unless the machine has that much memory and swap in all. Whether it is free is not
+        checked, as another instance may have created the arena already."""
         if location:
             require_memory(_size_of(location), f"store memory:{location}")
 
@@ -160,7 +160,7 @@ class MemoryStore(KVStore):
         return await self._threads.run(lambda stop: self._delete(hashes))
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """All instances that share the arena learn of it, through the index."""
+        """The index makes it visible to all instances that share the arena."""
         await self._threads.run(lambda stop: self._finish(hashes, num_output_tokens))
 
     def statistics(self) -> dict[str, float]:

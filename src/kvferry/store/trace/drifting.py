@@ -1,7 +1,9 @@
-"""Generated traffic whose popularity changes, in all the ways that an eviction policy could learn the wrong thing from.
+"""Generated traffic in which the popularity of documents changes, in all the ways that could mislead an eviction
+policy.
 
-Requests ask a question each about one document of many: the document's blocks, and mostly some that nobody asks again.
-`DRIFTS` says by name which document is next. Nothing of the shapes is taken from a recorded trace.
+Each request asks a question about one document of many: it consists of the document's blocks and usually of some that
+are never used again. The functions in `DRIFTS` decide which document is next. None of the shapes is taken from a
+recorded trace.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ def rotate(documents: Documents, draw: Draw) -> Iterator[int]:
 
 
 def jump(documents: Documents, draw: Draw) -> Iterator[int]:
-    """All ranks are dealt again at once."""
+    """All ranks are shuffled at once."""
     while True:
         order = draw.permutation(documents.number).tolist()
         yield from (order[rank] for rank in documents.popular(draw) + documents.popular(draw))
 
 
 def shift(documents: Documents, draw: Draw) -> Iterator[int]:
-    """A quarter of the documents, all as popular; new ones come and old ones go for good."""
+    """A quarter of the documents are in use, all equally popular; new ones arrive, and old ones never return."""
     for request in itertools.count():
         yield request // 8 + int(draw.integers(max(1, documents.number // 4)))
 

@@ -42,7 +42,7 @@ class Conversations:
     """Blocks that all requests share."""
     output_tokens: float = 340.0
     shorter_if_continued: float = 1.0
-    """How many times shorter the answers of continued sessions are; 1 tells a policy nothing."""
+    """How many times shorter the answers of continued sessions are; with 1, they carry no information for a policy."""
     max_blocks: int = 240
     block_tokens: int = 512
 

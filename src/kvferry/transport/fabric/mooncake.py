@@ -1,8 +1,8 @@
 """Reading a peer through the Mooncake Transfer Engine.
 
 Its calls block, so they run in a few threads of the fabric's own. It cannot cancel a transfer, and one that has failed
-may go on writing. So one engine serves, and another one reads, which is closed after a failure and made anew; only then
-does the failed read end.
+may go on writing. So one engine serves, and another one reads; the latter is closed and replaced after a failure, and
+only then does the failed read end.
 
 Mooncake listens on every interface without authentication: use it in trusted networks only. As with NIXL, a reader
 first fetches a *beacon*, random bytes beside the KV cache, so that it knows which instance it reaches.
@@ -29,7 +29,7 @@ from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 16 * 2**20
 SLICE_PIECES = 512
-"""Read by one call. Mooncake fails batches of more than about 1,000 pieces instead of waiting for its queue."""
+"""Most pieces in one call. Mooncake fails batches of more than about 1,000 pieces instead of waiting for its queue."""
 NUM_THREADS = 4
 BEACON_BYTES = 16
 

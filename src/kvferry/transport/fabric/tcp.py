@@ -137,7 +137,7 @@ class _Read:
 
     @property
     def given_up(self) -> bool:
-        """Nobody waits any more: cancelling a wait for `done` cancels `done`."""
+        """Whether the reader has given up: cancelling a wait for `done` cancels `done`."""
         return self.done.done()
 
     def finish(self, error: KvferryError | None = None) -> None:
@@ -163,7 +163,7 @@ class _Answers:
 
     @property
     def num_worth_waiting_for(self) -> int:
-        """Bytes that are sure to come, up to `LOW_WATER_BYTES`."""
+        """Bytes that are certain to arrive, at most `LOW_WATER_BYTES`."""
         return min(self._num_left or 1, LOW_WATER_BYTES)
 
     def receive(self, io: PlainSocket) -> tuple[int, bool]:

@@ -40,8 +40,8 @@ _LOOK_S = 0.02
 
 
 class LocalBackend(FleetBackend):
-    """Its folder is to be on no disk. Owns the fork server, the listening sockets, and each member's process while it
-    looks after it."""
+    """Its folder should be in memory. Owns the fork server, the listening sockets, and each member's process while it
+    runs."""
 
     def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
         """`fork_server`: one that is shared with another backend, whose owner closes it."""
@@ -127,14 +127,14 @@ class LocalBackend(FleetBackend):
             self._forget(member.name)
             raise
         self._watch(here, child)
-        if here.is_stopping:  # it was told to end before it had a process
+        if here.is_stopping:  # it was stopped before it had a process
             await here.stop(0.0)
             self._forget(member.name)
         else:
             self._register(spec, here)
 
     async def stop(self, name: str, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL once the grace is over; first, routers it is registered at are told that it leaves."""
+        """SIGTERM, and SIGKILL once the grace is over; before that, it is deregistered from its routers."""
         member = self._members.get(name)
         if member is None:
             return
@@ -302,7 +302,7 @@ class LocalBackend(FleetBackend):
 
 
 async def _end_unknown(folder: MemberFolder) -> None:
-    """Of a member of which nothing can be read, nothing is to stay: nobody would look after it."""
+    """End and remove a member whose folder cannot be read, since no controller could manage it."""
     if (pid := folder.pid()) is not None:
         with suppress(OSError):
             child = ChildProcess(pid, is_ours=False)

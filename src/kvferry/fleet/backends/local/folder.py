@@ -1,4 +1,4 @@
-"""What a member of a fleet on this machine is known by: a folder, in which everything outlives the controller.
+"""The folder of a member of a fleet on this machine; everything in it outlives the controller.
 
     about      what it is, and where it serves; written by the controller
     process    number and start time of its process; written by the process, before it becomes the member
@@ -23,7 +23,7 @@ from kvferry.fleet.started import started_at
 LONGEST_LINE = 64 * 1024
 """Bytes; longer lines come in pieces."""
 _MOST_LOG_BYTES = 16 * 2**20
-"""Once so much of a log has been read, it is begun anew."""
+"""Once this much of a log has been read, the file is truncated."""
 
 
 class About(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""One member on this machine while a controller looks after it: what it says is read, and its end is seen."""
+"""One member on this machine while a controller runs: reads its messages and its log, and notices its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry.fleet.ready import InstanceReady, StartProgress, start_messages
 logger = logging.getLogger(__name__)
 
 EXIT_USER_ERROR = 2
-"""Exit code of a process with wrong settings, which would end so again."""
+"""Exit code of a process with wrong settings; a restart would end in the same way."""
 ERROR_PREFIX = "kvferry: error: "
 """How the line begins in which a process reports wrong settings."""
 
@@ -34,11 +34,11 @@ _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
 """How often its files are looked at."""
 _ASK_EVERY_S = 0.25
 _KEEP_EVERY_S = 2.0
-"""How often it is seen to that its folder is there."""
+"""Seconds between checks that its folder still exists."""
 _DRAIN_S = 1.0
-"""For how long the rest of its group may finish their work after its end."""
+"""Seconds that the rest of its process group may take to finish after its end."""
 _KILLED_S = 5.0
-"""How long the end of a killed process is waited for."""
+"""Seconds to wait for a killed process to end."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LocalMember:
 
     @property
     def view(self) -> Member:
-        """What is known of it."""
+        """The member as the controller sees it."""
         about, ended = self.about, self.ended
         state = MemberState.SERVING if self._is_serving else MemberState.STARTING
         url = about.url if self._is_serving else ""
@@ -90,12 +90,12 @@ class LocalMember:
         )
 
     def take_up(self) -> None:
-        """It was started by an earlier controller; nobody is told again what it has said since."""
+        """Adopt a member that an earlier controller started; its earlier log lines are not shown again."""
         self._log.skip()
         self._is_serving = bool(self.about.url) and not self.about.is_foreign
 
     def assign(self, **changes: object) -> None:
-        """Note that something about it is otherwise from now on."""
+        """Record a change of what is known about it."""
         self.about = msgspec.structs.replace(self.about, **changes)
         try:
             self.folder.write(self.about)
@@ -103,7 +103,8 @@ class LocalMember:
             logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
     async def watch(self, child: ChildProcess) -> None:
-        """Read what it writes, until it and its whole group have ended. If this is cancelled, it goes on unwatched."""
+        """Read what it writes, until it and its whole group have ended. If this is cancelled, the member keeps running
+        unwatched."""
         self.child = child
         try:
             await self._follow(child)
