@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli.main import EXIT_UNREAD
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.process import PROGRAM
+
 ROOT = Path(__file__).parents[2]
 ENTRY = "import sys; from kvferry.cli.entry import main; sys.exit(main())"
 
@@ -41,3 +46,27 @@ def test_the_script_begins_there() -> None:
         [sys.executable, "-c", ENTRY, "--version"], check=True, capture_output=True, text=True, timeout=60
     )
     assert done.stdout
+
+
+def test_who_does_not_read_all_that_is_printed_sees_no_traceback(tmp_path: Path) -> None:
+    """As with `kvferry fleet status | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as unread:
+        done = subprocess.run(
+            [*PROGRAM, "fleet", "status", "--json"],
+            env={**os.environ, "KVFERRY_STATE_DIR": str(_state_with_a_fleet(tmp_path))},
+            stdout=unread,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (EXIT_UNREAD, "")
+
+
+def _state_with_a_fleet(folder: Path) -> Path:
+    told = {"name": "f", "model": "m", "mode": "pooling", "role": {"both": {}}}
+    for number in range(50):
+        Ledger(folder / "fleets" / f"f{number}").want(fleet_from(told))
+    return folder

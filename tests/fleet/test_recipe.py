@@ -203,10 +203,12 @@ def test_names_of_variables() -> None:
     assert variable_name("max_num_seqs") == "KVFERRY_MAX_NUM_SEQS"
 
 
-@pytest.mark.parametrize(("number", "cache"), [(4096 * 64, None), (64, "100TiB")])
-def test_more_instances_than_the_machine_has_memory_for_are_refused(number: int, cache: str | None) -> None:
-    settings = EngineConfig(model="m", kv_cache_memory=cache, device="cpu")
-    spec = FleetSpec(prefill=1, decode=number)
-    with pytest.raises(ConfigError, match=rf"{number + 1} instances take at least 32.0 MiB.* each: this machine has"):
+@pytest.mark.parametrize(("itself", "cache"), [(2**40, None), (2**20, "100TiB")])
+def test_more_instances_than_the_machine_has_memory_for_are_refused(
+    itself: int, cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.fleet.recipe.INSTANCE_BYTES", itself)
+    settings, spec = EngineConfig(model="m", kv_cache_memory=cache, device="cpu"), FleetSpec(prefill=1, decode=64)
+    with pytest.raises(ConfigError, match=r"65 instances take at least .* each: this machine has"):
         recipe(spec=spec, engine=settings)
     recipe(spec=replace(spec, backend="ray"), engine=settings)

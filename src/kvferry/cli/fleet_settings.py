@@ -111,13 +111,18 @@ def _changed(config: Any, default: Any, *without: str) -> tuple[str, ...]:
 def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
     """How the fleet runs on this machine. `command`: the function of `kvferry serve`, whose flags the spec's `args`
     are. Raises `ConfigError` that names the table with what is wrong."""
-    engine, is_vllm = fleet.engine, fleet.engine.kind == "vllm"
+    engine = fleet.engine
     told = flags_of_fleet(fleet, command)
-    config = engine.kv_transfer_config or _connectors(engine.connector)
-    choice = EngineChoice(
-        engine=engine.kind,
-        engine_python=engine.python or None,
-        engine_argument=engine.args if is_vllm else (),
+    connectors = () if engine.kind == "sglang" else engine.connector  # those are SGLang's own
+    config = engine.kv_transfer_config or _connectors(connectors)
+    choice = (
+        EngineChoice()
+        if engine.kind != "vllm"
+        else EngineChoice(
+            engine="vllm",
+            engine_python=engine.python or None,
+            engine_argument=engine.args,
+        )
     )
     recipe = LocalRecipe(
         fleet=fleet,
@@ -147,12 +152,12 @@ def grace_of(fleet: WantedFleet, command: Any) -> float:
 def flags_of_fleet(fleet: WantedFleet, command: Any) -> dict[str, Any]:
     """What the flags in a spec's `args` say, but for those of single roles, by the parameters of `command`. Raises
     `ConfigError` that names the table with what is wrong, in those of roles too."""
-    is_vllm = fleet.engine.kind == "vllm"
+    is_ours = fleet.engine.kind == "kvferry"
     given = {
-        "engine.args": () if is_vllm else fleet.engine.args,
+        "engine.args": fleet.engine.args if is_ours else (),
         "router.args": fleet.router.args,
         "args": fleet.args,
-        **{f"role.{name}.args": () if is_vllm else one.args for name, one in fleet.role.items()},
+        **{f"role.{name}.args": one.args if is_ours else () for name, one in fleet.role.items()},
     }
     for where, flags in given.items():
         _require_other_flags(where, flags)

@@ -32,6 +32,8 @@ from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
 
+EXIT_UNREAD = 141
+"""As a shell says of a program that SIGPIPE has ended."""
 _PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
 
 COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")
@@ -117,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output, such as `head`, has ended
+        return EXIT_UNREAD
     return code or 0
 
 

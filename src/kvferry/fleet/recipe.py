@@ -15,15 +15,16 @@ from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, to_arguments
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
 from kvferry.fleet.cpu import Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.routers import RouterPlan
+from kvferry.fleet.sglang import check_sglang, sglang_server
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.vllm.instances import InstancePlace, VllmInstances
 from kvferry.fleet.vllm.ports import free_ports
-from kvferry.fleet.vllm.resources import DEVICES
+from kvferry.fleet.vllm.resources import DEVICES, device_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -79,6 +80,9 @@ class LocalRecipe:
                 raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
         elif self.num_instances:
             require_defaults(self.access, self.limits)
+        fleet = self.fleet
+        if fleet.engine.kind == "sglang":
+            check_sglang(fleet.engine, (*fleet.engine.args, *(arg for one in fleet.role.values() for arg in one.args)))
         roles = list(self.fleet.role) if self.fleet.unit is None else list(self.fleet.unit.members)
         for number, role in enumerate(roles):
             self.instance(f"{role}-0", role, number, self.cores)
@@ -133,6 +137,8 @@ class LocalRecipe:
         assert role != "router"
         can_be = self.fleet.role[role].can_be if role in self.fleet.role else ()
         started_as: InstanceRole = "both" if can_be else role
+        if self.fleet.engine.kind == "sglang":
+            return self._sglang_server(name, role, number, cores)
         if self.choice.engine == "vllm":
             return self._vllm_server(name, role, started_as, number, cores)
         return self._own_engine(name, role, started_as, number, cores)
@@ -171,7 +177,8 @@ class LocalRecipe:
         """A vLLM server, which the backend registers at the routers of `--register`."""
         servers = self._servers
         listen = self._behind_the_routers(number) if self.num_routers else self.listen
-        told = self.fleet.role.get(role)
+        told = self.fleet.role.get(role, RoleSpec())
+        ranks = () if told.tensor_parallel_size == 1 else (f"--tensor-parallel-size={told.tensor_parallel_size}",)
         place = InstancePlace(
             role=started_as,
             name=name,
@@ -181,7 +188,7 @@ class LocalRecipe:
             cores=cores,
             environment={TOKEN_VARIABLE: self.token, **self._vllm_logging(), **self._given_devices()},
             hidden=self.hidden,
-            arguments=() if told is None else told.args,
+            arguments=(*ranks, *told.args),
             node=self.node,
         )
         has_bootstrap = servers.has_bootstrap and role == "prefill"
@@ -198,6 +205,27 @@ class LocalRecipe:
             servers.require_registrable(registrar.role)
         process = servers.process(place, bootstrap_port or 0)
         return replace(process, registrar=registrar, bootstrap_port=bootstrap_port)
+
+    def _sglang_server(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
+        listen = self._behind_the_routers(number) if self.num_routers else self.listen
+        told = self.fleet.role.get(role, RoleSpec())
+        names = self.instances.served_model_name or (self.fleet.model,)
+        if len(names) > 1:
+            raise ConfigError("--served-model-name: an SGLang server has one name")
+        devices = self._given_devices() or device_variables(number, self.num_instances)
+        return sglang_server(
+            name,
+            role,
+            self.fleet.engine,
+            model=self.fleet.model,
+            served_name=names[0],
+            host=listen.host,
+            port=listen.port,
+            num_ranks=told.tensor_parallel_size,
+            arguments=told.args,
+            environment={**thread_variables(cores), **devices},
+            hidden=self.hidden,
+        )
 
     def _behind_the_routers(self, number: int) -> Listen:
         """Where instance `number` listens."""

@@ -40,6 +40,9 @@ BACKENDS = ExtensionPoint(
 )
 """Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
+SGLANG_BACKENDS = ("mooncake", "nixl")
+"""By what SGLang's servers move KV; the first is the default."""
+
 MOST = 4096
 """Instances of one role, or units."""
 
@@ -71,17 +74,17 @@ def seconds(duration: str) -> float:
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[engine]`: what runs the model, on every instance."""
 
-    kind: Literal["kvferry", "vllm"] = "kvferry"
-    """kvferry's own engine, or vLLM's servers."""
+    kind: Literal["kvferry", "vllm", "sglang"] = "kvferry"
+    """kvferry's own engine, vLLM's servers, or SGLang's."""
     connector: tuple[str, ...] = ()
     """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector, asked in this order.
-    Default: P2pConnector."""
+    Default: P2pConnector. With SGLang, its transfer backend: mooncake (the default) or nixl."""
     kv_transfer_config: str = ""
     """The whole JSON of --kv-transfer-config, instead of `connector`; each instance gets the kv_role of its role."""
     args: tuple[str, ...] = ()
-    """Further flags of every instance: those of `kvferry decode`, or of `vllm serve`."""
+    """Further flags of every instance: those of `kvferry decode`, of `vllm serve`, or of `sglang.launch_server`."""
     python: str = ""
-    """Python of an environment with vLLM; default: the Python that runs kvferry."""
+    """Python of an environment with vLLM or SGLang; default: the Python that runs kvferry."""
 
     @property
     def connectors(self) -> tuple[str, ...]:
@@ -293,6 +296,12 @@ def read_fleet(path: Path) -> WantedFleet:
         raise ConfigError(f"{path}: {error}") from error
 
 
+_NO_DYNAMO = (
+    'engine.kind = "dynamo": a worker of Dynamo\'s answers no HTTP, only the frontend that Dynamo has itself, over its'
+    ' own request plane, so no router of kvferry\'s could send it anything; use "vllm" or "sglang", which run the same'
+    " engines"
+)
+
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSpec,
     "router": RouterSpec,
@@ -315,6 +324,8 @@ def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
                 _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
                 for name, one in _table("role", value).items()
             }
+        elif key == "engine" and _table(key, value).get("kind") == "dynamo":
+            raise ConfigError(_NO_DYNAMO)
         elif key == "backend":
             values[key] = _backend(_table(key, value))
         elif key in _TABLES:
@@ -390,12 +401,27 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
         _check_scale(fleet, fleet.scale)
     if fleet.engine.connector and fleet.engine.kv_transfer_config:
         raise ConfigError("engine: connector and kv_transfer_config say the same; leave one of them out")
+    if fleet.engine.kind == "sglang":
+        _check_sglang(fleet)
     if not fleet.roll.surge and not fleet.roll.unavailable:
         raise ConfigError("roll: with surge = 0 and unavailable = 0 nothing could ever be replaced")
     first, longest = map(seconds, fleet.failure.backoff)
     if first > longest:
         raise ConfigError("failure.backoff: the first wait is longer than the longest")
     return fleet
+
+
+def _check_sglang(fleet: WantedFleet) -> None:
+    engine = fleet.engine
+    if engine.kv_transfer_config or len(engine.connector) > 1 or not set(engine.connector) <= set(SGLANG_BACKENDS):
+        raise ConfigError(f"engine: SGLang moves KV by {' or '.join(SGLANG_BACKENDS)}; name one of them in connector")
+    if able := [name for name, one in fleet.role.items() if one.can_be]:
+        raise ConfigError(
+            f"role.{able[0]}.can_be: SGLang changes the role of a server only when nothing runs there, for which"
+            " kvferry does not wait; leave it out, and servers are started and stopped instead"
+        )
+    if fleet.backend.kind == "kubernetes":
+        raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
 
 
 def what_cannot_roll(fleet: WantedFleet) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class VllmInstances:
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.cores) | device_variables(place.index, self.number)
-        if place.cores and _BIND not in os.environ and not self._has_several_workers:
+        if place.cores and _BIND not in os.environ and not _has_several_workers((*self.arguments, *place.arguments)):
             own[_BIND] = ",".join(map(str, place.cores))
         if self.transfer is not None:
             own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
@@ -139,10 +140,10 @@ class VllmInstances:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own
 
-    @property
-    def _has_several_workers(self) -> bool:
-        """Each worker then needs its own list of cores, which vLLM makes itself."""
-        return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in self.arguments)
+
+def _has_several_workers(arguments: Sequence[str]) -> bool:
+    """Each worker then needs its own list of cores, which vLLM makes itself."""
+    return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in arguments)
 
 
 def _model(model: str) -> str:
