@@ -4,25 +4,33 @@ none fails but those that a killed router was answering. Nothing of it is left i
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from conftest import ModelMaker
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.engine import Engine
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
-from support.fleets import SPEC, Fleet, Load, require_clean, use_state_in
+from support.engines import run_prompts
+from support.fleets import PROMPTS, SPEC, Fleet, Load, require_clean, use_state_in
 from support.processes import begun, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
 NAME = "on-ray"
+ACTOR, PROCESS = 0, 1
+"""Of a member."""
 NUM_NODES = 3
 ON_RAY = """
 [backend]
@@ -68,11 +76,13 @@ def short_lived() -> Iterator[Nodes]:
 
 
 @contextmanager
-def fleet_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[RayFleet]:
+def fleet_on(
+    nodes: Nodes, folder: Path, model: Path, more: str = "", prefill: str = "[role.prefill]"
+) -> Iterator[RayFleet]:
     made = RayFleet(folder)
-    spec = SPEC.format(name=NAME, model=model).replace("count = 2\n", "")
+    spec = SPEC.format(name=NAME, model=model).replace("count = 2\n", "").replace("[role.prefill]", prefill)
     try:
-        made.apply(spec + ON_RAY.format(address=nodes.address))
+        made.apply(spec + ON_RAY.format(address=nodes.address) + more)
         yield made
     finally:
         made.delete()
@@ -188,6 +198,62 @@ def test_serve_is_the_whole_command_and_leaves_nothing(
         else:
             served.kill()
         until(lambda: not any(runs(*one) for one in started), 60, served.log)
+
+
+RANKS_APART = """
+[backend.ray.prefill]
+cpus = 2
+ranks = "spread"
+"""
+"""No node has room for both ranks."""
+
+
+@pytest.fixture
+def apart(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[tuple[RayFleet, list[list[int]]]]:
+    """A fleet whose P has its two ranks on two nodes, and what one engine alone answers."""
+    with fleet_on(
+        nodes, tmp_path, model_maker("llama"), RANKS_APART, "[role.prefill]\ntensor_parallel_size = 2"
+    ) as made:
+        before = made.processes()
+        places = {name: psutil.Process(actor).ppid() for name, (actor, _) in before.items()}
+        assert places["prefill-0"] != places["prefill-0.rank-1"]
+        yield made, alone(model_maker("llama"))
+
+
+def alone(model: Path) -> list[list[int]]:
+    engine = Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="32MiB"))
+    try:
+        sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+        return [answer.tokens for answer in run_prompts(engine, PROMPTS, sampling)]
+    finally:
+        engine.close()
+
+
+def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, list[list[int]]]) -> None:
+    """P hands over from both; a rank's process is killed, then its actor, and then the actor of rank 0."""
+    fleet, expected = apart
+    with Load(fleet.status.url) as load:
+        assert load.expected == expected
+        for rank, which in (1, PROCESS), (1, ACTOR), (0, ACTOR):
+            before = fleet.processes()
+            lost = [before["prefill-0"], before["prefill-0.rank-1"]]
+            started = [started_at(pid) for _, pid in lost]
+            os.kill(lost[rank][which], signal.SIGKILL)
+            replaced(fleet, before, "prefill-0", "prefill-0.rank-1")
+            assert not any(runs(pid, at) for (_, pid), at in zip(lost, started, strict=True))
+            assert fleet.processes()["decode-0"] == before["decode-0"]
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+    assert load.wrong == []
+    handed_over = httpx.get(f"{fleet.status.url}/metrics").text
+    assert re.search(r"^kvferry_router_hand_offs_total\S* [1-9]", handed_over, re.MULTILINE), handed_over
+    require_clean(fleet)
+
+
+def replaced(fleet: RayFleet, before: dict[str, tuple[int, int]], *names: str) -> None:
+    """Wait until these members have other processes than before, and all serve."""
+    until(lambda: all(fleet.processes().get(one, before[one]) != before[one] for one in names), 150, fleet.log)
+    fleet.settle()
 
 
 def on(fleet: RayFleet, node: Any) -> list[str]:

@@ -118,10 +118,12 @@ class Load:
     def __init__(self, url: str) -> None:
         self.url = url
         self.wrong: list[str] = []
-        self.num_answers = 0
-        self._expected = [self._ask(prompt) for prompt in PROMPTS]
+        self.num_answers, self.num_clients = 0, 2
+        self.expected = [self._ask(prompt) for prompt in PROMPTS]
         self._ending = threading.Event()
-        self._clients = [threading.Thread(target=self._keep_asking, args=(number,)) for number in range(2)]
+        self._clients = [
+            threading.Thread(target=self._keep_asking, args=(number,)) for number in range(self.num_clients)
+        ]
 
     def _ask(self, prompt: list[int]) -> list[int]:
         body = {"model": "m", "prompt": prompt, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
@@ -139,7 +141,7 @@ class Load:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is no answer
                 found = repr(error)
             self.num_answers += 1
-            if found != self._expected[which]:
+            if found != self.expected[which]:
                 self.wrong.append(f"{found} for prompt {which}")
             time.sleep(0.02)  # the instances are to have their cores
 

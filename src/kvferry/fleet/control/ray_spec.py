@@ -26,6 +26,10 @@ class ActorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GPUs. Default: one for each rank of an instance, if the cluster has any."""
     resources: dict[str, Amount] = {}
     """Further resources of Ray's nodes, such as { fast_network = 1 }."""
+    ranks: Literal["same-host", "pack", "spread"] = "same-host"
+    """Where the ranks of an instance of kvferry's engine are: all on one node, on as few as have room, or each on
+    another one if there are enough (in replica mode, as the unit's `place` says). Unless they are on one node, `cpus`,
+    `gpus` and `resources` are those of each rank."""
 
 
 def read_ray(given: Mapping[str, Any]) -> dict[ActorRole, ActorSpec]:

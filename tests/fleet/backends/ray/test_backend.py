@@ -8,11 +8,13 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, MemberSpec, MemberState, backend_class
+from kvferry.fleet.control.ray_spec import ActorSpec
 from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
 from kvferry.fleet.started import started_at
 from kvferry.testing.backends import Programs, UnheardWatcher, named, until
@@ -95,11 +97,18 @@ async def test_members_that_do_not_outlive_their_backend_are_seen_by_no_other(no
     assert not runs(pid, started)
 
 
-def test_ranks_of_one_instance_are_on_one_node(tmp_path: Path) -> None:
-    engine = EngineSpec(kind="vllm", args=("--nnodes=2",))
-    fleet = WantedFleet(name="ranks", model="m", mode="pooling", role={"both": RoleSpec()}, engine=engine)
+@pytest.mark.parametrize(
+    ("args", "ranks", "named"), [(("--nnodes=2",), "same-host", "--nnodes=2"), ((), "pack", "backend.ray")]
+)
+def test_ranks_of_one_vllm_server_are_on_one_node(
+    args: tuple[str, ...], ranks: Literal["same-host", "pack"], named: str, tmp_path: Path
+) -> None:
+    engine, backend = EngineSpec(kind="vllm", args=args), Backend(kind="ray", ray={"both": ActorSpec(ranks=ranks)})
+    fleet = WantedFleet(
+        name="ranks", model="m", mode="pooling", role={"both": RoleSpec()}, engine=engine, backend=backend
+    )
     context = BackendContext(tmp_path, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher())
-    with pytest.raises(ConfigError, match="--nnodes=2: on Ray, all ranks of an instance are on one node"):
+    with pytest.raises(ConfigError, match=f"{named}: on Ray, all ranks of a vLLM server are on one node"):
         backend_class("ray")(context).use(fleet)
 
 

@@ -1,7 +1,8 @@
 """What runs in a process of Ray's: the owner of one member's process.
 
 The member is a child that the kernel kills when this process ends, in whatever way, so no member is left without an
-owner. When the member ends first, this process stays, and says why to who asks. Its controller may come and go.
+owner. When the member ends first, this process stays, and says why to who asks. Its controller may come and go. An
+instance whose ranks are on several nodes has an actor for each rank; that of rank 0 owns the others (`ranks`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,78 +23,38 @@ from ray.util import get_node_ip_address
 
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import Verifier
+from kvferry.core.settings.environment import AUTH_TOKEN, INSTANCE_NAME
+from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
 from kvferry.fleet.backends.ray.address import SharedAddress
 from kvferry.fleet.backends.ray.folders import own_folder, own_name, routers_folder
-from kvferry.fleet.backends.ray.placing import Bundle
-from kvferry.fleet.control.backend import Member, MemberSpec, MemberState, Recipe
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.backends.ray.messages import (
+    ActorIdentity,
+    LogLine,
+    MemberNews,
+    MemberProgress,
+    Order,
+    Told,
+)
+from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
+from kvferry.fleet.control.backend import Member, MemberState
+from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.cpu import thread_variables
-from kvferry.fleet.process import ProcessSpec, RouterGroup
+from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.http.server.listen import authority
 
 _ORDERED_S = 60.0
 """How long after its start an actor waits to be told what to run. A controller that died in between never says so."""
 _NEWS_S = 30.0
 """How long a question for news waits for some."""
+_RANK_LOST_S = 10.0
+"""How long a member may take to end by itself, and to say why, when one of its ranks has ended."""
+_STOPPED_S = 15.0
+"""How long the ranks of a member may take to be ended with it."""
 _MOST_TOLD = 1000
 _ANY = ("0.0.0.0", "::")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What an actor is to run. It is sent to the actor alone, since `make_recipe` has the fleet's token: what an actor
-    is created with, Ray keeps. `bundle`: the member's place in its unit's placement group."""
-
-    member: MemberSpec
-    fleet: WantedFleet
-    namespace: str
-    make_recipe: Callable[[WantedFleet], Recipe]
-    number: int
-    num_cpus: float
-    token: str
-    bundle: Bundle | None = None
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A line of the member's log."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class MemberProgress:
-    """The member has done `fraction` (0 to 1) of its start, and is now doing `what`."""
-
-    what: str
-    fraction: float
-
-
-Told = LogLine | MemberProgress
-
-
-@dataclass(frozen=True)
-class MemberNews:
-    """`member`: as it is now. `told`: what it has said since, oldest first; some are left out if there were many.
-    `number`: what to ask with the next time."""
-
-    member: Member
-    told: tuple[Told, ...]
-    number: int
-
-
-@dataclass(frozen=True)
-class ActorIdentity:
-    """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: of the instance.
-    `news`: the member as it is, without what it has said so far."""
-
-    answer: bytes
-    number: int
-    bundle: Bundle | None
-    news: MemberNews
 
 
 class MemberActor:
@@ -108,6 +69,12 @@ class MemberActor:
         self._failure: Member | None = None
         self._member: LocalMember | None = None
         self._address: SharedAddress | None = None
+        self._ranks: RankActors | None = None
+        self._held: socket.socket | None = None
+        """Has the port at which the ranks join."""
+        self._ranks_lost = ""
+        """Why the member was ended: one of its ranks has."""
+        self._has_wrong_rank = False
         self._watching: asyncio.Task[None] | None = None
         self._told: deque[tuple[int, Told]] = deque(maxlen=_MOST_TOLD)
         self._num_changes = 0
@@ -136,7 +103,7 @@ class MemberActor:
                 is_misconfigured=isinstance(error, ConfigError),
             )
         else:
-            self._watching = asyncio.create_task(self._member.watch(child))
+            self._watching = asyncio.create_task(self._run(self._member, child))
         self._wake()
 
     async def who(self, nonce: str) -> ActorIdentity | None:
@@ -170,6 +137,8 @@ class MemberActor:
             if self._address is not None:
                 self._address.close()
             await self._member.stop(grace_s)
+            if self._watching is not None:
+                await asyncio.wait([self._watching], timeout=_STOPPED_S)
             shutil.rmtree(self._member.folder.path.parent, ignore_errors=True)
 
     # What the member says (`Watcher`).
@@ -195,11 +164,32 @@ class MemberActor:
 
     # The member.
 
+    async def _run(self, member: LocalMember, child: ChildProcess) -> None:
+        await member.watch(child)
+        if self._ranks is not None:
+            await self._ranks.end()
+        if self._held is not None:
+            self._held.close()
+
+    async def _rank_is_lost(self, reason: str, is_misconfigured: bool) -> None:
+        """The member notices by itself, unless it waits for a rank that does not come."""
+        assert self._member is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RANK_LOST_S):
+                await self._member.gone.wait()
+        if not self._member.gone.is_set() and not self._member.is_stopping:
+            self._ranks_lost, self._has_wrong_rank = reason, is_misconfigured
+            await self._member.stop(0.0)
+
     async def _prepare(self, order: Order) -> tuple[ProcessSpec, About, MemberFolder]:
         """What to run, on this node. Raises `KvferryError` or `OSError`."""
         member, root = order.member, own_folder()
+        if order.rank:
+            member = replace(member, name=f"{member.name}.rank-{order.rank}")
         recipe = order.make_recipe(order.fleet).on_node(node_address())
-        if member.role == "router":
+        if order.rank:
+            spec = _rank_process(member.name, order)
+        elif member.role == "router":
             context = get_runtime_context()
             group = routers_folder(order.namespace, context.gcs_address, context.get_node_id())
             self._address = SharedAddress(group, own_name())
@@ -209,8 +199,9 @@ class MemberActor:
             spec = recipe.instance(member.name, member.role, order.number, ())
             if spec.registrar is not None:
                 raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
-            threads = thread_variables(tuple(range(int(order.num_cpus))))
-            spec = replace(spec, environment={**spec.environment, **threads})
+            if order.bundle is not None and len(order.bundle.indices) > 1:
+                spec = replace(spec, command=(*spec.command, f"--ranks-at={self._start_ranks(order)}"))
+            spec = replace(spec, environment={**spec.environment, **_threads(order)})
         about = About(
             name=member.name,
             role=member.role,
@@ -226,14 +217,35 @@ class MemberActor:
         folder.make(about)
         return spec, about, folder
 
+    def _start_ranks(self, order: Order) -> str:
+        """Start the further ranks; returns where they join rank 0."""
+        self._held = hold_port(node_address())
+        address = authority(*self._held.getsockname()[:2])
+        self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._rank_is_lost)
+        self._ranks.start(order, address)
+        return address
+
     def _view(self) -> Member:
         if self._failure is not None or self._member is None:
             assert self._failure is not None
             return self._failure
         seen = self._member.view
+        if self._ranks_lost:
+            seen = replace(seen, reason=self._ranks_lost, is_misconfigured=self._has_wrong_rank)
         url = reachable(seen.url, node_address())
         # A node that hangs as soon as a member serves is to be noticed too: its health is asked for from then on.
         return replace(seen, url=url, health_url=seen.health_url or url)
+
+
+def _threads(order: Order) -> dict[str, str]:
+    return thread_variables(tuple(range(int(order.needs.cpus))))
+
+
+def _rank_process(name: str, order: Order) -> ProcessSpec:
+    """What to run for a further rank. The log's format is that of the fleet's flags."""
+    log = tuple(one for one in order.fleet.args if one.startswith("--log-"))
+    own = {AUTH_TOKEN: order.token, INSTANCE_NAME: name}
+    return ProcessSpec(name, (*PROGRAM, "rank", order.joins, *log), {**_threads(order), **own})
 
 
 def node_address() -> str:

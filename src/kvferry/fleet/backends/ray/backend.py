@@ -24,9 +24,10 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
 from kvferry.fleet.asking import ask_health
-from kvferry.fleet.backends.ray.actor import ActorIdentity, LogLine, MemberActor, MemberNews, MemberProgress, Order
+from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
-from kvferry.fleet.backends.ray.placing import Bundle, free_index, make_group, needs_of, strategy_of
+from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberNews, MemberProgress, Order
+from kvferry.fleet.backends.ray.placing import Bundle, free_indices, make_group, needs_of, num_actors, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 from kvferry.fleet.recipe import ROUTERS
@@ -72,7 +73,7 @@ class RayBackend(FleetBackend):
         self._fleet: WantedFleet
         self._members: dict[str, RayMember] = {}
         self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
-        """Of units."""
+        """Of units, and of members with several actors, by `_placed_as`."""
         self._grouping = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._to_kill: list[Any] = []
@@ -90,7 +91,9 @@ class RayBackend(FleetBackend):
         """Start members for this fleet from now on. Raises `ConfigError`."""
         for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
             if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
-                raise ConfigError(f"{flag}: on Ray, all ranks of an instance are on one node; leave it out")
+                raise ConfigError(f"{flag}: on Ray, all ranks of a vLLM server are on one node; leave it out")
+        if fleet.engine.kind == "vllm" and any(one.ranks != "same-host" for one in fleet.backend.ray.values()):
+            raise ConfigError("backend.ray: on Ray, all ranks of a vLLM server are on one node; leave `ranks` out")
         self.context.make_recipe(fleet)
         self._fleet = fleet
 
@@ -120,7 +123,7 @@ class RayBackend(FleetBackend):
         here = self._members[member.name] = RayMember(None, view, number, None)
         try:
             async with asyncio.timeout(_ASK_S):
-                if member.unit and fleet.unit is not None:
+                if (member.unit and fleet.unit is not None) or num_actors(fleet, member.role) > 1:
                     here.bundle = await self._bundle(member)
                 needs = await in_thread(lambda: needs_of(fleet, member.role), _ASK_S)
                 here.actor = await in_thread(
@@ -140,7 +143,7 @@ class RayBackend(FleetBackend):
                 )
         except (TimeoutError, RayError, ValueError) as error:
             self._forget(member.name, here)
-            await self._release_unit(member.unit)
+            await self._release_group(view)
             why = f"Ray does not answer within {_ASK_S:g} s" if isinstance(error, TimeoutError) else str(error)
             raise NotStarted(f"no actor can be created: {why}") from error
         except BaseException:
@@ -149,18 +152,20 @@ class RayBackend(FleetBackend):
         if here.forgotten.is_set():  # it was told to end before it had an actor
             await self._kill(here.actor)
             return
-        context.watcher.progress(member.name, f"waiting for a node{needs}", 0.0)
+        num_ranks = len(here.bundle.indices) if here.bundle else 1
+        where = f"a node{needs}" if num_ranks == 1 else f"room{needs} for each of {num_ranks} ranks"
+        context.watcher.progress(member.name, f"waiting for {where}", 0.0)
         order = Order(
             member,
             fleet,
             self._namespace,
             context.make_recipe,
             here.number,
-            needs.cpus,
+            needs,
             context.token,
             here.bundle,
         )
-        self._begin_task(self._look_after(here, order, str(needs)))
+        self._begin_task(self._look_after(here, order, where))
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
@@ -180,7 +185,7 @@ class RayBackend(FleetBackend):
             self._forget(name, member)
             if member.actor is not None:
                 await self._kill(member.actor)
-            await self._release_unit(member.view.unit)
+            await self._release_group(member.view)
 
     async def assign(self, name: str, role: MemberRole) -> None:
         """Note a member's role, also with its actor, for later controllers."""
@@ -221,24 +226,27 @@ class RayBackend(FleetBackend):
 
     async def _bundle(self, member: MemberSpec) -> Bundle:
         async with self._grouping:
-            if member.unit not in self._groups:
-                name = f"{self._namespace}/{member.unit}.{entropy.token_hex(4)}"
-                fleet, outlives = self._fleet, self.context.outlives
-                self._groups[member.unit] = await in_thread(lambda: make_group(fleet, name, outlives=outlives), _ASK_S)
-            group, roles = self._groups[member.unit]
-            used = [one.bundle.index for one in self._members.values() if one.bundle and one.view.unit == member.unit]
-            index = free_index(roles, member.role, used)
-            if index is None:
-                raise NotStarted(f"{member.unit} has no place for one more {member.role}")
-            bundle = Bundle(group, index, roles)
+            key, fleet, outlives = _placed_as(member), self._fleet, self.context.outlives
+            if key not in self._groups:
+                name = f"{self._namespace}/{key}.{entropy.token_hex(4)}"
+                self._groups[key] = await in_thread(
+                    lambda: make_group(fleet, member.role, name, outlives=outlives), _ASK_S
+                )
+            group, roles = self._groups[key]
+            there = [one.bundle for one in self._members.values() if one.bundle and _placed_as(one.view) == key]
+            number = num_actors(fleet, member.role)
+            indices = free_indices(roles, member.role, number, [index for one in there for index in one.indices])
+            if len(indices) < number:
+                raise NotStarted(f"{key} has no place for one more {member.role}")
+            bundle = Bundle(group, indices, roles)
             self._members[member.name].bundle = bundle
             return bundle
 
-    async def _look_after(self, member: RayMember, order: Order | None, needs: str) -> None:
+    async def _look_after(self, member: RayMember, order: Order | None, where: str) -> None:
         """Have the actor start its member, and hear what it says, until it is no more."""
         try:
             if order is not None:
-                await self._have_begun(member, order, needs)
+                await self._have_begun(member, order, where)
             failing_since: float | None = None
             while not member.forgotten.is_set():
                 try:
@@ -261,12 +269,12 @@ class RayBackend(FleetBackend):
             logger.exception("what the actor of %s answers is not understood", member.view.name)
             self._is_no_more(member, f"its actor answers {type(error).__name__}: {error}")
 
-    async def _have_begun(self, member: RayMember, order: Order, needs: str) -> None:
+    async def _have_begun(self, member: RayMember, order: Order, where: str) -> None:
         begun = answer_of(member.actor.begin.remote(order))
         limit_s = 0.9 * seconds(order.fleet.failure.start)  # so that this reason is given, and not the loop's own
         await asyncio.wait([begun], timeout=limit_s)
         if not begun.done():
-            raise TimeoutError(f"Ray has found no node for it in {limit_s:.0f} s; it is to be one{needs}")
+            raise TimeoutError(f"Ray has not found {where} in {limit_s:.0f} s")
         member.begun.set()
         begun.result()
         member.has_begun = True
@@ -318,10 +326,11 @@ class RayBackend(FleetBackend):
             logger.warning("an actor cannot be ended yet: %s", _why(error))
             self._to_kill.append(actor)
 
-    async def _release_unit(self, unit: str) -> None:
-        """Give back the placement group of a unit that has no members any more."""
-        if unit in self._groups and not any(one.view.unit == unit for one in self._members.values()):
-            group, _ = self._groups.pop(unit)
+    async def _release_group(self, member: Member) -> None:
+        """Give back the placement group of one that is gone, if nobody else is in it."""
+        key = _placed_as(member)
+        if key in self._groups and not any(_placed_as(one.view) == key for one in self._members.values()):
+            group, _ = self._groups.pop(key)
             with suppress(TimeoutError, RayError):
                 await in_thread(lambda: remove_placement_group(group), _ASK_S)
 
@@ -371,7 +380,7 @@ class RayBackend(FleetBackend):
         member.has_begun, member.last_news = True, who.news.number
         member.begun.set()
         if who.bundle is not None:
-            self._groups[view.unit] = who.bundle.group, who.bundle.roles
+            self._groups[_placed_as(view)] = who.bundle.group, who.bundle.roles
         self._begin_task(self._look_after(member, None, ""))
         self.changed.set()
 
@@ -412,6 +421,11 @@ class RayBackend(FleetBackend):
         begun = asyncio.create_task(task)
         self._tasks.add(begun)
         begun.add_done_callback(self._tasks.discard)
+
+
+def _placed_as(member: Member | MemberSpec) -> str:
+    """Names the placement group that a member is in, if it is in one."""
+    return member.unit or member.name
 
 
 def _why(error: Exception) -> str:

@@ -20,7 +20,7 @@ _LEAST_CPUS = 0.001
 
 @dataclass(frozen=True)
 class Needs:
-    """Resources of one member."""
+    """Resources of one actor."""
 
     cpus: float
     gpus: float
@@ -45,45 +45,58 @@ class Needs:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A member's place in its unit's placement group. `roles`: of all bundles."""
+    """A member's place in a placement group, of its own or of its unit: bundle `indices[n]` is that of its actor of
+    rank n. `roles`: of all bundles."""
 
     group: PlacementGroup
-    index: int
+    indices: tuple[int, ...]
     roles: tuple[MemberRole, ...]
 
 
+def num_actors(fleet: WantedFleet, role: MemberRole) -> int:
+    """How many actors a member of this role has: one for each rank, unless all are on one node."""
+    is_split = role != "router" and fleet.backend.ray.get(role, ActorSpec()).ranks != "same-host"
+    return fleet.role[role].tensor_parallel_size if is_split and role in fleet.role else 1
+
+
 def needs_of(fleet: WantedFleet, role: MemberRole) -> Needs:
-    """What a member of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
+    """What each actor of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
     told = fleet.backend.ray.get(role, ActorSpec())
     cpus = told.cpus if told.cpus is not None else float(role != "router")
     if told.gpus is not None or role == "router":
         gpus = told.gpus or 0.0
     else:
         ranks = fleet.role[role].tensor_parallel_size if role in fleet.role else 1
-        gpus = float(ranks) if ray.cluster_resources().get("GPU") else 0.0
+        gpus = ranks / num_actors(fleet, role) if ray.cluster_resources().get("GPU") else 0.0
     return Needs(cpus, gpus, told.resources)
 
 
-def make_group(fleet: WantedFleet, name: str, *, outlives: bool) -> tuple[PlacementGroup, tuple[MemberRole, ...]]:
-    """A placement group for a unit, and the role of each of its bundles."""
-    assert fleet.unit is not None
-    roles = tuple(role for role, number in fleet.unit.members.items() for _ in range(number))
-    bundles = [needs_of(fleet, role).bundle for role in roles]
-    strategy = _STRATEGIES[fleet.unit.place]
+def make_group(
+    fleet: WantedFleet, role: MemberRole, name: str, *, outlives: bool
+) -> tuple[PlacementGroup, tuple[MemberRole, ...]]:
+    """A placement group for a unit, or for one member of this role, and the role of each of its bundles."""
+    members: list[tuple[MemberRole, int]]
+    if fleet.unit is None:
+        members, place = [(role, 1)], fleet.backend.ray[role].ranks
+    else:
+        members, place = [*fleet.unit.members.items()], fleet.unit.place
+    roles = tuple(one for one, number in members for _ in range(number * num_actors(fleet, one)))
+    bundles = [needs_of(fleet, one).bundle for one in roles]
+    strategy = _STRATEGIES[place]
     return placement_group(bundles, strategy, name=name, lifetime="detached" if outlives else None), roles
 
 
-def free_index(roles: tuple[MemberRole, ...], role: MemberRole, used: Iterable[int]) -> int | None:
-    """A bundle of this role that no member of the unit has."""
+def free_indices(roles: tuple[MemberRole, ...], role: MemberRole, number: int, used: Iterable[int]) -> tuple[int, ...]:
+    """So many bundles of this role that no member of the unit has; fewer if there are not so many."""
     taken = set(used)
-    return next((index for index, one in enumerate(roles) if one == role and index not in taken), None)
+    return tuple(index for index, one in enumerate(roles) if one == role and index not in taken)[:number]
 
 
-def strategy_of(role: MemberRole, bundle: Bundle | None) -> Any:
-    """Routers are on the node of their controller, which clients know; a member of a unit is in its bundle; other
-    instances are spread, so that a node that is lost takes few with it."""
+def strategy_of(role: MemberRole, bundle: Bundle | None, rank: int = 0) -> Any:
+    """Routers are on the node of their controller, which clients know; a member of a unit, and each rank of an instance
+    on several nodes, is in its bundle; other instances are spread, so that a node that is lost takes few with it."""
     if role == "router":
         return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     if bundle is not None:
-        return PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
+        return PlacementGroupSchedulingStrategy(bundle.group, bundle.indices[rank])
     return "SPREAD"

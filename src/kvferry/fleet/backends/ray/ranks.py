@@ -1,0 +1,106 @@
+"""The further ranks of an instance, in actors of their own, which the actor of rank 0 owns.
+
+They have no names and no lifetime of their own: Ray ends them when their owner ends, in whatever way, and each ends
+with its process. So an instance lives or ends as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.ray.connection import answer, in_thread
+from kvferry.fleet.backends.ray.messages import LogLine, MemberNews, Order
+from kvferry.fleet.backends.ray.placing import strategy_of
+from kvferry.fleet.control.backend import MemberState
+
+_AGAIN_S = 0.5
+_ENDED_S = 5.0
+"""How long an actor may take to end its process, and Ray to end the actor."""
+
+
+def hold_port(host: str) -> socket.socket:
+    """A socket that has a free port for itself. It does not listen: a process of this machine that uses SO_REUSEADDR,
+    as rank 0 does, can do so there. Raises `ConfigError`."""
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+    except OSError as error:
+        held.close()
+        raise ConfigError(f"the ranks of this instance cannot meet at {host}: {error}") from error
+    return held
+
+
+class RankActors:
+    """Owns the handles of the actors, and one task for each that hears what it says."""
+
+    def __init__(
+        self, actor_class: type[Any], say: Callable[[str], None], lost: Callable[[str, bool], Awaitable[None]]
+    ) -> None:
+        """`say`: told each line of a rank's log. `lost`: told why a rank has ended, and whether its settings are
+        wrong."""
+        self._actor_class, self._say, self._lost = actor_class, say, lost
+        self._actors: list[Any] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, order: Order, address: str) -> None:
+        """Create an actor for each further rank of the member, in its bundle; each joins rank 0 at this address."""
+        assert order.bundle is not None
+        for rank in range(1, len(order.bundle.indices)):
+            actor = (
+                ray.remote(self._actor_class)
+                .options(
+                    **order.needs.options,
+                    max_restarts=0,
+                    scheduling_strategy=strategy_of(order.member.role, order.bundle, rank),
+                )
+                .remote()
+            )
+            self._actors.append(actor)
+            self._tasks.append(asyncio.create_task(self._look_after(actor, replace(order, rank=rank, joins=address))))
+
+    async def end(self) -> None:
+        """End the processes and the actors."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._end(actor) for actor in self._actors))
+        self._actors.clear()
+
+    async def _end(self, actor: Any) -> None:
+        with suppress(RayError, TimeoutError):
+            await answer(actor.stop.remote(0.0), _ENDED_S)
+        with suppress(RayError, TimeoutError):
+            await in_thread(lambda: ray.kill(actor), _ENDED_S)
+
+    async def _look_after(self, actor: Any, order: Order) -> None:
+        try:
+            await answer(actor.begin.remote(order), None)
+            reason, is_misconfigured = await self._follow(actor, order.rank)
+        except RayError:
+            reason, is_misconfigured = "its actor was killed, or its node was lost", False
+        await self._lost(f"rank {order.rank}: {reason}", is_misconfigured)
+
+    async def _follow(self, actor: Any, rank: int) -> tuple[str, bool]:
+        """Hear what the rank says until it ends; returns why it has."""
+        number = -1
+        while True:
+            try:
+                news: MemberNews = await answer(actor.news.remote(number), None)
+            except ActorUnavailableError:  # rank 0 notices by itself when the rank is gone
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            number = news.number
+            for told in news.told:
+                if isinstance(told, LogLine):
+                    self._say(f"rank {rank}: {told.text}")
+            if news.member.state is MemberState.ENDED:
+                return news.member.reason, news.member.is_misconfigured
