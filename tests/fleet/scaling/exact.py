@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
-from kvferry.fleet.scaling.traffic import PhaseTimes
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 
 @dataclass
@@ -116,3 +116,12 @@ def poisson(seed: int, rate: float, number: int, prompt: float, output: float) -
         now += random.expovariate(rate)
         found.append((now, 16 + random.expovariate(1 / prompt), 8 + int(random.expovariate(1 / output))))
     return found
+
+
+def even(rate: float, lengths: list[tuple[float, float]], number: int = 300) -> Workload:
+    """These lengths over and over, in a Poisson process."""
+    random, now, requests = Random(3), 0.0, []
+    for place in range(number):
+        now += random.expovariate(rate)
+        requests.append((now, *lengths[place % len(lengths)]))
+    return Workload.of(requests, now)

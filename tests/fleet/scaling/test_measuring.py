@@ -6,10 +6,11 @@ from random import Random
 
 import pytest
 
+from fleet.scaling.exact import even
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.measuring import Measuring, lengths, phase_times, share_within
 from kvferry.fleet.scaling.predictor import LatencyTargets, Predictor, Topology
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic import PhaseTimes
 
 NOW = 1_000_000.0
 
@@ -79,8 +80,8 @@ def test_what_a_short_answer_takes_beside_its_steps_is_the_hand_off() -> None:
     assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
     lengths = [(1000.0, 5.0)] * 20 + [(1000.0, 500.0)] * 20
     targets = LatencyTargets(1.0, 0.05)
-    split = Predictor(Workload.of(0.1, lengths), found, targets).predict(Topology(1, 1))
-    whole = Predictor(Workload.of(0.1, lengths), found, targets).predict(Topology(0, 2))
+    split = Predictor(even(0.1, lengths, 400), found, targets).predict(Topology(1, 1))
+    whole = Predictor(even(0.1, lengths, 400), found, targets).predict(Topology(0, 2))
     assert split.itl == pytest.approx(0.5, abs=0.02)
     assert whole.itl > 0.9
 
@@ -114,6 +115,40 @@ def test_answers_that_are_not_over_are_as_long_as_they_must_be() -> None:
     assert output == pytest.approx((100.0 - 0.13) / 0.024, rel=0.01)
     *_, (_, fresh) = lengths([*ended, seen(-0.1, state="running", output=0.0, answer_s=None)], times, NOW)
     assert fresh == 10.0
+
+
+def test_prompts_that_decode_instances_compute_make_no_step_longer() -> None:
+    """Their time is known from their tokens; taken for that of the answers beside, it would start decode instances that
+    do not help."""
+    requests = some(200)
+    stalled = []
+    for one in requests[::4]:
+        assert one.first_s is not None
+        assert one.answer_s is not None
+        end = one.arrived + one.first_s + 0.5 * one.answer_s
+        stalled.append(
+            seen(end - 0.5 - NOW, prompt=3000, prefill="", prefill_s=None, hand_off_s=None, first_s=0.5, output=1.0)
+        )
+    for one in requests:
+        assert one.first_s is not None
+        assert one.answer_s is not None
+        begins = one.arrived + one.first_s
+        inside = [two for two in stalled if begins < two.arrived + 0.5 <= begins + one.answer_s]
+        one.answer_s += 0.3 * len(inside)
+    found = phase_times([*requests, *stalled])
+    assert found is not None
+    assert found.decode_base_s == pytest.approx(0.02, rel=0.2)
+    assert found.decode_sequence_s == pytest.approx(0.001, rel=0.2)
+
+
+def test_requests_are_kept_longer_than_routers_report_them() -> None:
+    made = Measuring(5.0, NOW - 400.0)
+    made.note({"a": report(some(60, from_s=-390.0, to_s=-300.0))}, {}, NOW - 295.0, 0.0)
+    made.note({"a": report(some(50, from_s=-100.0, to_s=-20.0))}, {}, NOW, 0.0)
+    found = made.measured(0, NOW)
+    assert found.workload is not None
+    assert len(found.workload.arrivals) == 110
+    assert len(found.workload.last(150.0).arrivals) == 50
 
 
 def test_arrivals_are_counted_over_routers_and_their_ends() -> None:
@@ -161,7 +196,7 @@ def test_what_is_known_stays_known_when_nothing_comes() -> None:
     made.note({"a": report([], 50)}, {}, NOW + 4000, 10.0)
     found = made.measured(0, NOW + 4000)
     assert found.workload is not None
-    assert found.workload.rate == 0.0
+    assert found.workload.rate < 0.001
 
 
 def test_the_share_within_both_targets() -> None:

@@ -1,4 +1,4 @@
-"""Predictions beside simulations of the same model, event by event, and beside what is known of queues."""
+"""Predictions beside simulations of the same model, event by event."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from fleet.scaling.exact import poisson, simulate
-from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, Wait, erlang_c
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_line
+from fleet.scaling.exact import even, poisson, simulate
+from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, waits
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_line
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.045)
 
 
-def predicted(rate: float, topology: Topology, requests: list[tuple[float, float, int]]) -> Predictor:
-    return Predictor(Workload.of(rate, [(prompt, output) for _, prompt, output in requests]), TIMES, TARGETS)
+def predicted(requests: list[tuple[float, float, int]]) -> Predictor:
+    return Predictor(Workload.of(requests, requests[-1][0]), TIMES, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def predicted(rate: float, topology: Topology, requests: list[tuple[float, float
 def test_predictions_are_near_exact_simulations(rate: float, topology: Topology, off: float) -> None:
     requests = poisson(1, rate, 4000, prompt=2000, output=150)
     exact = simulate(TIMES, TARGETS, topology, requests)
-    found = predicted(rate, topology, requests).predict(topology)
+    found = predicted(requests).predict(topology)
     assert found.attained == pytest.approx(exact[0], abs=off)
     assert found.itl == pytest.approx(exact[2], abs=off)
 
@@ -48,7 +48,7 @@ def test_predictions_are_near_exact_simulations(rate: float, topology: Topology,
 )
 def test_what_grows_without_end_attains_nothing(rate: float, topology: Topology) -> None:
     requests = poisson(1, rate, 2000, prompt=2000, output=150)
-    found = predicted(rate, topology, requests).predict(topology)
+    found = predicted(requests).predict(topology)
     assert found.busiest >= 1.0
     assert found.attained == pytest.approx(0.0, abs=0.01)
     assert simulate(TIMES, TARGETS, topology, requests)[0] < 0.25  # the first of them still found room
@@ -61,43 +61,30 @@ def test_topologies_are_ordered_as_in_simulations(ratio: float) -> None:
     topologies = [Topology(2, 1), Topology(1, 2), Topology(0, 3), Topology(1, 2, 1500)]
     requests = poisson(3, rate, 3000, prompt=2000, output=150)
     exact = [simulate(TIMES, TARGETS, one, requests)[0] for one in topologies]
-    found = [predicted(rate, one, requests).predict(one).attained for one in topologies]
+    found = [predicted(requests).predict(one).attained for one in topologies]
     assert np.argmax(found) == np.argmax(exact)
     clear = [(a, b) for a in range(4) for b in range(4) if exact[a] > exact[b] + 0.1]
     assert clear
     assert all(found[a] > found[b] for a, b in clear)
 
 
-def test_a_burst_costs_more_than_the_same_number_evenly() -> None:
-    random = Random(5)
-    now, requests = 0.0, []
-    for _ in range(3000):  # half of the gaps are short, half are long
-        now += random.expovariate(16.0 if random.random() < 0.7 else 1.2)
+def test_bursts_count_as_they_came() -> None:
+    """In a sixth of the time comes half of the requests: at the mean rate they would all be within the targets."""
+    random, now, requests = Random(5), 0.0, []
+    for _ in range(3000):
+        now += random.expovariate(8.0 if now % 60.0 < 10.0 else 1.6)
         requests.append((now, 16 + random.expovariate(1 / 2000), 8 + int(random.expovariate(1 / 150))))
-    rate, bursty = len(requests) / now, burstiness([one[0] for one in requests])
-    assert bursty > 2.0
-    lengths = [(prompt, output) for _, prompt, output in requests]
-    topology = Topology(2, 2)
-    even = Predictor(Workload.of(rate, lengths), TIMES, TARGETS).predict(topology).attained
-    found = Predictor(Workload.of(rate, lengths, bursty), TIMES, TARGETS).predict(topology).attained
-    exact = simulate(TIMES, TARGETS, topology, requests)[0]
-    assert found < even
-    assert found == pytest.approx(exact, abs=0.04)
-
-
-def test_a_rate_that_changes_is_no_burst() -> None:
-    random, now, arrivals = Random(5), 0.0, []
-    for number in range(2000):
-        now += random.expovariate(20.0 if number // 250 % 2 else 1.0)
-        arrivals.append(now)
-    assert burstiness(arrivals) < 1.3
-    assert burstiness(arrivals[:20]) == 1.0
-    assert burstiness([1.0] * 100) == 1.0, "all at once: there is nothing to divide by"
+    topology = Topology(2, 1)
+    rate = len(requests) / now
+    smooth = Predictor(even(rate, [one[1:] for one in requests], 3000), TIMES, TARGETS).predict(topology).attained
+    found = predicted(requests).predict(topology).attained
+    assert found < smooth - 0.05
+    assert found == pytest.approx(simulate(TIMES, TARGETS, topology, requests)[0], abs=0.03)
 
 
 def test_more_of_either_role_is_never_worse() -> None:
     requests = poisson(2, 5.0, 2000, prompt=2000, output=150)
-    predictor = predicted(5.0, Topology(1, 1), requests)
+    predictor = predicted(requests)
     for prefill in range(1, 5):
         for decode in range(1, 5):
             here = predictor.predict(Topology(prefill, decode)).attained
@@ -107,41 +94,44 @@ def test_more_of_either_role_is_never_worse() -> None:
 
 def test_no_prefill_instance_is_the_same_as_one_that_gets_nothing() -> None:
     requests = poisson(2, 2.0, 500, prompt=500, output=50)
-    predictor = predicted(2.0, Topology(0, 2), requests)
+    predictor = predicted(requests)
     assert predictor.predict(Topology(0, 2)) == predictor.predict(Topology(1, 2, ALL_WHOLE))
 
 
-def test_erlang_c_of_tables() -> None:
-    """M/M/2 at half load: 1/3; M/M/1: the load itself."""
-    assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
-    assert erlang_c(1, 0.7) == pytest.approx(0.7)
-    assert erlang_c(100, 90.0) == pytest.approx(0.217, abs=0.002)
-
-
-def test_waits_of_one_server_are_those_of_pollaczek_and_khinchine() -> None:
-    service = np.array([1.0, 1.0, 4.0])
-    wait = Wait.of(1, 0.3, service, 1.0)
-    mean_wait = 0.3 * float((service**2).mean()) / (2 * (1 - 0.3 * 2.0))
-    assert wait.probability * wait.mean_s == pytest.approx(mean_wait)
+def test_each_waits_for_the_first_server_that_is_free() -> None:
+    arrivals, service = np.array([0.0, 0.0, 0.0, 1.0, 9.0]), np.array([2.0, 3.0, 1.0, 1.0, 1.0])
+    assert waits(arrivals, service, 1).tolist() == [0.0, 2.0, 5.0, 5.0, 0.0]
+    assert waits(arrivals, service, 2).tolist() == [0.0, 0.0, 2.0, 2.0, 0.0]
+    assert waits(arrivals, service, 3).tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_no_instances_and_no_requests() -> None:
-    lengths = [(100.0, 10.0)]
-    assert Predictor(Workload.of(1.0, lengths), TIMES, TARGETS).predict(Topology(0, 0)).attained == 0.0
-    assert Predictor(Workload.of(0.0, lengths), TIMES, TARGETS).predict(Topology(1, 1)).attained == 1.0
+    some = Workload.of([(0.0, 100.0, 10.0), (50.0, 100.0, 10.0)], 60.0)
+    assert Predictor(some, TIMES, TARGETS).predict(Topology(0, 0)).attained == 0.0
+    assert Predictor(some.last(5.0), TIMES, TARGETS).predict(Topology(1, 1)).attained == 1.0
     with pytest.raises(ValueError, match="no request"):
-        Workload.of(1.0, [])
+        Workload.of([], 1.0)
+
+
+def test_a_part_of_the_traffic_and_the_same_faster() -> None:
+    some = Workload.of([(5.0, 100.0, 10.0), (1.0, 200.0, 0.0), (9.0, 300.0, 30.0)], 10.0)
+    assert some.prompt_tokens.tolist() == [200.0, 100.0, 300.0]
+    assert some.output_tokens.tolist() == [1.0, 10.0, 30.0]
+    last = some.last(6.0)
+    assert (last.arrivals.tolist(), last.lasts_s) == ([1.0, 5.0], 6.0)
+    assert last.faster(2.0).arrivals.tolist() == [0.5, 2.5]
+    assert last.faster(2.0).rate == pytest.approx(2 * last.rate)
 
 
 def test_a_target_below_what_one_step_takes_is_never_attained() -> None:
-    workload = Workload.of(0.1, [(100.0, 10.0)])
+    workload = even(0.1, [(100.0, 10.0)])
     found = Predictor(workload, TIMES, LatencyTargets(ttft_s=10.0, itl_s=0.01)).predict(Topology(50, 50))
     assert (found.ttft, found.itl, found.attained) == (pytest.approx(1.0), 0.0, 0.0)
 
 
 def test_memory_bounds_how_many_answers_run() -> None:
     """Kept of KV on each decode instance; what prefill instances have is of no help."""
-    workload = Workload.of(4.0, [(100.0, 200.0)])
+    workload = even(4.0, [(100.0, 200.0)])
     roomy, tight = (
         Predictor(workload, PhaseTimes(0.01, 1e-5, 0.02, 1e-4, most_sequences=most), LatencyTargets(1.0, 0.05))
         for most in (64, 8)

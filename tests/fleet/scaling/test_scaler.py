@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fleet.scaling.exact import poisson, simulate
+from fleet.scaling.exact import even, poisson, simulate
+from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
+from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
 from kvferry.fleet.scaling.scaler import Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
@@ -31,7 +35,7 @@ LONG_AGO = -1e6
 
 def measured(rate: float, lengths: Any = LENGTHS, times: PhaseTimes = TIMES, for_s: float = 300.0) -> Measured:
     demand = Demand([round(rate * 5)] * round(for_s / 5), 5.0)
-    return Measured(demand, num_known=200, workload=Workload.of(rate, lengths), times=times)
+    return Measured(demand, num_known=200, workload=even(rate, lengths, 1500), times=times)
 
 
 def memory(prefill: int, decode: int, **more: Any) -> ScalingMemory:
@@ -68,7 +72,7 @@ def test_the_cheapest_that_keeps_the_goal_is_taken_and_really_keeps_it() -> None
 def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
     rules = replace(RULES, switches=SWITCHES)
     state, taken, now = memory(1, 2), [], 0.0
-    for rate in (3.6, 5.5, 9.0, 9.0, 1.0):
+    for rate in (3.2, 5.5, 9.0, 9.0, 1.0):
         made = decide(rules, state, measured(rate), Situation(state.counts), now)
         taken.append(made.what)
         state, now = made.memory, now + 1000.0
@@ -76,8 +80,8 @@ def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
 
 
 def test_a_prompt_is_deflected_before_anything_is_started() -> None:
-    rate = 3.6
-    outlook = Outlook(RULES, Workload.of(rate, LENGTHS), TIMES)
+    rate = 3.2
+    outlook = Outlook(RULES, [even(rate, LENGTHS, 1500)], TIMES)
     here = Counts(1, 2)
     assert outlook.at(here, 0.0).attained < RULES.goal <= outlook.best(here).attained
     made = decide(RULES, memory(1, 2), measured(rate), Situation(here), 0.0)
@@ -112,31 +116,44 @@ def test_what_starts_counts_as_there_and_is_not_started_twice() -> None:
 
 def test_more_is_started_for_what_will_have_come_when_it_has_started() -> None:
     """A rate that grows is followed by as long as a start takes."""
-    growing = Demand([20] * 40 + [25, 27, 30], 5.0)
-    told = replace(measured(4.5), demand=growing)
-    assert growing.soon(60.0) > growing.soon(5.0) > growing.now()
-    slow = decide(RULES, memory(2, 1), told, Situation(Counts(2, 1), starts_s=60.0), 0.0).memory.counts
-    quick = decide(RULES, memory(2, 1), told, Situation(Counts(2, 1), starts_s=1.0), 0.0).memory.counts
+    growing = Demand([20 + number for number in range(40)], 5.0)
+    assert growing.growth(60.0, 60.0) > growing.growth(60.0, 5.0) > 1.0
+    told = replace(measured(5.0), demand=growing)
+    slow = decide(RULES, memory(2, 2), told, Situation(Counts(2, 2), starts_s=120.0), 0.0).memory.counts
+    quick = decide(RULES, memory(2, 2), told, Situation(Counts(2, 2), starts_s=1.0), 0.0).memory.counts
     assert slow.total > quick.total
 
 
-def test_chance_is_no_trend() -> None:
-    wobbling = Demand([2, 0, 1, 3, 0, 1, 2, 1, 0, 2, 1, 1, 2], 5.0)
-    assert wobbling.soon(60.0) == pytest.approx(wobbling.mean(60.0))
-    assert Demand([], 5.0).soon(60.0) == 0.0
-    assert Demand([3] * 30 + [0] * 30, 5.0).highest(300.0) == pytest.approx(0.6)
+def test_neither_chance_nor_a_burst_is_a_trend() -> None:
+    random = Random(4)
+    for _ in range(50):
+        wobbling = Demand([sum(random.random() < 0.1 for _ in range(60)) for _ in range(36)], 5.0)
+        assert wobbling.growth(60.0, 30.0) < 1.5
+    bursts = Demand(([1] * 10 + [60] * 2) * 3, 5.0)
+    assert bursts.growth(60.0, 30.0) == 1.0
+    assert Demand([], 5.0).growth(60.0, 30.0) == 1.0
+    assert Demand([0] * 36, 5.0).growth(60.0, 30.0) == 1.0
 
 
-def test_nothing_is_released_before_the_lower_demand_has_lasted() -> None:
+def test_capacity_for_bursts_is_held_while_they_recur() -> None:
+    """A burst that came a while ago counts as long as its requests do; without it, what it needed is released."""
     rules = replace(RULES, deflect=False)
-    needed = settled(rules, memory(1, 1), measured(8.0))[-1].memory.counts
+    calm = even(1.0, LENGTHS, 200)
+    burst = even(8.0, LENGTHS, 200).arrivals
+    both = Workload(
+        np.concatenate([burst, calm.arrivals + 60.0]),
+        np.concatenate([calm.prompt_tokens, calm.prompt_tokens]),
+        np.concatenate([calm.output_tokens, calm.output_tokens]),
+        calm.lasts_s + 60.0,
+    )
+    told = replace(measured(1.0), workload=both)
+    needed = settled(rules, memory(1, 1), told)[-1].memory.counts
+    assert needed.total > settled(rules, memory(1, 1), measured(1.0))[-1].memory.counts.total
     state = memory(needed.prefill, needed.decode)
-    peak = Demand([40] * 20 + [5] * 6, 5.0)  # half a minute ago it was eight times as much
-    told = replace(measured(1.0), demand=peak)
     assert decide(rules, state, told, Situation(needed), 0.0).what == "hold"
-    later = replace(measured(1.0), demand=Demand([40] * 20 + [5] * 14, 5.0))
+    later = replace(told, workload=both.last(calm.lasts_s))
     assert decide(rules, state, later, Situation(needed), 0.0).what == "release"
-    young = replace(measured(1.0), demand=Demand([5] * 6, 5.0))
+    young = replace(later, demand=Demand([5] * 6, 5.0))
     assert decide(rules, state, young, Situation(needed), 0.0).what == "hold", "who knows what was needed before"
     soon_after = memory(needed.prefill, needed.decode, changed_at=-30.0)
     assert decide(rules, soon_after, later, Situation(needed), 0.0).what == "hold"
@@ -158,7 +175,7 @@ def test_those_that_stay_have_to_serve_what_the_released_one_served() -> None:
     for rate in (1.0, 2.0, 4.0, 6.0, 8.0):
         told = measured(rate)
         assert told.times is not None
-        outlook = Outlook(rules, Workload.of(rate, LENGTHS), told.times)
+        outlook = Outlook(rules, [even(rate, LENGTHS, 1500)], told.times)
         for here in (Counts(2, 2), Counts(3, 2), Counts(4, 3)):
             made = decide(rules, memory(here.prefill, here.decode), told, Situation(here), 0.0)
             if made.what == "release":
@@ -177,8 +194,17 @@ def test_cold_samples_decide_nothing() -> None:
 
 def test_demand_counts_although_nothing_is_finished() -> None:
     """dynamo #8861: a fleet that is so slow that nothing ends looks idle, if ends are counted."""
-    stuck = replace(measured(8.0), workload=Workload.of(0.0, LENGTHS))
-    made = decide(RULES, memory(1, 1), stuck, Situation(Counts(1, 1)), 0.0)
+    times = {"streams": True, "prefill": "p", "decode": "d", "prefill_s": 0.22, "prefill_tokens": 2000}
+    ended = [
+        RequestObservation(
+            -200.0 + one, 2000, 2000, state="done", **times, first_s=0.3, answer_s=3.0, output_tokens=120.0, beside=2.0
+        )
+        for one in range(40)
+    ]  # fmt: skip
+    stuck = [RequestObservation(-60.0 + one / 8, 2000, 2000, **times, first_s=0.3) for one in range(480)]
+    known = Measuring(5.0, -200.0)
+    known.note({"router": TrafficReport(0.0, 520, 0, [*ended, *stuck])}, {}, 0.0, 0.0)
+    made = decide(RULES, memory(1, 1), known.measured(0, 0.0), Situation(Counts(1, 1)), 0.0)
     assert made.what in ("start", "role")
 
 
@@ -232,7 +258,7 @@ def test_no_role_is_without_the_other() -> None:
         for made in settled(rules, memory(3, 3), measured(rate)):
             counts = made.memory.counts
             assert (counts.prefill > 0) == (counts.decode > 0)
-    idle = replace(measured(0.0), idle_s=301.0)
+    idle = replace(measured(0.01), idle_s=301.0)
     made = decide(rules, memory(2, 1), idle, Situation(Counts(2, 1)), 0.0)
     assert (made.what, made.memory.counts) == ("zero", NOTHING)
     asleep = decide(rules, made.memory, idle, Situation(NOTHING), 10.0)
@@ -276,5 +302,5 @@ def test_a_line_says_what_and_why() -> None:
     made = decide(RULES, memory(1, 1), measured(8.0), Situation(Counts(1, 1)), 0.0)
     assert "\n" not in made.why
     assert made.why.startswith("1 P + 1 D → ")
-    for part in ("TTFT 1.5 s", "ITL 45 ms", "8.00 requests/s", "%"):
+    for part in ("TTFT 1.5 s", "ITL 45 ms", "requests/s with 2 P + 3 D", "%"):
         assert part in made.why

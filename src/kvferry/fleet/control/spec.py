@@ -191,7 +191,7 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interval: Duration = "5s"
     """How often it is decided."""
     cool_down: Duration = "2m"
-    """How long nothing is released after a change; a lower demand must have lasted as long."""
+    """How long nothing is released after a change."""
     idle: Duration = "0s"
     """After so long without a request, no instance is kept, of any role; the next request starts them again. Every
     `min` must be 0. "0s": never."""

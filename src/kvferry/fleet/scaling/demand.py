@@ -1,4 +1,4 @@
-"""How many requests come: lately, soon, and at most in a while. Counted when they arrive, whatever becomes of them."""
+"""How many requests come, and whether they become more. Counted when they arrive, whatever becomes of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_RECENT_BINS = 3
-"""Bins that are *now*."""
-_SURE = 2.0
-"""Standard deviations of a Poisson count beyond which a change is one."""
+import numpy as np
+
+_TREND_S = 180.0
+"""In which a trend is looked for; at least half of it must be known."""
+_SURE = 3.0
+"""Standard errors of a slope beyond which it is one."""
 _MOST_GROWTH = 2.0
 """A trend is followed no further than to so many times the rate of now."""
 
@@ -31,35 +33,23 @@ class Demand:
         counts = self._last(for_s)
         return sum(counts) / (len(counts) * self.bin_s) if counts else 0.0
 
-    def now(self) -> float:
-        """Requests a second: of the last bins if they differ from the last minute's by more than chance, or that."""
-        longer, recent = self.mean(60.0), self.mean(_RECENT_BINS * self.bin_s)
-        chance = math.sqrt(max(longer, 1e-9) / (_RECENT_BINS * self.bin_s))
-        return recent if abs(recent - longer) > _SURE * chance else longer
+    def growth(self, recent_s: float, within_s: float) -> float:
+        """By how much the rate in so many seconds will be higher than in the last `recent_s`, 1 or more: where a
+        straight line through the last bins rises by more than what they are beside it would explain."""
+        counts = np.asarray(self._last(_TREND_S))
+        number = len(counts)
+        recent = self.mean(recent_s)
+        if number * self.bin_s < _TREND_S / 2 or not recent:
+            return 1.0
+        place = np.arange(number) - (number - 1) / 2
+        slope = float((place * counts).sum() / (place**2).sum())
+        beside = counts - counts.mean() - slope * place
+        error = math.sqrt(max(float((beside**2).sum()), float(counts.sum())) / (number - 2) / float((place**2).sum()))
+        if slope <= _SURE * error:
+            return 1.0
+        ahead = (number - 1) / 2 + within_s / self.bin_s
+        expected = (float(counts.mean()) + slope * ahead) / self.bin_s
+        return min(max(1.0, expected / recent), _MOST_GROWTH)
 
-    def soon(self, within_s: float) -> float:
-        """The highest rate that is expected within so many seconds, if what has begun goes on."""
-        now = self.now()
-        before = self._last(_RECENT_BINS * self.bin_s, skip=_RECENT_BINS)
-        if not before:
-            return now
-        earlier = sum(before) / (len(before) * self.bin_s)
-        chance = math.sqrt(max(earlier, 1e-9) / (_RECENT_BINS * self.bin_s))
-        grows = now - earlier
-        if grows <= _SURE * chance:
-            return now
-        return min(now + grows / (_RECENT_BINS * self.bin_s) * within_s, _MOST_GROWTH * now)
-
-    def highest(self, for_s: float) -> float:
-        """The highest rate in the last `for_s` seconds, each taken over a few bins."""
-        counts = self._last(for_s)
-        width = min(len(counts), 2 * _RECENT_BINS)
-        if not width:
-            return 0.0
-        sums = (sum(counts[place : place + width]) for place in range(len(counts) - width + 1))
-        return max(sums) / (width * self.bin_s)
-
-    def _last(self, for_s: float, skip: int = 0) -> Sequence[float]:
-        number = max(1, round(for_s / self.bin_s))
-        end = len(self.counts) - skip
-        return self.counts[max(0, end - number) : max(0, end)]
+    def _last(self, for_s: float) -> Sequence[float]:
+        return self.counts[-max(1, round(for_s / self.bin_s)) :]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.scaler import Measured
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_answers, fit_line
 
 MOST_ASKED = 1024
 """Requests of each router that are looked at."""
 LOOK_BACK_S = 3600
 """Older requests say nothing about those of now."""
+HOLD_S = 900
+"""For how long what came decides what is held."""
+MOST_KEPT = 4096
+"""Requests of a fleet that are kept, the newest."""
 _MOST_BINS = 4096
 _MOST_ROUTERS = 256
 _FEWEST_TOKENS = 4
@@ -38,7 +42,9 @@ class Measuring:
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
         self._num_waiting = 0
-        self._requests: list[RequestObservation] = []
+        self._known: dict[tuple[str, float, int], RequestObservation] = {}
+        """Requests that did not fail, by router, arrival and length, as they were reported last."""
+        self._is_warm: Callable[[RequestObservation], bool] = lambda one: True
 
     def note(
         self, reports: Mapping[str, TrafficReport], ready_at: Mapping[str, float], now: float, warm_s: float
@@ -62,7 +68,14 @@ class Measuring:
         if is_first and reports:
             self._begin(requests, now)
         self._close_bins(now)
-        self._requests = [one for one in requests if _is_warm(one, ready_at, warm_s)] or self._requests
+        self._keep(reports)
+        self._is_warm = lambda one: _is_warm(one, ready_at, warm_s)
+
+    def _keep(self, reports: Mapping[str, TrafficReport]) -> None:
+        for router, report in reports.items():
+            self._known.update(((router, one.arrived, one.prompt_tokens), one) for one in report.requests)
+        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MOST_KEPT:]
+        self._known = {key: one for key, one in newest if one.state != "failed"}
 
     def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
         """What came before this process looked: an earlier one was asked for it."""
@@ -86,19 +99,26 @@ class Measuring:
     def measured(self, kv_tokens: int, now: float, most_sequences: int = 256) -> Measured:
         """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known."""
         demand = Demand(tuple(self._bins), self._bin_s)
-        known = [one for one in self._requests if one.state != "failed"]
-        times = phase_times(known, kv_tokens, most_sequences)
-        num_known = sum(one.state == "done" for one in known)
+        known = list(self._known.values())
+        warm = [one for one in known if self._is_warm(one)][-MOST_ASKED:]
+        times = phase_times(warm, kv_tokens, most_sequences)
         workload = None
-        if known and times is not None:
-            spread = burstiness([one.arrived for one in known[-512:]])
-            workload = Workload.of(demand.now(), lengths(known, times, now), spread)
-        idle_s = now - self._last_arrival_at
-        return Measured(demand, num_known, workload, times, idle_s, self._num_waiting)
+        if times is not None:
+            began = max(now - HOLD_S, known[0].arrived if len(known) == MOST_KEPT else self._began_at)
+            lately = [one for one in known if one.arrived >= began] or known[-1:]
+            workload = workload_of(lately, times, min(began, lately[0].arrived), now)
+        num_known = sum(one.state == "done" for one in warm)
+        return Measured(demand, num_known, workload, times, now - self._last_arrival_at, self._num_waiting)
 
 
 def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:
     return all(one.arrived >= ready_at.get(name, -math.inf) + warm_s for name in (one.prefill, one.decode) if name)
+
+
+def workload_of(known: Sequence[RequestObservation], times: PhaseTimes, began: float, now: float) -> Workload:
+    """These requests, as they came between `began` and now."""
+    found = zip((one.arrived for one in known), lengths(known, times, now), strict=True)
+    return Workload.of(((at, prompt, output) for at, (prompt, output) in found), now - began, began)
 
 
 def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) -> list[tuple[float, float]]:
@@ -124,14 +144,11 @@ def phase_times(
     if prefill is None:
         prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
     answers = [one for one in known if one.answer_s and one.output_tokens >= _FEWEST_TOKENS]
-    decode = fit_answers(
-        [
-            (one.output_tokens, one.beside, one.answer_s)
-            for one in [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
-            if one.answer_s
-        ]
-    )
-    if prefill is None or decode is None:
+    if prefill is None:
+        return None
+    answers = [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
+    decode = fit_answers(_decoded(answers, _Stalls(known), prefill[1]))
+    if decode is None:
         return None
     delay, base, growth = decode
     beside = [one.beside for one in answers]
@@ -149,6 +166,39 @@ def phase_times(
         hand_off_s=delay,
         most_sequences=max(1, min(most_sequences, fits)),
     )
+
+
+def _decoded(
+    answers: Sequence[RequestObservation], stalls: _Stalls, token_s: float
+) -> list[tuple[float, float, float]]:
+    """(tokens, answers beside, seconds) of each, without the time in which its instance computed prompts."""
+    found = []
+    for one in answers:
+        assert one.answer_s is not None
+        stalled_s = token_s * stalls.tokens(one)
+        found.append((one.output_tokens, one.beside, max(0.1 * one.answer_s, one.answer_s - stalled_s)))
+    return found
+
+
+class _Stalls:
+    """Prompts that decode instances have computed beside their answers."""
+
+    def __init__(self, known: Sequence[RequestObservation]) -> None:
+        ended: dict[str, list[tuple[float, float]]] = {}
+        for one in known:
+            if not one.prefill and one.first_s is not None:
+                ended.setdefault(one.decode, []).append((one.arrived + one.first_s, float(one.uncached)))
+        self._ended = {name: np.array(sorted(those)) for name, those in ended.items()}
+        self._tokens = {name: np.concatenate([[0.0], those[:, 1].cumsum()]) for name, those in self._ended.items()}
+
+    def tokens(self, one: RequestObservation) -> float:
+        """Of the prompts that were computed on its instance while this answer ran."""
+        if one.decode not in self._ended or one.first_s is None or one.answer_s is None:
+            return 0.0
+        begins = one.arrived + one.first_s
+        first, last = np.searchsorted(self._ended[one.decode][:, 0], [begins, begins + one.answer_s], side="right")
+        sums = self._tokens[one.decode]
+        return float(sums[last] - sums[first])
 
 
 def _unqueued(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

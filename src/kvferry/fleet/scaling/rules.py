@@ -38,7 +38,7 @@ class Rules:
     `deflect`: short prompts may be computed on decode instances. `switches`: (from, to) of roles that an instance can
     change while it runs. `unit`: instances come in units of these.
 
-    `cool_down_s`: how long nothing is released after a change, and for how long the highest demand counts. `idle_s`:
+    `cool_down_s`: how long nothing is released after a change, or since requests are counted. `idle_s`:
     after so long without a request nothing is kept; 0: never. `least_requests`: that must be known before anything is
     decided."""
 

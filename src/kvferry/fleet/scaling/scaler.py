@@ -7,7 +7,7 @@ but what it is given, so the same facts give the same decision.
     goal not kept     the cheapest change that keeps it: prompts are deflected to decode, instances change their role,
                       new ones start
     out of reach      what is nearest to the goal for the least; and it is said
-    goal kept         after a while, the cheapest that would have kept it all the time, with some to spare
+    goal kept         after a while, the cheapest that would have kept it for all that came lately, with some to spare
 
 Nothing is asked of what instances hold or have in use, which says little about latency: all is predicted from what is
 asked for and how long it takes.
@@ -15,6 +15,7 @@ asked for and how long it takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,8 @@ What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero",
 
 _DEFLECTED = (0.25, 0.5, 0.75, 0.9)
 """Shares of prompts that may be deflected."""
+_RECENT_S = 60.0
+"""The last requests count by themselves, for as long or for a start-up time."""
 _STICKY = 0.002
 """By how much another threshold must be better to replace the one that is used."""
 _NEAREST = 0.005
@@ -97,13 +100,12 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
         why = f"{measured.num_known} of {rules.least_requests} requests are known that it takes to decide"
         return ScalingDecision(memory, "measure", why)
-    soon = measured.demand.soon(seen.starts_s)
-    outlook = Outlook(rules, measured.workload.at(soon), measured.times)
+    outlook = Outlook(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
     memory, deflects = _threshold(memory, outlook, seen)
     expected = outlook.best(here)
     if expected.attained < rules.goal:
         return _more(rules, memory, outlook, expected, now)
-    return _less(rules, memory, measured, seen, expected, now) or ScalingDecision(
+    return _less(rules, memory, measured, seen, outlook, now) or ScalingDecision(
         memory,
         "deflect" if deflects else "hold",
         f"{deflects or 'enough'}: {outlook.told(here, expected)}",
@@ -111,18 +113,26 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
     )
 
 
-class Outlook:
-    """What any counts would attain for one workload."""
+def expected_workloads(workload: Workload, demand: Demand, starts_s: float) -> list[Workload]:
+    """What an instance that starts now will have to serve: what came lately, all of it again, so that capacity for
+    bursts is held while they recur; and what came last, at the rate that it will have grown to."""
+    recent_s = max(_RECENT_S, starts_s)
+    return [workload, workload.last(recent_s).faster(demand.growth(recent_s, starts_s))]
 
-    def __init__(self, rules: Rules, workload: Workload, times: PhaseTimes) -> None:
-        self.rules, self.workload = rules, workload
-        self._predictor = Predictor(workload, times, rules.targets)
+
+class Outlook:
+    """What any counts would attain for each of some workloads, at least."""
+
+    def __init__(self, rules: Rules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
+        self.rules, self.workload = rules, workloads[-1]
+        self._predictors = [Predictor(one, times, rules.targets) for one in workloads]
         self._best: dict[Counts, float] = {}
-        self.thresholds = [0.0, *quantiles_of(workload.prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
+        self.thresholds = [0.0, *quantiles_of(workloads[0].prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
 
     def at(self, counts: Counts, from_tokens: float) -> Prediction:
         """With this threshold."""
-        return self._predictor.predict(Topology(counts.prefill, counts.decode, from_tokens))
+        topology = Topology(counts.prefill, counts.decode, from_tokens)
+        return min((one.predict(topology) for one in self._predictors), key=_rank)
 
     def best_threshold(self, counts: Counts) -> float:
         """The one with which most is attained; the lowest of those that are as good."""
@@ -227,26 +237,21 @@ def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: li
 
 
 def _less(
-    rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, expected: Prediction, now: float
+    rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, outlook: Outlook, now: float
 ) -> ScalingDecision | None:
-    """The goal is kept: maybe with fewer. What is there serves `here.total / there.total` times as much each then, at
-    the highest demand of the cool-down."""
+    """The goal is kept: maybe with fewer, which would also have kept it for what came lately."""
     here = memory.counts
     if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != here:
         return None
     if measured.demand.known_s < rules.cool_down_s:
         return None  # nobody knows what was needed before
-    assert measured.workload is not None
-    assert measured.times is not None
-    calm = max(measured.demand.highest(rules.cool_down_s), measured.demand.soon(seen.starts_s))
-    outlook = Outlook(rules, measured.workload.at(calm), measured.times)
     spare = replace(rules, goal=rules.goal + (1.0 - rules.goal) / 2.0)
     cheaper = [one for one in rules.topologies if rules.price(one) < rules.price(here) and rules.can_become(here, one)]
     there = _cheapest_that_holds(spare, outlook, here, cheaper)
     if there is None:
         return None
     attained = outlook.best(there)
-    why = f"{outlook.told(there, attained)}, the most of the last {rules.cool_down_s:.0f} s; {here} are not needed"
+    why = f"{outlook.told(there, attained)}; {here} are not needed"
     return _changed(memory, there, now, "release", why, attained.attained)
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
-
-MOST_LENGTHS = 512
-"""Requests whose lengths stand for all."""
 
 
 @dataclass(frozen=True)
@@ -37,49 +33,40 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that arrive: how many a second, and lengths of typical ones. `prompt_tokens` are those that no cache
-    has. `burstiness`: the squared coefficient of variation of the times between arrivals; 1: a Poisson process."""
+    """Requests as they came, in `lasts_s` seconds: when each arrived, in seconds since the beginning of that time and
+    in this order, and how long it was. `prompt_tokens` are those that no cache has."""
 
-    rate: float
+    arrivals: Vector = field(repr=False)
     prompt_tokens: Vector = field(repr=False)
     output_tokens: Vector = field(repr=False)
-    burstiness: float = 1.0
+    lasts_s: float
 
     @classmethod
-    def of(cls, rate: float, lengths: Iterable[tuple[float, float]], burstiness: float = 1.0) -> Workload:
-        """From (prompt tokens, output tokens) of requests, of which at most `MOST_LENGTHS` are used: every so many, by
-        their length, with the mean output of all. Raises `ValueError` if there are none."""
-        given = np.array(list(lengths), dtype=np.float64).reshape(-1, 2)
+    def of(cls, requests: Iterable[tuple[float, float, float]], lasts_s: float, since: float = 0.0) -> Workload:
+        """From (arrival, prompt tokens, output tokens). `since`: when that time began. Raises `ValueError` if there is
+        no request."""
+        given = np.array(list(requests), dtype=np.float64).reshape(-1, 3)
         if not len(given):
             raise ValueError("there is no request whose lengths are known")
-        number = min(len(given), MOST_LENGTHS)
-        by_length = given[np.lexsort((given[:, 1], given[:, 0]))]
-        chosen = by_length[((np.arange(number) + 0.5) * len(given) / number).astype(np.intp)]
-        output = np.maximum(chosen[:, 1], 1.0)
-        output *= np.maximum(given[:, 1], 1.0).mean() / output.mean()
-        return cls(rate, np.maximum(chosen[:, 0], 0.0), output, burstiness)
+        at, prompt, output = given[np.argsort(given[:, 0], kind="stable")].T
+        return cls(np.maximum(at - since, 0.0), np.maximum(prompt, 0.0), np.maximum(output, 1.0), max(lasts_s, 1e-3))
 
-    def at(self, rate: float) -> Workload:
-        """The same requests, at another rate."""
-        return replace(self, rate=rate)
+    @property
+    def rate(self) -> float:
+        """Requests a second, in the mean."""
+        return len(self.arrivals) / self.lasts_s
 
+    def last(self, for_s: float) -> Workload:
+        """Those of the last `for_s` seconds; there may be none."""
+        begins = max(0.0, self.lasts_s - for_s)
+        here = self.arrivals >= begins
+        return Workload(
+            self.arrivals[here] - begins, self.prompt_tokens[here], self.output_tokens[here], self.lasts_s - begins
+        )
 
-_BURST = 32
-"""Arrivals that are looked at together."""
-
-
-def burstiness(arrivals: Sequence[float]) -> float:
-    """The squared coefficient of variation of the times between arrivals, for `Workload`: the mean of those within each
-    few dozen, so that a rate which changes more slowly is no burst; it is known as such. Clipped to [1, 16]: fewer say
-    nothing, and regular arrivals are not relied on."""
-    gaps: Any = np.diff(np.sort(np.asarray(arrivals, dtype=np.float64)))
-    number = len(gaps) // _BURST
-    if not number:
-        return 1.0
-    groups = gaps[-number * _BURST :].reshape(number, _BURST)
-    means = np.maximum(groups.mean(axis=1), 1e-9)
-    varies = groups.var(axis=1, ddof=1) / means**2
-    return float(np.clip(np.median(varies), 1.0, 16.0))
+    def faster(self, factor: float) -> Workload:
+        """The same requests, at `factor` times their rate."""
+        return replace(self, arrivals=self.arrivals / factor, lasts_s=self.lasts_s / factor)
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.messages.traffic import TrafficReport
-from kvferry.fleet.scaling.measuring import lengths, phase_times, share_within
+from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_of
 from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
 from kvferry.fleet.scaling.rules import Counts, Rules
 from kvferry.fleet.scaling.scaler import Outlook
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, burstiness
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 _ALIKE = 0.005
 """Shares that differ by less are the same: then what is simpler is better."""
@@ -90,13 +90,11 @@ def judge(
     times = phase_times(known, kv_tokens)
     if times is None or sum(one.state == "done" for one in known) < FEWEST_REQUESTS:
         return None
-    arrivals = [one.arrived for one in known]
-    lasted_s = max(report.now - min(arrivals), 1e-3)
-    workload = Workload.of(len(known) / lasted_s, lengths(known, times, report.now), burstiness(arrivals))
+    workload = workload_of(known, times, min(one.arrived for one in known), report.now)
     total = max(1, counts.total)
     most = max(16, 3 * total)
     anything = Rules(targets, Counts(0, 1), Counts(most, most), budget=most, goal=goal, aggregate=True)
-    outlook = Outlook(anything, workload, times)
+    outlook = Outlook(anything, [workload], times)
     stalls = times.prefill_token_s * np.minimum(workload.prompt_tokens, times.chunk_tokens)
     return Verdict(
         targets=targets,
