@@ -1,16 +1,21 @@
 """How many instance-seconds does each rule of scaling take, and what share of the requests does it keep within targets?
 
     python benchmarks/autoscale.py --trace azure_2023_code.csv --from-s 0 --for-s 600 --speed 2
+    python benchmarks/autoscale.py --trace sine --for-s 900 --rules kvferry hpa static
+
+`--trace sine` and `--trace reasoning` are generated: a rate that goes from 1 to 8 requests a second and back in 900 s
+(8,000 tokens in, 1,000 out, as in dynamo #10528), and long answers whose rate changes every two minutes.
 
 A trace runs on a simulated fleet: kvferry's router, HTTP, scheduler, block pool and connectors on a virtual clock, with
 instances that start, drain and change their role while it runs. What is compared decides every five seconds:
 
     kvferry        fleet.scaling, from what the router reports
-    static P+D     always the same; the cheapest that keeps the goal is looked for
+    static P+D     always the same; from few to many until one keeps the goal
     hpa            each role by its own busy share, to 70 %, as a HorizontalPodAutoscaler does
     ratio clamp    the same, and the ratio of P to D kept within 1:2 and 2:1 (Kthena)
-    decode tps     D by the tokens that they give a second, P by a fixed ratio (HeteroScale)
-    clairvoyant    kvferry's prediction, told the highest rate until a start that is begun now is done
+    decode tps     D by the tokens that they give a second, P by a fixed ratio (HeteroScale); both of the whole trace
+    token velocity each role by the tokens that come for it a second, over what one instance does at most (TokenScale)
+    clairvoyant    the cheapest for the requests that arrive until an instance that starts now is ready, and at once
 
 The rules are written from their descriptions; the real programs are not run.
 """
@@ -23,32 +28,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts, Rules
-from kvferry.fleet.scaling.scaler import Measured, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.scaler import Measured, Outlook, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 from kvferry.router.instances.membership import Declared
 from kvferry.sim.engine import SimInstance, SimInstanceSpec
-from kvferry.sim.traffic import Arrival, TracePrompt, faster, part_of, read_traffic
+from kvferry.sim.traffic import BLOCK_TOKENS, Arrival, TracePrompt, faster, part_of, read_traffic
 from kvferry.sim.world import TOKEN, RequestSpec, World, WorldSpec
 from report import print_machine, save
 
+RULES_HERE = ("kvferry", "deflect", "clairvoyant", "hpa", "clamp", "velocity", "static", "tps")
 INTERVAL_S, LOOK_S = 5.0, 1.0
 START_S, DRAIN_S, COOL_DOWN_S = 30.0, 120.0, 120.0
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.030)
 GOAL, MOST = 0.99, 8
+TIMES = PhaseTimes(0.006, 40e-6, 0.004, 150e-6, first_token_s=0.003, most_sequences=128)
+"""What the clairvoyant takes for granted until it was measured."""
 RULES = Rules(
     targets=TARGETS,
     least=Counts(1, 1),
     most=Counts(MOST, MOST),
     budget=2 * MOST,
     goal=GOAL,
+    deflect=False,
     switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
     cool_down_s=COOL_DOWN_S,
 )
@@ -114,25 +126,40 @@ class Kvferry(Rule):
 
 
 class Clairvoyant(Kvferry):
-    """The same prediction, and the cheapest for the highest rate until an instance that starts now has started; nothing
-    is kept for longer."""
+    """Replays what will arrive until an instance that starts now is ready, and releases at once."""
 
-    def __init__(self, start: Counts, arrivals: Sequence[float]) -> None:
-        super().__init__(start)
-        self._arrivals = arrivals
+    def __init__(self, start: Counts, rules: Rules, arrivals: Sequence[Arrival]) -> None:
+        super().__init__(start, replace(rules, cool_down_s=0.0))
+        self._requests = np.array(
+            [
+                (one.at_s, left, one.answer_tokens)
+                for one, left in zip(arrivals, uncached(arrivals), strict=True)
+            ]
+        )  # fmt: skip
+        self.base: float = 0.0
+        """When the first one arrives."""
 
     def _measured(self, seen: Seen) -> Measured:
         found = super()._measured(seen)
-        until = seen.now + START_S + 2 * INTERVAL_S
-        coming = [one for one in self._arrivals if seen.now - INTERVAL_S <= one < until]
-        bins = [0.0] * max(1, round((until - seen.now + INTERVAL_S) / INTERVAL_S))
-        for one in coming:
-            bins[min(len(bins) - 1, int((one - seen.now + INTERVAL_S) / INTERVAL_S))] += 1
-        return replace(found, demand=Demand([max(bins)] * 60, INTERVAL_S))
+        begins, lasts_s = seen.now - self.base - INTERVAL_S, START_S + 3 * INTERVAL_S
+        here = self._requests[(self._requests[:, 0] >= begins) & (self._requests[:, 0] < begins + lasts_s)]
+        workload = Workload(np.maximum(here[:, 0] - begins, 0.0), here[:, 1], here[:, 2], lasts_s)
+        times = found.times or TIMES
+        return replace(found, workload=workload, times=times, num_known=99, demand=Demand([0.0] * 60, INTERVAL_S))
 
     def decide(self, seen: Seen) -> Counts:
         self._memory = msgspec.structs.replace(self._memory, changed_at=-1e18)
         return super().decide(seen)
+
+
+def uncached(arrivals: Sequence[Arrival]) -> list[float]:
+    """Tokens of each prompt that no earlier one had."""
+    known: set[int] = set()
+    found = []
+    for one in arrivals:
+        found.append(max(1.0, one.prompt_tokens - BLOCK_TOKENS * sum(block in known for block in one.block_ids)))
+        known.update(one.block_ids)
+    return found
 
 
 @dataclass
@@ -183,6 +210,28 @@ class DecodeTps(Hpa):
         return self._stabilised(seen, Counts(min(MOST, max(1, round(decode * self._ratio))), decode))
 
 
+class TokenVelocity(Hpa):
+    """Each role by the tokens that came for it in the last seconds, over those that one instance takes a second at
+    most within the targets."""
+
+    def __init__(self, targets: LatencyTargets, window_s: float = 15.0) -> None:
+        super().__init__()
+        self._window_s = window_s
+        step = INSTANCE.times
+        together = min(INSTANCE.max_num_seqs, int((targets.itl_s - step.base_s) / step.decode_sequence_s))
+        self._prefill_per_s = 1.0 / step.prefill_token_s
+        self._decode_per_s = together / (step.base_s + step.decode_sequence_s * together)
+
+    def decide(self, seen: Seen) -> Counts:
+        lately = [one for one in seen.report.requests if one.arrived > seen.now - self._window_s]
+        ended = [one.output_tokens for one in seen.report.requests if one.state == "done"]
+        answer = sum(ended) / len(ended) if ended else 0.0
+        prefill = sum(one.uncached for one in lately) / self._window_s / self._prefill_per_s
+        decode = len(lately) * answer / self._window_s / self._decode_per_s
+        wanted = (min(MOST, max(1, math.ceil(one))) for one in (prefill, decode))
+        return self._stabilised(seen, Counts(*wanted))
+
+
 @dataclass
 class Member:
     instance: SimInstance
@@ -195,8 +244,8 @@ class Member:
 class ScaledFleet:
     """A simulated fleet whose counts a rule decides."""
 
-    def __init__(self, rule: Rule, start: Counts, arrivals: Sequence[Arrival]) -> None:
-        self._rule, self._start, self._arrivals = rule, start, arrivals
+    def __init__(self, rule: Rule, start: Counts, arrivals: Sequence[Arrival], targets: LatencyTargets) -> None:
+        self._rule, self._start, self._arrivals, self._targets = rule, start, arrivals, targets
         self._members: dict[str, Member] = {}
         self._wanted, self._number = start, 0
         self.instance_s = 0.0
@@ -218,8 +267,7 @@ class ScaledFleet:
             first_s = world.simulation.now
             self.instance_s = 0.0
             if isinstance(self._rule, Clairvoyant):
-                base = self._wall()
-                self._rule._arrivals = [base + one.at_s for one in self._arrivals]
+                self._rule.base = self._wall()
             world.submit(self._requests(first_s))
             decide_at = first_s
             until = first_s + self._arrivals[-1].at_s + 300.0
@@ -233,13 +281,13 @@ class ScaledFleet:
         done = [one for one in results if one.outcome == "complete"]
         ttft = [one.first_s or 0.0 for one in done]
         itl = [((one.end_s or 0.0) - (one.first_s or 0.0)) / max(1, one.num_tokens - 1) for one in done]
-        within = sum(a <= TARGETS.ttft_s and b <= TARGETS.itl_s for a, b in zip(ttft, itl, strict=True))
+        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for a, b in zip(ttft, itl, strict=True))
         return {
             "requests": len(results),
             "complete": len(done),
             "within": within / len(results),
-            "ttft_within": sum(one <= TARGETS.ttft_s for one in ttft) / len(results),
-            "itl_within": sum(one <= TARGETS.itl_s for one in itl) / len(results),
+            "ttft_within": sum(one <= self._targets.ttft_s for one in ttft) / len(results),
+            "itl_within": sum(one <= self._targets.itl_s for one in itl) / len(results),
             "instance_s": self.instance_s,
             "most": [self.most.prefill, self.most.decode],
             "starts": self.num_starts,
@@ -352,12 +400,12 @@ class ScaledFleet:
         return total / (INTERVAL_S * len(here)) if here else 0.0
 
 
-def compare(arrivals: Sequence[Arrival], start: Counts) -> dict[str, Any]:
+def compare(arrivals: Sequence[Arrival], start: Counts, rules: Rules, wanted: Sequence[str]) -> dict[str, Any]:
     """Figures of each rule."""
     found: dict[str, Any] = {}
 
     def run(name: str, rule: Rule, begin: Counts = start) -> dict[str, Any]:
-        figures = found[name] = ScaledFleet(rule, begin, arrivals).run()
+        figures = found[name] = ScaledFleet(rule, begin, arrivals, rules.targets).run()
         if isinstance(rule, Kvferry):
             figures["said"] = rule.said
         print(
@@ -369,37 +417,84 @@ def compare(arrivals: Sequence[Arrival], start: Counts) -> dict[str, Any]:
         )
         return figures
 
-    run("kvferry", Kvferry(start, replace(RULES, deflect=False)))
-    run("kvferry, deflect = true", Kvferry(start))
-    run("clairvoyant", Clairvoyant(start, ()))
-    run("hpa", Hpa())
-    run("ratio clamp", RatioClamp())
+    if "kvferry" in wanted:
+        run("kvferry", Kvferry(start, rules))
+    if "deflect" in wanted:
+        run("kvferry, deflect = true", Kvferry(start, replace(rules, deflect=True)))
+    if "clairvoyant" in wanted:
+        run("clairvoyant", Clairvoyant(start, rules, arrivals))
+    if "hpa" in wanted:
+        run("hpa", Hpa())
+    if "clamp" in wanted:
+        run("ratio clamp", RatioClamp())
+    if "velocity" in wanted:
+        run("token velocity", TokenVelocity(rules.targets))
     best = start
-    for best in (Counts(1, 1), Counts(2, 1), Counts(1, 2), Counts(2, 2), Counts(3, 1), Counts(3, 2), Counts(4, 2)):
-        if run(f"static {best.prefill}+{best.decode}", Static(best), best)["within"] >= GOAL:
-            break
-    lasted_s = arrivals[-1].at_s
-    tokens_per_s = sum(one.answer_tokens for one in arrivals) / lasted_s
-    run("decode tps", DecodeTps(tokens_per_s / best.decode, best.prefill / best.decode))
+    if "static" in wanted:
+        sizes = sorted((Counts(p, d) for p in range(1, 6) for d in range(1, 6)), key=lambda one: one.total)
+        for best in _promising(arrivals, rules, sizes):
+            if run(f"static {best.prefill}+{best.decode}", Static(best), best)["within"] >= GOAL:
+                break
+    if "tps" in wanted:
+        tokens_per_s = sum(one.answer_tokens for one in arrivals) / arrivals[-1].at_s
+        run("decode tps", DecodeTps(tokens_per_s / best.decode, best.prefill / best.decode))
     return found
+
+
+def _promising(arrivals: Sequence[Arrival], rules: Rules, sizes: Sequence[Counts]) -> list[Counts]:
+    """Of each number of instances the division that is expected to keep the most, where that is more than half."""
+    requests = [
+        (one.at_s, left, one.answer_tokens) for one, left in zip(arrivals, uncached(arrivals), strict=True)
+    ]  # fmt: skip
+    outlook = Outlook(rules, [Workload.of(requests, arrivals[-1].at_s)], TIMES)
+    best: dict[int, Counts] = {}
+    for one in sizes:
+        before = best.get(one.total)
+        if before is None or outlook.best(one).attained > outlook.best(before).attained:
+            best[one.total] = one
+    return [one for one in best.values() if outlook.best(one).attained > 0.5]
+
+
+def generated(name: str, seed: int, for_s: float) -> list[Arrival]:
+    """Poisson processes with a rate that changes."""
+    random, now, found = Random(seed), 0.0, []
+    most = 8.0 if name == "sine" else 3.0
+    while (now := now + random.expovariate(most)) < for_s:
+        if name == "sine":
+            rate, prompt, output = 4.5 - 3.5 * math.cos(2 * math.pi * now / 900.0), 8000, 1000
+        else:
+            rate = 1.0 if int(now / 120.0) % 3 else 3.0
+            prompt = min(8000, 16 + int(random.lognormvariate(6.0, 1.0)))
+            output = min(6000, 50 + int(random.lognormvariate(7.0, 0.7)))
+        if random.random() < rate / most:
+            found.append(Arrival(now, prompt, output))
+    return [replace(one, at_s=one.at_s - found[0].at_s) for one in found]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", required=True, help="a file, sine or reasoning")
     parser.add_argument("--from-s", type=float, default=0.0)
     parser.add_argument("--for-s", type=float, default=600.0)
     parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--seed", type=int, default=1, help="of a generated trace")
+    parser.add_argument("--ttft-s", type=float, default=1.0)
+    parser.add_argument("--itl-s", type=float, default=0.030)
+    parser.add_argument("--rules", nargs="+", choices=RULES_HERE, default=RULES_HERE)
+    parser.add_argument("--save", default="", help="a name for the results, autoscale_NAME")
     options = parser.parse_args()
     print_machine()
-    recorded = faster(read_traffic(options.trace), options.speed)
-    arrivals = part_of(recorded, first_s=options.from_s, last_s=options.from_s + options.for_s)
+    if options.trace in ("sine", "reasoning"):
+        arrivals = generated(options.trace, options.seed, options.for_s)
+    else:
+        recorded = faster(read_traffic(Path(options.trace)), options.speed)
+        arrivals = part_of(recorded, first_s=options.from_s, last_s=options.from_s + options.for_s)
     print(f"{len(arrivals)} requests in {options.for_s:g} s")
-    found = compare(arrivals, Counts(2, 1))
+    rules = replace(RULES, targets=LatencyTargets(options.ttft_s, options.itl_s))
+    found = compare(arrivals, Counts(2, 1), rules, options.rules)
     if options.save:
-        settings = {**vars(options), "trace": options.trace.name, "ttft_s": TARGETS.ttft_s, "itl_s": TARGETS.itl_s}
-        save("autoscale", {**settings, "goal": GOAL, "start_s": START_S}, found)
+        settings = {**vars(options), "trace": Path(options.trace).name}
+        save(f"autoscale_{options.save}", {**settings, "goal": GOAL, "start_s": START_S}, found)
 
 
 if __name__ == "__main__":
