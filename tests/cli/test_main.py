@@ -124,6 +124,12 @@ def test_python_dash_m_works() -> None:
         (["serve", "m", "--port", "70000"], "--port must be between 0 and 65535"),
         (["serve", "m", "--prefill", "1", "--cores", "x"], "--cores: 'x' is not a core or a range"),
         (["decode", "m", "--block-size", "0"], "--block-size must be at least 1, got 0"),
+        (["decode", "m", "--ranks-at", "10.0.0.1:7000"], "--ranks-at needs --tensor-parallel-size of at least 2"),
+        (
+            ["decode", "m", "--tp=2", "--ranks-at", "7000"],
+            "--ranks-at must be HOST:PORT, such as 10.0.0.1:7000, got '7000'",
+        ),
+        (["rank", "10.0.0.1:7000"], "kvferry rank needs KVFERRY_AUTH_TOKEN"),
         (["prefill", "m", "--kv-transfer-config", "{"], "--kv-transfer-config is not valid JSON"),
         (
             ["serve", "m", "--kv-transfer-config", "NixlConnector"],

@@ -10,6 +10,7 @@ from kvferry.cli.common import LOG, LogFlags, ReadyFd
 from kvferry.cli.flags import complete
 from kvferry.core.keys import shared_token
 from kvferry.core.names import resolve, without_collections
+from kvferry.core.settings.addresses import parse_address
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 RUN_RANK = "kvferry.engine.executor.rank_main:run_rank"
@@ -30,6 +31,7 @@ def rank(address: RankAddress, /, *, log: LogFlags = LOG, ready_fd: ReadyFd = No
     """
     set_up_logging(complete(LogConfig, log), "rank")
     token = shared_token("kvferry rank")
+    parse_address(address, "the address of the instance")
     with without_collections():
         run = resolve(RUN_RANK)
     code: int = run(address, token)

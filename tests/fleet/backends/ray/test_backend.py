@@ -8,7 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 
@@ -98,17 +98,28 @@ async def test_members_that_do_not_outlive_their_backend_are_seen_by_no_other(no
 
 
 @pytest.mark.parametrize(
-    ("args", "ranks", "named"), [(("--nnodes=2",), "same-host", "--nnodes=2"), ((), "pack", "backend.ray")]
+    ("kind", "args", "ray", "named"),
+    [
+        (
+            "vllm",
+            ("--nnodes=2",),
+            {},
+            "--nnodes=2: on Ray, all ranks of a server that is not kvferry's are on one node",
+        ),
+        ("sglang", (), {"both": ActorSpec(ranks="pack")}, r"backend\.ray\.both\.ranks: on Ray, all ranks of a server"),
+        ("kvferry", (), {"both": ActorSpec(ranks="pack")}, r"both\.ranks: there is one rank; set role\.both\.tensor"),
+        ("kvferry", (), {"router": ActorSpec(ranks="spread")}, r"router\.ranks: a router has no ranks"),
+    ],
 )
-def test_ranks_of_one_vllm_server_are_on_one_node(
-    args: tuple[str, ...], ranks: Literal["same-host", "pack"], named: str, tmp_path: Path
+def test_ranks_that_cannot_be_on_several_nodes_are_refused(
+    kind: Any, args: tuple[str, ...], ray: dict[Any, ActorSpec], named: str, tmp_path: Path
 ) -> None:
-    engine, backend = EngineSpec(kind="vllm", args=args), Backend(kind="ray", ray={"both": ActorSpec(ranks=ranks)})
+    engine, backend = EngineSpec(kind=kind, args=args), Backend(kind="ray", ray=ray)
     fleet = WantedFleet(
         name="ranks", model="m", mode="pooling", role={"both": RoleSpec()}, engine=engine, backend=backend
     )
     context = BackendContext(tmp_path, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher())
-    with pytest.raises(ConfigError, match=f"{named}: on Ray, all ranks of a vLLM server are on one node"):
+    with pytest.raises(ConfigError, match=named):
         backend_class("ray")(context).use(fleet)
 
 

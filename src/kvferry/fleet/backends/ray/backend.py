@@ -47,7 +47,8 @@ to say so of a node."""
 _LOOK_S = 5.0
 """How often it is looked whether Ray's control service answers."""
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
-"""vLLM's flags for an instance of which each node runs a part."""
+"""Flags of vLLM and SGLang for a server of which each node runs a part."""
+_ON_ONE_NODE = "on Ray, all ranks of a server that is not kvferry's are on one node"
 
 
 class RayMember:
@@ -91,9 +92,8 @@ class RayBackend(FleetBackend):
         """Start members for this fleet from now on. Raises `ConfigError`."""
         for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
             if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
-                raise ConfigError(f"{flag}: on Ray, all ranks of a vLLM server are on one node; leave it out")
-        if fleet.engine.kind == "vllm" and any(one.ranks != "same-host" for one in fleet.backend.ray.values()):
-            raise ConfigError("backend.ray: on Ray, all ranks of a vLLM server are on one node; leave `ranks` out")
+                raise ConfigError(f"{flag}: {_ON_ONE_NODE}; leave it out")
+        _require_ranks(fleet)
         self.context.make_recipe(fleet)
         self._fleet = fleet
 
@@ -421,6 +421,20 @@ class RayBackend(FleetBackend):
         begun = asyncio.create_task(task)
         self._tasks.add(begun)
         begun.add_done_callback(self._tasks.discard)
+
+
+def _require_ranks(fleet: WantedFleet) -> None:
+    """Raise `ConfigError` for `ranks` of what has no ranks that could be on several nodes."""
+    for role, one in fleet.backend.ray.items():
+        where = f"backend.ray.{role}.ranks"
+        if one.ranks == "same-host":
+            continue
+        if fleet.engine.kind != "kvferry":
+            raise ConfigError(f"{where}: {_ON_ONE_NODE}; leave it out")
+        if role == "router":
+            raise ConfigError(f"{where}: a router has no ranks; leave it out")
+        if role not in fleet.role or fleet.role[role].tensor_parallel_size == 1:
+            raise ConfigError(f"{where}: there is one rank; set role.{role}.tensor_parallel_size, or leave it out")
 
 
 def _placed_as(member: Member | MemberSpec) -> str:
