@@ -24,6 +24,7 @@ mode = "pooling"
 args = ["--served-model-name=m", "--grace-s=5"]
 [engine]
 kind = "vllm"
+connector = ["{connector}"]
 args = {arguments}
 [role.prefill]
 max = 2
@@ -55,13 +56,14 @@ class VllmFleet(Fleet):
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmFleet]:
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
+    connector = getattr(request, "param", "P2pConnector")
     use_state_in(tmp_path, monkeypatch)
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     made = VllmFleet(tmp_path, NAME)
     try:
-        made.apply(SPEC.format(model=MODEL, arguments=list(VLLM_ARGUMENTS)), "--wait-s=0")
+        made.apply(SPEC.format(model=MODEL, connector=connector, arguments=list(VLLM_ARGUMENTS)), "--wait-s=0")
         made.until_ready(1, 1)
         yield made
     finally:
@@ -88,3 +90,16 @@ def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wro
         if one.role != "router":
             assert httpx.get(f"{one.url}/health", timeout=30).status_code == 200
             require_idle(one.url)
+
+
+@pytest.mark.parametrize("fleet", ["NixlConnector"], indirect=True)
+def test_vllm_servers_with_its_own_connector_hand_off_and_are_drained(fleet: VllmFleet) -> None:
+    with Load(fleet.status.url) as load:
+        fleet.becomes(prefill=1, decode=2)
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+        fleet.becomes(prefill=1, decode=1)
+        assert figure(fleet.status.url, "kvferry_router_hand_offs_total") > 0
+    assert load.wrong == []
+    (decode,) = fleet.ready("decode")
+    assert figure(decode.url, "vllm:nixl_bytes_transferred_sum") > 0

@@ -43,7 +43,7 @@ class Item:
 
     @property
     def outstanding(self) -> int:
-        return sum(one.outstanding for one in self.members)
+        return sum([one.outstanding for one in self.members])
 
 
 def plan(fleet: WantedFleet, members: Sequence[Observed], failures: Sequence[Failure], now: float) -> list[Step]:
@@ -166,6 +166,8 @@ class _Tick:
             here = self._of(kind)
             rolling = 0 < self._num_updated[kind] < len(here)
             surplus = len(here) - (max(wanted, min(wanted + self._fleet.roll.surge, most)) if rolling else wanted)
+            if surplus <= 0:
+                continue
             num_ready = sum(one.phase is Phase.READY for one in here)
             for item in sorted(here, key=lambda one: (one.revision == self._revision, *_least_missed(one))):
                 is_ready = item.phase is Phase.READY
@@ -196,9 +198,16 @@ class _Tick:
                 return  # what failed so far is to be understood before more is drained for it
         least = {kind: num - self._fleet.roll.unavailable for kind, num in wanted.items()}
         ready = _Ready([one for one in self._items.values() if one.phase is Phase.READY], least, self._fleet.role)
+        kept = set[tuple[str, str]]()
+        """Kinds and revisions of which none can be missed until another one is drained."""
         for item in sorted(self._old(), key=_least_missed):
+            if (item.kind, item.revision) in kept:
+                continue
             if ready.can_miss(item):
                 self._remove(item, why)
+                kept.clear()
+            else:
+                kept.add((item.kind, item.revision))
 
     def _old(self) -> list[Item]:
         return [one for one in self._items.values() if one.revision != self._revision]
@@ -283,25 +292,37 @@ class _Ready:
         self._number = defaultdict[str, Counter[str]](Counter)
         for one in ready:
             self._number[one.revision][one.kind] += 1
+        self._total, self._effective = Counter[str](), Counter[str]()
+        for number in self._number.values():
+            self._total.update(number)
+            if self._is_whole(number):
+                self._effective.update(number)
 
     def can_miss(self, item: Item) -> bool:
-        """Whether it can be drained; if so, it is ready no more."""
-        number, effective, total = self._number[item.revision], self._effective(), self._total(item.kind)
-        number[item.kind] -= 1
-        after = self._effective()
-        least = max(self._least.get(item.kind, 0), self._min.get(item.kind, 0))
-        if total > least and all(after[one] >= min(effective[one], num) for one, num in self._least.items()):
-            return True
-        number[item.kind] += 1
-        return False
+        """Whether it can be drained; if so, it is ready no more. Answers the same for all of one kind and revision,
+        until one can."""
+        kind, effective = item.kind, self._effective
+        if self._total[kind] <= max(self._least.get(kind, 0), self._min.get(kind, 0)):
+            return False
+        lost = self._lost_without(item)
+        if any(effective[one] - num < min(effective[one], self._least[one]) for one, num in lost.items()):
+            return False
+        for one, num in lost.items():
+            effective[one] -= num
+        self._number[item.revision][kind] -= 1
+        self._total[kind] -= 1
+        return True
 
-    def _total(self, kind: str) -> int:
-        return sum(one[kind] for one in self._number.values())
+    def _lost_without(self, item: Item) -> dict[str, int]:
+        """How many of each kind are effective no more without it."""
+        number = self._number[item.revision]
+        if item.kind not in self._least or not self._is_whole(number):
+            return {}
+        return {item.kind: 1} if number[item.kind] > 1 else {kind: number[kind] for kind in self._least}
 
-    def _effective(self) -> dict[str, int]:
-        """How many of each kind have a ready one of every other kind in their revision."""
-        whole = [one for one in self._number.values() if all(one[kind] > 0 for kind in self._least)]
-        return {kind: sum(one[kind] for one in whole) for kind in self._least}
+    def _is_whole(self, number: Mapping[str, int]) -> bool:
+        """Whether a revision of so many ready ones has one of every kind, which are then effective."""
+        return all(number[kind] > 0 for kind in self._least)
 
 
 def _items(fleet: WantedFleet, members: Iterable[Observed]) -> Iterator[Item]:
