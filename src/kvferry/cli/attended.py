@@ -14,7 +14,7 @@ from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
-from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
+from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo, Superseded
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet
@@ -108,6 +108,9 @@ class AttendedFleet:
                 return 0
             case LetGo():
                 return 0
+            case Superseded():
+                self._display.error("another controller looks after this fleet now; its members are left to that one")
+                return EXIT_FAILED
             case FleetFailed(member, reason):
                 return self._report_failure(member, reason, is_up=is_up)
 

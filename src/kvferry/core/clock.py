@@ -34,6 +34,11 @@ class SystemClock:
         self.monotonic, self.wall = time.monotonic, time.time
 
 
+def boot_time() -> float:
+    """Seconds since the machine was started, those included in which it was asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 _SYSTEM = SystemClock()
 SYSTEM_CLOCK: Clock = _SYSTEM
 """The machine's own time."""

@@ -29,7 +29,7 @@ from kvferry.core.settings.bounds import SECONDS_OR_ZERO
 from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.fleet.backends.local.member import ERROR_PREFIX
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
-from kvferry.fleet.control.controller import Controller, EndAsked, LetGo
+from kvferry.fleet.control.controller import Controller, End, EndAsked, LetGo, Superseded
 from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Event, Ledger, Wanted
@@ -216,6 +216,13 @@ def control(
 
 
 async def _control(ledger: Ledger, *, waits: bool) -> int:
+    """Until it is told to end. One that was not heard for so long that another may act begins anew, and waits."""
+    while isinstance(await _look_after(ledger, waits=waits), Superseded):
+        waits = True
+    return 0
+
+
+async def _look_after(ledger: Ledger, *, waits: bool) -> End:
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = _backend(running_folder(ledger), fleet)
     async with Front(backend.context.token) as front:
@@ -226,12 +233,13 @@ async def _control(ledger: Ledger, *, waits: bool) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, controller.end, LetGo())
         try:
-            if isinstance(await controller.run(), EndAsked):
+            end = await controller.run()
+            if isinstance(end, EndAsked):
                 await controller.bring_down()
+            return end
         finally:
             await backend.close()
             controller.close()
-    return 0
 
 
 # What is wanted.

@@ -145,6 +145,22 @@ class FleetBackend(ABC):
         change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was wanted
         before holds then."""
 
+    async def try_to_act(self) -> bool:
+        """Take the right to act on this fleet, which one controller of all machines has at a time, until `close`;
+        False: another one has it. Called after `use` and before `open`, again and again until it says yes. Raises
+        `ConfigError`. By default, all controllers of a fleet are on one machine, where the ledger has that right."""
+        return True
+
+    @property
+    def may_act(self) -> bool:
+        """Whether this process still has that right; once it has not, the controller does nothing any more."""
+        return True
+
+    @property
+    def acts_instead(self) -> str:
+        """Who has it, as far as that is known."""
+        return "another controller"
+
     @abstractmethod
     async def open(self) -> None:
         """Take up what an earlier controller has left. Called once, first. Raises `ConfigError` for what makes it

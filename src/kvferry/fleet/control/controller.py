@@ -70,6 +70,11 @@ class LetGo:
 
 
 @dataclass(frozen=True)
+class Superseded:
+    """Another controller may act by now, as this one was not heard for a while."""
+
+
+@dataclass(frozen=True)
 class FleetFailed:
     """A member failed before the fleet was up, or no instance is left that could answer, and none may be started.
     `member`: the one that failed last."""
@@ -78,7 +83,7 @@ class FleetFailed:
     reason: str
 
 
-End = EndAsked | LetGo | FleetFailed
+End = EndAsked | LetGo | Superseded | FleetFailed
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,14 @@ class Controller:
     async def run(self) -> End:
         """Look after the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
         `ConfigError` if the fleet cannot be run here."""
-        if not await self._may_act():
+        if not await self._may_act_here() or not await self._may_act():
             return self._end.result()
-        assert self._lease is not None
-        self._saying = asyncio.create_task(self._lease.keep_saying())
-        self._look_for_changes()
-        await self._backend.open()
+        try:
+            await self._backend.open()
+        except ConfigError:
+            if self._backend.may_act:
+                raise
+            return Superseded()
         await self._take_up()
         async with asyncio.TaskGroup() as group:
             steps = Steps(group)
@@ -183,8 +190,8 @@ class Controller:
         """Whether everything that is wanted has once served."""
         return self._is_up
 
-    async def _may_act(self) -> bool:
-        """Wait until no other controller acts; False if this one was told to end meanwhile."""
+    async def _may_act_here(self) -> bool:
+        """Wait until no other controller of this machine acts; False if this one was told to end meanwhile."""
         waited = False
         while (lease := self._ledger.try_to_act()) is None:
             if not self._waits and self._ledger.has_controller:
@@ -198,6 +205,23 @@ class Controller:
             if self._end.done():
                 return False
         self._lease = lease
+        self._saying = asyncio.create_task(lease.keep_saying())
+        return True
+
+    async def _may_act(self) -> bool:
+        """The same for controllers of other machines."""
+        waited = False
+        self._look_for_changes()
+        while not await self._backend.try_to_act():
+            if not waited:
+                waited = True
+                who = self._backend.acts_instead
+                self._display.note(f"{who} looks after this fleet; waiting in case it ends")
+                self._note("waits", "", f"{who} looks after this fleet")
+            await asyncio.wait([self._end], timeout=_TRY_AGAIN_S)
+            if self._end.done():
+                return False
+            self._look_for_changes()
         return True
 
     async def _take_up(self) -> None:
@@ -255,6 +279,9 @@ class Controller:
 
     async def _look(self, running: Steps) -> float:
         """One round; returns how long to wait for the next one."""
+        if not self._backend.may_act:
+            self.end(Superseded())
+            return 0.0
         wanted = self._look_for_changes()
         if wanted.deleted:
             self.end(EndAsked())

@@ -23,7 +23,7 @@ from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL
 VERSION = "1.37"
 _LOOK_S = 0.01
 _FINALIZER = "tests/node"
-_UNPROCESSABLE, _GONE = 422, 410
+_UNPROCESSABLE, _GONE, _CONFLICT = 422, 410, 409
 
 
 class ApiServer(KubernetesEmulator):
@@ -33,6 +33,9 @@ class ApiServer(KubernetesEmulator):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         self.fails: dict[action, int] = {}
+        self.changes: list[tuple[str, str]] = []
+        """What was asked to be changed, and with which credentials."""
+        self._num_changes = 0
         self._watches: set[asyncio.Task[Any]] = set()
         self.resources["v1/pods"] = {"kind": "Pod", "namespaced": True}
 
@@ -42,6 +45,9 @@ class ApiServer(KubernetesEmulator):
             task.cancel()
 
     async def _handle(self, request: Request) -> aiohttp.web.StreamResponse:
+        if request.action in (action.CREATE, action.UPDATE, action.DELETE):
+            what = request.url.path.rpartition("/namespaces/")[2]
+            self.changes.append((request.headers.get("Authorization", ""), f"{request.method} {what}"))
         if (status := self.fails.get(request.action)) is not None:  # type: ignore[arg-type]
             if status == _GONE and request.action is action.WATCH:
                 told = {"type": "ERROR", "object": {"code": _GONE, "reason": "Expired", "message": "too old"}}
@@ -52,18 +58,37 @@ class ApiServer(KubernetesEmulator):
             assert task is not None
             self._watches.add(task)
             task.add_done_callback(self._watches.discard)
+        if request.action in (action.CREATE, action.UPDATE) and isinstance(request.data, dict):
+            self._number(request)
         if request.action is action.CREATE:
             self._require_valid(request.data)
             if request.data["kind"] == "Pod":
                 request.data["metadata"]["finalizers"] = [_FINALIZER]
-        if request.action is action.DELETE and request.name and "/pods/" in request.url.path:
-            grace_s = int(request.params.get("gracePeriodSeconds", "30"))
-            key = (request.resource, request.namespace, request.name)
-            if key in self.objects and not self.objects[key].deleted:
+        key = (request.resource, request.namespace, request.name)
+        options = request.data if isinstance(request.data, dict) else {}
+        if request.action is action.DELETE and key in self.objects and not self.objects[key].deleted:
+            uid = options.get("preconditions", {}).get("uid")
+            if uid not in (None, self.objects[key].raw["metadata"]["uid"]):
+                raise KubernetesError(status=_CONFLICT, reason="Conflict", message="it is another one")
+            if "/pods/" in request.url.path:
+                grace_s = options.get("gracePeriodSeconds", 30)
                 known = self.objects[key].raw["metadata"].get("deletionGracePeriodSeconds", grace_s)
                 changes: dict[str, Any] = {"deletionGracePeriodSeconds": min(known, grace_s)}
                 self.objects[key].patch({"metadata": {**changes, **({} if grace_s else {"finalizers": []})}})
         return await super()._handle(request)
+
+    def _number(self, request: Request) -> None:
+        """Versions and uids, which kmock does not know; a change may name the version that it is made for."""
+        metadata = request.data.setdefault("metadata", {})
+        key = (request.resource, request.namespace, request.name)
+        if request.action is action.UPDATE and key in self.objects:
+            version = self.objects[key].raw["metadata"]["resourceVersion"]
+            if metadata.get("resourceVersion", version) != version:
+                raise KubernetesError(status=_CONFLICT, reason="Conflict", message="the object has been modified")
+        self._num_changes += 1
+        metadata["resourceVersion"] = str(self._num_changes)
+        if request.action is action.CREATE:
+            metadata["uid"] = f"uid-{self._num_changes}"
 
     @staticmethod
     def _require_valid(object: dict[str, Any]) -> None:
@@ -166,6 +191,7 @@ class Cluster:
     def __init__(self) -> None:
         self.server = ApiServer()
         self.node: Node
+        self.url = ""
 
     @asynccontextmanager
     async def running(self, folder: Path) -> AsyncIterator[Cluster]:
@@ -173,25 +199,32 @@ class Cluster:
             self.node = Node(self.server, served.client)
             node = asyncio.create_task(self.node.run())
             try:
-                with _kubeconfig(folder, str(served.url)):
+                self.url = str(served.url).rstrip("/")
+                with _kubeconfig(write_kubeconfig(folder, self.url)):
                     yield self
             finally:
                 node.cancel()
                 await asyncio.wait([node])
 
 
-@contextmanager
-def _kubeconfig(folder: Path, url: str) -> Iterator[None]:
+def write_kubeconfig(folder: Path, url: str, token: str = "a token of the API") -> Path:
+    """The file with which a cluster is reached."""
     told = {
         "apiVersion": "v1",
         "kind": "Config",
-        "clusters": [{"name": "tests", "cluster": {"server": url.rstrip("/")}}],
-        "users": [{"name": "tests", "user": {"token": "a token of the API"}}],
+        "clusters": [{"name": "tests", "cluster": {"server": url}}],
+        "users": [{"name": "tests", "user": {"token": token}}],
         "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "tests"}}],
         "current-context": "tests",
     }
-    path, before = folder / "kubeconfig", os.environ.get("KUBECONFIG")
+    path = folder / "kubeconfig"
     path.write_text(yaml.safe_dump(told))
+    return path
+
+
+@contextmanager
+def _kubeconfig(path: Path) -> Iterator[None]:
+    before = os.environ.get("KUBECONFIG")
     os.environ["KUBECONFIG"] = str(path)
     try:
         yield

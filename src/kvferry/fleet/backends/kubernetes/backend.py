@@ -32,10 +32,12 @@ from kvferry.fleet.kubernetes.values import Values
 
 if TYPE_CHECKING:
     from kvferry.fleet.backends.kubernetes.cluster import Cluster
+    from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 
 logger = logging.getLogger(__name__)
 
-_POD = ("v1", "Pod")
+_POD, LEASE = ("v1", "Pod"), ("coordination.k8s.io/v1", "Lease")
+_NOTHING: Object = {"metadata": {}}
 _LEAST_GRACE_S = 1
 """0 would have Kubernetes forget the pod while it may still run."""
 _CONFIRMED_S = 15.0
@@ -62,6 +64,9 @@ class KubernetesBackend(FleetBackend):
         self._leaving: dict[str, asyncio.Event] = {}
         """Those that are to end; set when they are gone."""
         self._is_to_apply = asyncio.Event()
+        self._lease: ClusterLease | None = None
+        """The right to act, and its own connections, which wait for nothing else."""
+        self._lease_api: Cluster | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # What is wanted.
@@ -99,13 +104,44 @@ class KubernetesBackend(FleetBackend):
 
     # Its life.
 
+    async def try_to_act(self) -> bool:
+        """By a Lease of the cluster. An API server that fails is asked again later."""
+        from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
+        from kvferry.fleet.backends.kubernetes.lease import ClusterLease
+
+        told = kubernetes_of(self._wanted)
+        if self._lease is None:
+            self._lease_api = await Cluster.connect(told.namespace, told.context)
+            name = f"{self._wanted.name}-controller"
+            self._lease = ClusterLease(self._lease_api, told.namespace, name, labels_of(self._wanted))
+        try:
+            if not await self._lease.try_to_take():
+                return False
+        except ClusterError as error:
+            if error.status in (401, 403):
+                raise ConfigError(f"backend.kubernetes: {error}") from error
+            logger.warning("whether another controller acts is not known: %s", error)
+            return False
+        self._tasks.append(asyncio.create_task(self._lease.keep()))
+        return True
+
+    @property
+    def may_act(self) -> bool:
+        """Those that never asked for the right are alone."""
+        return self._lease is None or self._lease.is_held
+
+    @property
+    def acts_instead(self) -> str:
+        """The Lease says so: a machine or a pod, and a number of the controller's."""
+        return (self._lease and self._lease.holder) or "another controller"
+
     async def open(self) -> None:
         """Find the pods of an earlier controller, and make what they need beside them. Raises `ConfigError` if the
         cluster refuses it, or does not answer."""
         from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
 
         told = kubernetes_of(self._wanted)
-        self._cluster = cluster = await Cluster.connect(told.namespace, told.context)
+        self._cluster = cluster = await Cluster.connect(told.namespace, told.context, lambda: self.may_act)
         try:
             await self._apply()
             pods, version = await cluster.list_all(*_POD, selector_of(self._wanted))
@@ -117,7 +153,7 @@ class KubernetesBackend(FleetBackend):
             ):  # an earlier controller wanted that
                 self._leaving[pod["metadata"]["labels"][MEMBER_LABEL]] = asyncio.Event()
         self.listed(pods)
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(cluster.follow(*_POD, selector_of(self._wanted), self, version)),
             asyncio.create_task(self._keep_applied()),
         ]
@@ -132,16 +168,31 @@ class KubernetesBackend(FleetBackend):
             await asyncio.wait(self._tasks)
         if self._cluster is not None:
             await self._cluster.close()
+        if self._lease_api is not None:
+            await self._give_up()
+            await self._lease_api.close()
+
+    async def _give_up(self) -> None:
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        assert self._lease is not None
+        try:
+            await self._lease.give_up()
+        except ClusterError as error:
+            logger.debug("the next controller has to wait: %s", error)
 
     async def clear(self) -> None:
         """Delete what `open` has made beside the pods."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
-        for one in self._support():
+        made = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in self._support()]
+        if self._lease is not None:
+            made.append((*LEASE, self._lease.name))  # last: until then, nobody else acts
+        for version, kind, name in made:
             try:
-                await self._api.delete(one["apiVersion"], one["kind"], one["metadata"]["name"])
+                await self._api.delete(version, kind, name)
             except ClusterError as error:
-                logger.warning("%s %s is left: %s", one["kind"], one["metadata"]["name"], error)
+                logger.warning("%s %s is left: %s", kind, name, error)
 
     # Members.
 
@@ -177,7 +228,7 @@ class KubernetesBackend(FleetBackend):
             return
         gone = self._leaving.setdefault(name, asyncio.Event())
         await self._delete(name, max(_LEAST_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
-        if not gone.is_set():
+        if not gone.is_set() and self.may_act:
             logger.warning("the pod of %s is forgotten: its node does not say that it has ended", name)
             await self._delete(name, 0, gone, _CONFIRMED_S)
 
@@ -186,16 +237,17 @@ class KubernetesBackend(FleetBackend):
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
         pod, (wait_s, longest) = pod_name(self._wanted, name), _WAITS_S
+        uid = self._pods[name]["metadata"].get("uid", "") if name in self._pods else ""
         is_asked = False
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not gone.is_set():
+                while not gone.is_set() and self.may_act:
                     try:
                         is_there = await (
-                            self._api.has(*_POD, pod) if is_asked else self._api.delete(*_POD, pod, grace_s)
+                            self._api.has(*_POD, pod, uid) if is_asked else self._api.delete(*_POD, pod, grace_s, uid)
                         )
                         is_asked = True
-                        if not is_there:
+                        if not is_there and (self._pods.get(name) or _NOTHING)["metadata"].get("uid", uid) == uid:
                             self._forget(name)
                     except ClusterError as error:
                         logger.warning("the pod of %s is not deleted yet: %s", name, error)

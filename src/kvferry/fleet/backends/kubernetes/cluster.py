@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ _PLURALS = {
     "PodDisruptionBudget": "poddisruptionbudgets",
     "NetworkPolicy": "networkpolicies",
     "PodMonitor": "podmonitors",
+    "Lease": "leases",
 }
 
 
@@ -60,13 +61,15 @@ class Follower(Protocol):
 
 
 class Cluster:
-    """Owns the connections. `connect` makes one."""
+    """Owns the connections. `connect` makes one. `may_change`: nothing is changed any more once it says no."""
 
-    def __init__(self, connection: client.ApiClient, namespace: str) -> None:
-        self._connection, self._namespace = connection, namespace
+    def __init__(self, connection: client.ApiClient, namespace: str, may_change: Callable[[], bool]) -> None:
+        self._connection, self._namespace, self._may_change = connection, namespace, may_change
 
     @classmethod
-    async def connect(cls, namespace: str, context: str | None) -> Cluster:
+    async def connect(
+        cls, namespace: str, context: str | None, may_change: Callable[[], bool] = lambda: True
+    ) -> Cluster:
         """As the kubeconfig says, or within a pod its service account. Raises `ConfigError`."""
         settings = client.Configuration()
         try:
@@ -77,7 +80,7 @@ class Cluster:
                 await config.load_kube_config(place, context, settings, persist_config=False)
         except (config.ConfigException, OSError, ValueError) as error:
             raise ConfigError(f"backend.kubernetes: there is no way to a cluster: {error}") from error
-        return cls(client.ApiClient(settings), namespace)
+        return cls(client.ApiClient(settings), namespace, may_change)
 
     async def close(self) -> None:
         """Let go of all connections."""
@@ -102,23 +105,35 @@ class Cluster:
         """Merge changes into an object. Raises `ClusterError`."""
         return await self._ask("PATCH", f"{self._path(version, kind)}/{name}", body=changes)
 
-    async def delete(self, version: str, kind: str, name: str, grace_s: int | None = None) -> bool:
-        """Delete an object; whether it was there. Raises `ClusterError`."""
-        query = [] if grace_s is None else [("gracePeriodSeconds", str(grace_s))]
-        return await self._is_there("DELETE", f"{self._path(version, kind)}/{name}", query)
+    async def read(self, version: str, kind: str, name: str) -> Object:
+        """Raises `ClusterError`; its status is 404 if there is no such object."""
+        return await self._ask("GET", f"{self._path(version, kind)}/{name}")
 
-    async def has(self, version: str, kind: str, name: str) -> bool:
-        """Whether an object is there. Raises `ClusterError`."""
-        return await self._is_there("GET", f"{self._path(version, kind)}/{name}", [])
-
-    async def _is_there(self, method: str, path: str, query: Sequence[tuple[str, str]]) -> bool:
+    async def delete(self, version: str, kind: str, name: str, grace_s: int | None = None, uid: str = "") -> bool:
+        """Delete an object; whether it was there. `uid`: of that one, so that another of its name is left. Raises
+        `ClusterError`."""
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if uid:
+            options["preconditions"] = {"uid": uid}
         try:
-            await self._ask(method, path, query)
+            await self._ask("DELETE", f"{self._path(version, kind)}/{name}", body=options)
+        except ClusterError as error:
+            if error.status != _NOT_FOUND and not (uid and error.status == _CONFLICT):
+                raise
+            return False
+        return True
+
+    async def has(self, version: str, kind: str, name: str, uid: str = "") -> bool:
+        """Whether an object is there; with `uid`, that one. Raises `ClusterError`."""
+        try:
+            found = await self.read(version, kind, name)
         except ClusterError as error:
             if error.status != _NOT_FOUND:
                 raise
             return False
-        return True
+        return not uid or found["metadata"].get("uid") == uid
 
     async def list_all(self, version: str, kind: str, selector: str) -> tuple[list[Object], str]:
         """Those with these labels, and the version of the list. Raises `ClusterError`."""
@@ -132,6 +147,8 @@ class Cluster:
     async def _ask(
         self, method: str, path: str, query: Sequence[tuple[str, str]] = (), body: Object | None = None
     ) -> Object:
+        if method != "GET" and not self._may_change():
+            raise ClusterError("another controller looks after this fleet, and this one changes nothing any more")
         response = await self._send(method, path, query, body, aiohttp.ClientTimeout(total=_ASK_S))
         try:
             async with asyncio.timeout(_ASK_S):
