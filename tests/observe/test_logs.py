@@ -18,7 +18,7 @@ from kvferry.observe.logs import (
     LogConfig,
     helper_environment,
     json_line,
-    logging_request,
+    name_request,
     set_up_logging,
 )
 
@@ -42,8 +42,8 @@ def test_text_has_time_level_and_request(capsys: pytest.CaptureFixture[str]) -> 
     set_up_logging(LogConfig())
     LOG.debug("not told")
     LOG.info("told %d", 1)
-    with logging_request("r-1"):
-        LOG.warning("of a request")
+    name_request("r-1")
+    LOG.warning("of a request")
     LOG.info("of another", extra={"request_id": "r-2"})
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
     first, second, third = lines(capsys)
@@ -55,8 +55,9 @@ def test_text_has_time_level_and_request(capsys: pytest.CaptureFixture[str]) -> 
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INSTANCE_VARIABLE, "decode-0")
     set_up_logging(LogConfig(log_format="json", log_level="debug"), "decode")
-    with logging_request("r-1"):
-        LOG.debug("a\nline")
+    name_request("r-1")
+    LOG.debug("a\nline")
+    name_request("")
     try:
         raise ValueError("wrong")
     except ValueError:
@@ -81,8 +82,9 @@ async def test_a_task_keeps_the_request_it_was_made_for(capsys: pytest.CaptureFi
         await asyncio.sleep(0)
         LOG.info("from a task")
 
-    with logging_request("r-9"):
-        task = asyncio.create_task(work())
+    name_request("r-9")
+    task = asyncio.create_task(work())
+    name_request("")
     await task
     LOG.info("outside")
     inside, outside = lines(capsys)

@@ -120,8 +120,11 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
 
 
 @pytest.mark.parametrize("alive", [False, True])
-async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(alive: bool) -> None:
-    async with fleet() as (router, url, _ps, d), unused_address() as nobody:
+async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(
+    alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.router.instances.health._NEW_ONES_S", 60.0)  # nobody looks at it meanwhile
+    async with fleet(health_interval_s=60) as (router, url, _ps, d), unused_address() as nobody:
         other = router.services.pools.decode.add(nobody)  # nobody knows what it is
         if not alive:
             other.is_down("it is off")

@@ -12,8 +12,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance, InstanceState
-from kvferry.router.request.leg import Leg, LegChanges
-from kvferry.router.request.legs import Legs
+from kvferry.router.request.leg import Leg, LegChanges, Legs
 from router.peers import Peer, answer_late, instances
 
 BODY = b'{"model":"m","prompt":"Hello"}'

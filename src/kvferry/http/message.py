@@ -54,10 +54,6 @@ class MessageParser:
     def _too_much(self) -> KvferryError:
         return ProtocolError(f"{self.num_overhead} bytes came of a head, or of a chunk's size")
 
-    def on_message_begin(self) -> None:
-        """The first line begins."""
-        self.in_head, self.headers = True, []
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer, which nobody reads."""
         if self.in_head:

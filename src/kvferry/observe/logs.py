@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,20 +77,8 @@ def follow_parent() -> None:
     set_up_logging(LogConfig(log_level="warning", log_format=log_format_of_parent()))
 
 
-class logging_request:  # noqa: N801 - used as a statement, as a function with `contextmanager` would be, for a third
-    """While the body runs, log lines contain this request id."""
-
-    __slots__ = ("_id", "_token")
-
-    def __init__(self, request_id: str) -> None:
-        self._id = request_id
-        self._token: Token[str]
-
-    def __enter__(self) -> None:
-        self._token = _request_id.set(self._id)
-
-    def __exit__(self, *error: object) -> None:
-        _request_id.reset(self._token)
+name_request = _request_id.set
+"""From now on, log lines of this task contain this request id; empty: none."""
 
 
 def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:

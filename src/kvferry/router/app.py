@@ -44,7 +44,7 @@ from kvferry.router.instances.registrations import Registrations
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.paths import PROMPT_FIELDS
-from kvferry.router.request.legs import Legs
+from kvferry.router.request.leg import Legs
 from kvferry.router.request.next_turn import NextTurns
 from kvferry.router.request.relay import Relay
 from kvferry.router.request.releases import Releases
@@ -157,10 +157,26 @@ class Router:
 
     async def serve(self, request: HttpRequest, response: Response) -> None:
         """Answer a request that is meant for the instances."""
-        services, begun = self.services, self.services.clock.monotonic()
+        services, arrived, begun = self.services, self.services.clock.wall(), self.services.clock.monotonic()
         path, _, query = request.target.partition("?")
+        slot, tenant = self.admission.hold(request.client), None
         try:
-            await self._serve(request, response, path, query)
+            public = self.endpoints.admit(request.method, path, query)
+            body = await self._read(request, slot)
+            headers = request.headers
+            if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
+                headers = [one for one in headers if one[0] != b"authorization"]
+            asked = ClientRequest(
+                request.method, path, query, headers, request.first, body, request.id.encode(), arrived
+            )
+            parsed = self.endpoints.read(asked, public)
+            if path in PROMPT_FIELDS:
+                services.chooser.traffic.arrive()
+            found = self.tenants.find(request.caller.name, request.headers, parsed)
+            if found.is_limited or not self.turns.begin(found):
+                await self.take_turn(found, path, parsed)
+            tenant = found
+            await self.endpoints.handle(asked, parsed, response)
         except RequestError as error:
             response.fail(error)
         except Exception:
@@ -168,39 +184,11 @@ class Router:
             logger.exception("request %s failed", request.id)
             response.fail(internal_error(request.id))
         finally:
+            if tenant is not None:
+                self.turns.end(tenant)
+            slot.close()
             seconds = services.clock.monotonic() - begun
             services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
-
-    async def _serve(self, request: HttpRequest, response: Response, path: str, query: str) -> None:
-        arrived = self.services.clock.wall()
-        public = self.endpoints.admit(request.method, path, query)
-        slot = self.admission.hold(request.client)
-        try:
-            body = await self._read(request, slot)
-            headers = request.headers
-            if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
-                headers = [one for one in headers if one[0] != b"authorization"]
-            client_request = ClientRequest(
-                method=request.method,
-                path=path,
-                query=query,
-                headers=headers,
-                first=request.first,
-                body=body,
-                request_id=request.id.encode(),
-                arrived=arrived,
-            )
-            parsed = self.endpoints.read(client_request, public)
-            if path in PROMPT_FIELDS:
-                self.services.chooser.traffic.arrive()
-            tenant = self.tenants.find(request.caller.name, request.headers, parsed)
-            await self.take_turn(tenant, path, parsed)
-            try:
-                await self.endpoints.handle(client_request, parsed, response)
-            finally:
-                self.turns.end(tenant)
-        finally:
-            slot.close()
 
     async def _read(self, request: HttpRequest, slot: Slot) -> bytes:
         """The whole body, counted as it arrives."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from operator import itemgetter
 
 from kvferry.core.messages.continuation import PROGRESS_HEADER
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
@@ -51,8 +52,9 @@ def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
     """A client's headers as an instance gets them: end-to-end headers unchanged, then the router's own, which replace
     those of the same name."""
-    left_out = _of_the_connection(headers, _NOT_FOR_INSTANCES).union(dict(own))
-    return [one for one in headers if one[0] not in left_out and not one[0].startswith(OWN_PREFIX)] + own
+    left_out, ours = _of_the_connection(headers, _NOT_FOR_INSTANCES), dict(own)
+    kept = [one for one in headers if not (one[0] in left_out or one[0] in ours or one[0].startswith(OWN_PREFIX))]
+    return kept + own
 
 
 class LegHeaders:
@@ -64,7 +66,7 @@ class LegHeaders:
     def __init__(self, headers: RawHeaders, always: RawHeaders) -> None:
         every = for_instance(headers, always)
         self._differing: RawHeaders = []
-        if not _OF_A_LEG.isdisjoint(dict(every)):
+        if not _OF_A_LEG.isdisjoint(map(itemgetter(0), every)):
             self._differing = [one for one in every if one[0] in _OF_A_LEG]
             every = [one for one in every if one[0] not in _OF_A_LEG]
         self._lines = header_lines(every)
@@ -83,9 +85,9 @@ def _own_lines(*own: tuple[bytes, bytes]) -> bytes:
     return header_lines(list(own))
 
 
-def for_client(headers: RawHeaders) -> RawHeaders:
+def for_client(headers: RawHeaders, *, with_length: bool = True) -> RawHeaders:
     """An instance's headers as the client gets them."""
-    left_out = _of_the_connection(headers, _NOT_FOR_CLIENTS)
+    left_out = _of_the_connection(headers, _NOT_FOR_CLIENTS if with_length else _NOT_FOR_CLIENTS | {b"content-length"})
     return [one for one in headers if one[0] not in left_out]
 
 

@@ -15,7 +15,7 @@ from kvferry.router.instances.facts import read_bootstrap
 from kvferry.router.instances.instance import Bootstrap
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.mooncake import mooncake
-from kvferry.router.request.leg_bodies import prefill_body
+from kvferry.router.request.request_legs import prefill_body
 
 pytestmark = pytest.mark.vllm
 

@@ -44,7 +44,7 @@ class AnswerParser(MessageParser):
         """The status line begins."""
         if self.complete:
             raise ProtocolError("more than one answer came")
-        super().on_message_begin()
+        self.in_head, self.headers = True, []
 
     def on_headers_complete(self) -> None:
         """The head is here."""

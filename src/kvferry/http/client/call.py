@@ -63,7 +63,7 @@ class Bypass(Protocol):
         """Let the transport read again. May be called repeatedly."""
 
 
-_NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
+NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
 
 
 class Call:
@@ -80,7 +80,7 @@ class Call:
         self._on_change: Callable[[], None] | None = None
         self.state = CallState.CONNECTING
         self.error: TransferError | None = None
-        self.head = _NO_HEAD
+        self.head = NO_HEAD
         self.num_received = 0
         """Bytes of the answer received so far, as a sign of progress."""
         self.connection: ClientConnection | None = None
@@ -160,7 +160,7 @@ class Call:
         self._end(CallState.LOST, error)
 
     def _end(self, state: CallState, error: TransferError | None) -> None:
-        if self.state in _OVER:
+        if self.is_over:
             return
         connection, self.connection = self.connection, None
         self.state, self.error = state, error
@@ -204,7 +204,7 @@ class Call:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
-        return self.state in _OVER
+        return self.state is CallState.COMPLETE or self.state is CallState.LOST or self.state is CallState.CLOSED
 
     @property
     def is_event_stream(self) -> bool:
@@ -264,13 +264,15 @@ class Call:
     def take(self) -> bytes:
         """The part of the body that has arrived and was not taken yet."""
         kept, self._kept = bytes(self._kept), bytearray()
-        self.resume_reading()
+        if self.paused:
+            self.resume_reading()
         return kept
 
     def collect(self, max_bytes: int) -> None:
         """Keep all of the body until it is taken, whole; one that is longer is lost, with a `ProtocolError`."""
         self._most = max_bytes
-        self.resume_reading()
+        if self.paused:
+            self.resume_reading()
 
     def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
         """Give further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: keep them
@@ -318,9 +320,6 @@ class Call:
             self._bypass.stop()
         if connection is not None:
             connection.close()
-
-
-_OVER = frozenset({CallState.COMPLETE, CallState.LOST, CallState.CLOSED})
 
 
 def _too_long(most: int) -> ProtocolError:

@@ -49,8 +49,8 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_usable(self) -> bool:
         """Whether a request may be sent."""
-        is_open = self.error is None and self.transport is not None and not self.transport.is_closing()
-        return is_open and self._call is None
+        transport = self.transport
+        return self.error is None and self._call is None and transport is not None and not transport.is_closing()
 
     @property
     def is_complete(self) -> bool:

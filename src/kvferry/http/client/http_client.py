@@ -81,7 +81,7 @@ class HttpClient:
         it is sent once more, as it always is if its method changes nothing. Raises `ValueError` for a header or a
         target that cannot be sent.
         """
-        pool = self._pool(origin)
+        pool = self._pools.get(origin) or self._pool(origin)
         lines = headers if isinstance(headers, bytes) else header_lines(headers)
         length = b"" if body is None and method not in _WITH_BODY else b"content-length: %d\r\n" % len(body or b"")
         head = b"%bhost: %b\r\n%b%b\r\n" % (request_line(method, target), pool.authority, lines, length)
@@ -111,12 +111,10 @@ class HttpClient:
             call.close()
 
     def _pool(self, origin: Origin) -> Pool:
-        pool = self._pools.get(origin)
-        if pool is None:
-            if origin.tls and self._tls is None:
-                raise ConfigError(f"{origin} needs TLS, and this client was given none")
-            context = self._tls if origin.tls else None
-            pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self.relays, self._who)
+        if origin.tls and self._tls is None:
+            raise ConfigError(f"{origin} needs TLS, and this client was given none")
+        context = self._tls if origin.tls else None
+        pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self.relays, self._who)
         return pool
 
     def forget(self, origin: Origin) -> None:

@@ -109,7 +109,8 @@ class Pool:
             self._free.append(connection)
         else:
             connection.close()
-        self._next()
+        if self._waiting:
+            self._next()
 
     def _forget(self, connection: ClientConnection) -> None:
         self._open.discard(connection)

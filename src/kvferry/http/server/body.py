@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from math import inf
 
 from kvferry.core.messages.openai import BodyTooLarge
 from kvferry.http.errors import Unauthorized
@@ -19,6 +20,10 @@ class Body:
     def __init__(self, max_bytes: int, on_read: Callable[[], None]) -> None:
         self.complete = False
         self.num_bytes = 0
+        self.until = inf
+        """When it must be here, on the event loop's clock."""
+        self.is_asked_for = True
+        """Whether the client sends it unasked, or was asked to (`Expect: 100-continue`)."""
         self._max_bytes = max_bytes
         self._on_read = on_read
         self._content = bytearray()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import lru_cache
 from math import inf
@@ -37,7 +36,7 @@ from kvferry.http.server.request_parser import RequestHead, RequestParser, origi
 from kvferry.http.server.response import Response, answer_headers
 from kvferry.http.server.service import Service
 from kvferry.http.server.writer import ClientWriter
-from kvferry.observe.logs import logging_request
+from kvferry.observe.logs import name_request
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("kvferry.access")
@@ -82,16 +81,6 @@ def _seconds_of(limits: HttpLimits) -> list[float]:
 _OVER = (State.CLOSING, State.LINGERING, State.LOST)
 
 
-@dataclass
-class _Turn:
-    """One request, from its header on. `body_until`: when its body must be here."""
-
-    request: HttpRequest
-    response: Response
-    expects: bool
-    body_until: float
-
-
 class ServerConnection(asyncio.Protocol):
     """Reads requests from one client and writes the answers to it. A door makes one for each connection."""
 
@@ -104,8 +93,8 @@ class ServerConnection(asyncio.Protocol):
         self._unfed = b""  # bytes that have come and are not parsed yet
         self._is_reading = True
         self._broken: RequestError | None = None  # why nothing more can be read
-        self._waiting: deque[_Turn] = deque()
-        self._turn: _Turn | None = None  # what is answered
+        self._waiting: deque[Response] = deque()  # of requests that wait for their turn
+        self._turn: Response | None = None  # of the request that is answered
         self._task: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
 
@@ -127,14 +116,14 @@ class ServerConnection(asyncio.Protocol):
         if self._broken is not None:
             self._refuse(self._broken)
 
-    async def _answer(self, turn: _Turn) -> None:
+    async def _answer(self, response: Response) -> None:
         """Run the handler of one request, and close the connection if that was the last."""
-        request, response, was_cancelled = turn.request, turn.response, False
+        request, was_cancelled = response.request, False
         self._service.running.add(self)
         try:
             handler = self._service.handler_of(request, self._side, self._writer.transport)
-            with logging_request(request.id):
-                await handler(request, response)
+            name_request(request.id)
+            await handler(request, response)
             if response.started:
                 response.cut()  # unless it is complete
             else:
@@ -149,19 +138,22 @@ class ServerConnection(asyncio.Protocol):
         except Exception:  # the edge: a fault of a handler ends its request, and nothing else
             logger.exception("request %s failed", request.id)
             response.fail(internal_error(request.id))
-        self._log(turn)
+        if self._service.config.access_log:
+            self._log(response)
+        name_request("")
         self._turn = None
         self._writer.pauses(None)
         self._service.running.discard(self)
-        self._service.note_quiet()
+        if self._service.lifecycle.draining:
+            self._service.note_quiet()
         if not request.body.complete:
             self._close_lingering()
         elif was_cancelled or response.was_cut or response.is_last or response.framing == "close":
             self._close()
 
-    async def _next(self) -> _Turn | None:
-        """The next request, once the client has read most of its earlier answers: a client that only sends requests
-        must not fill the memory with answers. None if there is no other."""
+    async def _next(self) -> Response | None:
+        """The next request to answer, once the client has read most of its earlier answers: a client that only sends
+        requests must not fill the memory with answers. None if there is no other."""
         if not self._waiting:
             if self._state is State.RUNNING and self._broken is None:
                 self._enter(State.HEAD if self._parser.num_overhead else State.IDLE)
@@ -219,7 +211,7 @@ class ServerConnection(asyncio.Protocol):
             self._writer.lose()
         self._enter(State.LOST)
         self._service.forget(self)
-        if self._turn is not None and not self._turn.response.ended and self._task is not None:
+        if self._turn is not None and not self._turn.ended and self._task is not None:
             self._task.cancel()
 
     def pause_writing(self) -> None:
@@ -275,8 +267,9 @@ class ServerConnection(asyncio.Protocol):
             body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
         lifecycle, is_1_0 = self._service.lifecycle, head.version == "1.0"
         response = Response(self._writer, request, lifecycle, version_1_0=is_1_0, keep_alive=head.keep_alive)
-        expects = not is_1_0 and request.first.get(b"expect", b"").lower() == b"100-continue"
-        self._waiting.append(_Turn(request, response, expects, now + config.limits.http_body_s))
+        body.until = now + config.limits.http_body_s
+        body.is_asked_for = is_1_0 or request.first.get(b"expect", b"").lower() != b"100-continue"
+        self._waiting.append(response)
         return body
 
     def _body_is_here(self) -> None:
@@ -285,10 +278,9 @@ class ServerConnection(asyncio.Protocol):
     def _body_is_wanted(self) -> None:
         """The handler reads the body: let the client send."""
         turn = self._turn
-        if turn is not None and turn.expects:
-            turn.expects = False
-            body = turn.request.body
-            if not (body.complete or body.failed or body.num_bytes or turn.response.started):
+        if turn is not None and not (body := turn.request.body).is_asked_for:
+            body.is_asked_for = True
+            if not (body.complete or body.failed or body.num_bytes or turn.started):
                 self._writer.write(_CONTINUE)
         coming = self._parser.body
         if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and not (coming and coming.failed):
@@ -371,21 +363,20 @@ class ServerConnection(asyncio.Protocol):
         turn = self._waiting[-1] if self._waiting else self._turn
         if not self._is_reading:
             self._enter(State.BODY)  # it is we who do not read
-        elif turn is not None and now >= min(self._deadline, turn.body_until):
+        elif turn is not None and now >= min(self._deadline, turn.request.body.until):
             self._break(RequestTimeout("the body did not come in time"))
 
-    def _log(self, turn: _Turn) -> None:
-        if self._service.config.access_log:
-            request, response = turn.request, turn.response
-            gone = not response.ended or response.was_cut
-            milliseconds = (asyncio.get_running_loop().time() - request.arrived) * 1000
-            fields = {
-                "client": self.client, "method": request.method, "target": request.target, "status": response.status,
-                "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,
-            }  # fmt: skip
-            access_logger.info(
-                '%s "%s %s" %s %d %.1f ms %s',
-                self.client, request.method, request.target, response.status or "-", response.num_bytes,
-                milliseconds, request.id + (" left" if gone else ""),
-                extra={"fields": fields, "request_id": request.id},
-            )  # fmt: skip
+    def _log(self, response: Response) -> None:
+        request = response.request
+        gone = not response.ended or response.was_cut
+        milliseconds = (asyncio.get_running_loop().time() - request.arrived) * 1000
+        fields = {
+            "client": self.client, "method": request.method, "target": request.target, "status": response.status,
+            "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,
+        }  # fmt: skip
+        access_logger.info(
+            '%s "%s %s" %s %d %.1f ms %s',
+            self.client, request.method, request.target, response.status or "-", response.num_bytes,
+            milliseconds, request.id + (" left" if gone else ""),
+            extra={"fields": fields, "request_id": request.id},
+        )  # fmt: skip

@@ -49,8 +49,7 @@ class RequestParser(MessageParser):
     def on_message_begin(self) -> None:
         """The request line begins."""
         if not self._replaying:
-            super().on_message_begin()
-            self._url = b""
+            self.in_head, self.headers, self._url = True, [], b""
 
     def on_url(self, part: bytes) -> None:
         """The target, or a part of it."""

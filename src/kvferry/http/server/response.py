@@ -36,7 +36,6 @@ class Response:
 
     __slots__ = (
         "_added",
-        "_begun_early",
         "_declared",
         "_events",
         "_head",
@@ -67,7 +66,8 @@ class Response:
         self._declared = b""
         self._head = b""
         self._last = b""
-        self._events = self._begun_early = False
+        self._events: Literal["none", "answer", "before the answer"] = "none"
+        """Whether what has begun is a stream of events, and whether that was before the answer was known."""
 
     @property
     def is_last(self) -> bool:
@@ -81,7 +81,7 @@ class Response:
 
     def send(self, status: int, body: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send the whole answer. `content-length` is added. Where events have begun, it is the last one."""
-        if self._begun_early:
+        if self._events == "before the answer":
             self.end(b"data: " + body + b"\n\n" + SSE_DONE)
             return
         length: RawHeaders = [] if status in _NO_CONTENT else [(b"content-length", b"%d" % len(body))]
@@ -103,7 +103,7 @@ class Response:
         The body is framed by `content-length` if the headers contain it, otherwise in chunks. Do not add headers of the
         connection (`connection`, `transfer-encoding`): they are set here.
         """
-        if self._begun_early:
+        if self._events == "before the answer":
             return  # the events that follow are a part of what has begun
         assert self.status is None, "a response is started once"
         self.status = status
@@ -120,7 +120,8 @@ class Response:
         elif self._version_1_0:
             sent.append(_KEEP_ALIVE)
         kind = first.get(b"content-type", b"")
-        self._events = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
+        is_stream = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
+        self._events = "answer" if is_stream else "none"
         self._head = response_head(status, sent)
 
     def comment(self, text: str) -> None:
@@ -128,7 +129,7 @@ class Response:
         stream of events, which begins with the first one. What is then started or sent becomes a part of it."""
         if not self.started:
             self.start(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
-            self._begun_early = True
+            self._events = "before the answer"
         self.write(b": " + text.encode() + b"\n\n")
 
     def _choose_framing(self, first: Mapping[bytes, bytes]) -> Framing:
@@ -209,7 +210,7 @@ class Response:
         if self.status is None or self._head:
             self.status, self._head = None, b""
             self.send(error.status, error_envelope(error), answer_headers(error))
-        elif self._events and self.framing != "length" and (not self._last or self._last.endswith(b"\n\n")):
+        elif self._events != "none" and self.framing != "length" and (not self._last or self._last.endswith(b"\n\n")):
             self.end(sse_event(error_envelope(error)) + SSE_DONE)
         else:
             self.cut()

@@ -27,6 +27,8 @@ Plan = Split | Whole
 _UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
 """Fields that may stand against a hand-off; most requests have none of them."""
 
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
 _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
 
@@ -47,9 +49,8 @@ def _cannot_be_split(path: str, body: RequestBody) -> str | None:
     """Why this request cannot be handed off because of its prompt or its limits, or None."""
     if path == "/v1/completions" and is_batch(body.raw("prompt")):
         return "prompt_batch"
-    return (
-        "malformed" if _is_no_limit(body.get("max_tokens")) or _is_no_limit(body.get("max_completion_tokens")) else None
-    )
+    limits = [body.values.get(name) for name in _LIMITS if name in body]
+    return None if all(map(_is_limit, limits)) else "malformed"
 
 
 def _needs_one_instance(body: RequestBody) -> str | None:
@@ -78,7 +79,7 @@ def is_batch(prompt: bytes) -> bool:
     return _BATCH.match(prompt) is not None
 
 
-def _is_no_limit(limit: object) -> bool:
-    """Whether a length limit is there and is not a positive number: the prefill leg, which has a limit of its own,
-    would not report that."""
-    return limit is not None and not (isinstance(limit, int) and limit >= 1)
+def _is_limit(limit: object) -> bool:
+    """Whether a length limit is null or a positive number: the prefill leg, which has a limit of its own, would not
+    report another one."""
+    return limit is None or (isinstance(limit, int) and limit >= 1)

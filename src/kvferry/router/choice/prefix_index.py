@@ -144,7 +144,7 @@ class PrefixIndex:
     def served(self, instance: Any, prefix: Prefix) -> None:
         """This instance is sent this prompt, and will have its KV. Its events will report that too, but later. The
         deepest parts come first in the order of eviction."""
-        cache = self._cache(instance)
+        cache = self._caches.get(instance) or self._cache(instance)
         keys, ends = prefix.keys, prefix.ends
         if cache.block_size and prefix.token_ids is not None:
             keys = prefix.block_keys(cache.block_size)

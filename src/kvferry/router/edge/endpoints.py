@@ -6,7 +6,8 @@ clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from kvferry.api.decoding import require_json
 from kvferry.core.errors import InvalidRequest, PeerLost
@@ -38,12 +39,13 @@ class Endpoints:
             raise InvalidRequest("the query of the URL must be percent-encoded ASCII")
         return self._paths.find(method, path)
 
-    async def handle(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
+    def handle(
+        self, request: ClientRequest, body: RequestBody | bytes | None, response: Response
+    ) -> Coroutine[Any, Any, None]:
         """Answer a request that has been read. Raises `RequestError` before anything was answered."""
         if request.path in PROMPT_FIELDS and isinstance(body, RequestBody):
-            await Exchange(self._services, request, body, response).run()
-        else:
-            await self._forward(request, body, response)
+            return Exchange(self._services, request, body, response).run()
+        return self._forward(request, body, response)
 
     def read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
         """The checked body, which must be JSON and say so; `public` is what `admit` returned.

@@ -61,7 +61,12 @@ class Turns:
 
     def begin(self, tenant: Tenant) -> bool:
         """Take a place, until `end`, if one is free and nobody waits for it."""
-        if self.num_requests >= self._max_requests or self._next or not self._may_run(tenant):
+        if self.num_requests >= self._max_requests or self._next:
+            return False
+        if not tenant.limits.max_in_flight:
+            self.num_requests += 1
+            return True
+        if not self._may_run(tenant):
             return False
         self._start(tenant)
         return True

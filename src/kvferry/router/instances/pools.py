@@ -131,7 +131,7 @@ class RolePool:
     @property
     def any_alive(self) -> bool:
         """Whether an instance seems able to serve."""
-        return any(instance.usable for instance in self.instances)
+        return bool(self.alive())
 
     @property
     def num_alive(self) -> int:

@@ -32,13 +32,14 @@ def concurrent(origin: KVSource, *, takes_first_token: bool = True) -> MakeForm:
         remote_ranks=origin.ranks,
         remote_address_seal=origin.seal,
     )
+    produce = produce_params("")
     early = ticket.to_params() | ({} if takes_first_token else {"remote_prefill_cached_tokens": 0})
 
     def form(transfer_id: str) -> Form:
         return Form(
             protocol="kvferry",
             transfer_id=transfer_id,
-            produce=produce_params(transfer_id),
+            produce={**produce, "transfer_id": transfer_id},
             early={**early, "transfer_id": transfer_id},
             concurrent=True,
             shares_seed=takes_first_token,

@@ -1,26 +1,43 @@
-"""The answer on its way to the client: as it comes, and if its instance is lost, from another one."""
+"""The answer on its way to the client: as it comes, and if its instance is lost, from another one.
+
+Any instance of the same kind that serves the model can continue an answer, or give one whose hand-off has no KV: decode
+instances first, then prefill instances. Owns which of them failed this answer; one of those is asked again only after
+`Health` has checked it again, and one that asked for a pause (`Retry-After`) only after that.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
-from kvferry.core.errors import PeerLost
+import msgspec
+
+from kvferry.core.entropy import RANDOM
+from kvferry.core.errors import PeerLost, ProtocolError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import SSE_DONE
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
+from kvferry.router.choice.pairing import with_model
 from kvferry.router.headers import SERVER_TIMING, TIMING_WANTED
-from kvferry.router.instances.instance import SglangFacts, VllmFacts
-from kvferry.router.request.leg import Leg
-from kvferry.router.request.leg_bodies import repeats_itself
+from kvferry.router.instances.instance import Facts, Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.protocols.choose import alike
+from kvferry.router.request.hand_off import HandOff
+from kvferry.router.request.leg import Leg, LegState
 from kvferry.router.request.progress import EventPassage, Progress
 from kvferry.router.request.record import RequestRecord
-from kvferry.router.request.relay import Relay, lost_within
+from kvferry.router.request.relay import lost_within
 from kvferry.router.request.replay import Replay
-from kvferry.router.request.request_legs import RequestLegs
-from kvferry.router.request.rescue import Rescue
+from kvferry.router.request.request_legs import RequestLegs, repeats_itself
+from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.1
+"""How soon it is seen that an instance is back; only those that may have room are asked."""
+
+_SPREAD_S = 0.5
+"""Over which those who waited for the same instance come to it."""
 
 _LONGEST_READ = 64 * 2**20
 """Of a whole answer that is read for the ticket in it."""
@@ -30,43 +47,49 @@ class Delivery:
     """Of one request's answer."""
 
     def __init__(
-        self, relay: Relay, response: Response, legs: RequestLegs, rescue: Rescue, record: RequestRecord
+        self, services: Services, response: Response, body: RequestBody, legs: RequestLegs, record: RequestRecord
     ) -> None:
-        self._relay, self._response, self._legs = relay, response, legs
-        self._rescue, self._record = rescue, record
+        self._services, self._response, self._body = services, response, body
+        self._legs, self._record = legs, record
+        self._like: Facts = Unasked()
+        """Of the instance whose answer is forwarded: only one of the same kind can continue it."""
+        self._spread_s = 0.0
+        self._lost: dict[Instance, Facts] = {}
+        self._num_left = services.config.continuations
 
-    async def send(self, answer: Leg, body: RequestBody) -> bool:
-        """Send an answer as it comes; returns whether the client has all of it, and it is no error. `body`: the
-        client's. Raises `RequestError` if nothing can be sent."""
-        response, relay, conversation = self._response, self._relay, self._legs.conversation
+    async def send(self, answer: Leg) -> bool:
+        """Send an answer as it comes; returns whether the client has all of it, and it is no error. Raises
+        `RequestError` if nothing can be sent."""
+        response, relay, conversation = self._response, self._services.relay, self._legs.conversation
         if TIMING_WANTED in response.request.first:
             response.add_header(SERVER_TIMING, self._record.decision.server_timing())
-        if answer.status < 300:
-            self._rescue.begun_by(answer.instance)
-            if (passage := self._passage_of(answer, body)) is not None:
+        if answer.head.status < 300:
+            self._like = answer.instance.facts
+            if (passage := self._passage_of(answer)) is not None:
                 return await self._stream(answer, passage)
-            if conversation.keeps and answer.status == 200 and not answer.is_event_stream:
+            is_whole = answer.head.status == 200 and not answer.is_event_stream
+            if conversation is not None and conversation.keeps and is_whole:
                 content = await relay.read(answer, _LONGEST_READ)
                 content = conversation.without_ticket(answer.instance, content, events=False)
-                response.send(answer.status, content, relay.headers(answer, with_length=False))
+                response.send(answer.head.status, content, relay.headers(answer, with_length=False))
                 return True
-        return await relay.send(answer, response) and answer.status < 400
+        return await relay.send(answer, response) and answer.head.status < 400
 
-    def _passage_of(self, answer: Leg, body: RequestBody) -> EventPassage | None:
+    def _passage_of(self, answer: Leg) -> EventPassage | None:
         """What another instance would need to continue this answer; None: no instance could."""
-        if answer.status != 200 or not answer.is_event_stream:
+        if answer.head.status != 200 or not answer.is_event_stream:
             return None
         if answer.is_marked:
             return Progress()
         kind = type(answer.instance.facts)
         is_known = kind in (VllmFacts, SglangFacts, InstanceFacts)
-        may_repeat = self._legs.may_continue and self._rescue.num_left > 0 and repeats_itself(body)
+        may_repeat = self._legs.may_continue and self._num_left > 0 and repeats_itself(self._body)
         return Replay(kind) if is_known and may_repeat else None
 
     async def _stream(self, answer: Leg, passage: EventPassage) -> bool:
         """A stream that another instance can continue."""
-        response, relay = self._response, self._relay
-        response.start(answer.status, relay.headers(answer, with_length=False))
+        response, relay = self._response, self._services.relay
+        response.start(answer.head.status, relay.headers(answer, with_length=False))
         while True:
             try:
                 await answer.relay(response, passage, movable=True)
@@ -75,13 +98,15 @@ class Delivery:
                 lost = error
             if (closing := passage.closing) is not None:
                 self._record.num_tokens = passage.count_tokens()
-                response.end(self._legs.conversation.without_ticket(answer.instance, closing, events=True))
+                if (conversation := self._legs.conversation) is not None:
+                    closing = conversation.without_ticket(answer.instance, closing, events=True)
+                response.end(closing)
                 return True
             logger.warning("request %s: %s", response.request.id, lost)
             told = passage.error
             self._record.failed(answer, "lost_in_answer")
             self._legs.close()  # nobody fetches any more: the rest is computed anew
-            following = await self._rescue.elsewhere(passage, answer.instance)
+            following = await self._elsewhere(passage, answer.instance)
             if following is None:
                 if told:
                     response.end(relay.hide(told) + SSE_DONE)
@@ -89,3 +114,80 @@ class Delivery:
                     response.fail(lost_within(lost))
                 return False
             answer = following
+
+    # Other instances.
+
+    async def _elsewhere(self, passage: EventPassage, lost: Instance) -> Leg | None:
+        """The rest of a stream whose instance was lost; None if no instance can give it."""
+        if not self._num_left or not passage.can_go_elsewhere:
+            return None
+        self._num_left -= 1
+        self._failed(lost)
+        try:
+            body = self._body.encode(**passage.fields())
+            passage.restart()
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError, ProtocolError) as error:
+            logger.warning("%s sent invalid progress marks in an answer, which cannot be continued: %s", lost, error)
+            return None
+        if passage.hopeless:
+            return None
+        answer = await self._first_that_serves(body, passage.kind, self._services.config.continuation_timeout_s)
+        self._services.metrics.continued("done" if answer is not None else "failed")
+        return answer
+
+    async def from_the_beginning(self) -> Leg | None:
+        """A whole answer of which the client has nothing yet, from any instance that can give it now."""
+        body = self._body.encode()
+        return await self._first_that_serves(body, InstanceFacts, 0.0) if self._services.config.continuations else None
+
+    async def from_prefill(self, hand_off: HandOff) -> Leg | None:
+        """A whole answer from the prefill instance that has just computed the prompt, whose KV no store took: it still
+        has it in its prefix cache, and any other instance would have to compute it again."""
+        prefill = hand_off.prefill
+        able = self._services.config.continuations and prefill.usable
+        return await self._ask(prefill, self._legs.at_prefill(hand_off)) if able else None
+
+    def _failed(self, instance: Instance) -> None:
+        """This instance is not asked again, unless something new is known about it."""
+        self._lost[instance] = instance.facts
+
+    async def _first_that_serves(self, body: bytes, kind: type[Facts], timeout_s: float) -> Leg | None:
+        deadline = self._services.clock.monotonic() + timeout_s
+        while True:
+            while (instance := self._pick(kind)) is not None:
+                answer = await self._ask(instance, body)
+                if answer is not None:
+                    return answer
+            if self._services.clock.monotonic() >= deadline:
+                return None
+            self._spread_s = RANDOM.uniform(0.0, _SPREAD_S)
+            await asyncio.sleep(_LOOK_AGAIN_S)  # until one is back, or has room
+
+    async def _ask(self, instance: Instance, body: bytes) -> Leg | None:
+        """The instance's answer, unless it failed or refused, which is noted here, or is busy."""
+        leg = await self._legs.again(instance, body)
+        if leg.state is not LegState.LOST and leg.head.status < 300:
+            return leg
+        if leg.has_failed:
+            self._record.failed(leg)
+        if leg.state is LegState.LOST or leg.verdict != "busy":
+            self._failed(instance)
+        leg.close()
+        return None
+
+    def _pick(self, kind: type[Facts]) -> Instance | None:
+        model = self._body.get("model")
+        known = with_model(
+            model if isinstance(model, str) else "",
+            [*self._services.pools.decode.instances, *self._services.pools.prefill.instances],
+        )
+        able = [one for one in known if self._is_able(one, kind)]
+        trusted = [one for one in able if one.trusted] or able
+        return min(trusted, key=lambda one: (one.role, one.load.num_legs), default=None)  # "decode" comes first
+
+    def _is_able(self, instance: Instance, kind: type[Facts]) -> bool:
+        facts = instance.facts
+        if not instance.usable or not isinstance(facts, kind) or self._lost.get(instance) is facts:
+            return False
+        is_free = not instance.busy_until or instance.busy_until + self._spread_s <= self._services.clock.monotonic()
+        return is_free and alike(self._like, facts)

@@ -20,7 +20,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.placement import Placement
-from kvferry.router.choice.plan import Split, make_plan
+from kvferry.router.choice.plan import Whole, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
 from kvferry.router.instances.instance import Instance, Unasked, VllmFacts
@@ -30,7 +30,6 @@ from kvferry.router.request.leg import Leg, LegState, retry_after_s
 from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
-from kvferry.router.request.rescue import Rescue
 from kvferry.router.request.services import Services
 from kvferry.router.request.waking import wait_for_instances
 
@@ -53,8 +52,10 @@ class Exchange:
         self._placement = Placement(
             chooser, services.pools, services.metrics, services.config.retries, asked, record.decision
         )
-        self._legs = RequestLegs(services, request, body, record, Conversation(services.next_turns, asked))
-        self._rescue = Rescue(services, body, self._legs, record)
+        turns = services.next_turns
+        conversation = Conversation(turns, asked) if turns is not None and asked.session else None
+        self._legs = RequestLegs(services, request, body, record, conversation)
+        self._delivery = Delivery(services, response, body, self._legs, record)
         self._busy_left_s = services.config.busy_wait_s
         self._lost_decode: PeerLost | None = None
 
@@ -62,17 +63,22 @@ class Exchange:
         """Answer the client."""
         services, legs, num_bytes = self._services, self._legs, 0
         try:
-            await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
+            if not services.pools.decode.any_alive:
+                await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
             plan = self._placement.plan(make_plan(self._request.path, self._body, services.pools))
             self._record.decision.routed = services.clock.wall()
-            if isinstance(plan, Split):
-                answer = await self._split()
-            else:
+            answer: Answer | None = None
+            if isinstance(plan, Whole):
                 self._record.served("whole", plan.reason)
+            else:
+                while answer is None and (prefill := self._placement.next_prefill()) is not None:
+                    answer = await self._hand_off(prefill)
+                if answer is None:
+                    self._record.served("local")
+            if answer is None:
                 answer = await self._whole()
             self._record.answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
-            delivery = Delivery(services.relay, self._response, legs, self._rescue, self._record)
-            if await delivery.send(answer.leg, self._body):
+            if await self._delivery.send(answer.leg):
                 num_bytes = self._response.num_bytes
                 if answer.hand_off is not None:
                     answer.hand_off.settle()  # D has fetched all that P kept for it, or has given it up
@@ -83,18 +89,10 @@ class Exchange:
             legs.close()
             self._record.over(legs.sent, num_bytes)
 
-    async def _split(self) -> Answer:
-        """The answer to a request that is to be handed off."""
-        while (prefill := self._placement.next_prefill()) is not None:
-            answer = await self._hand_off(prefill)
-            if answer is not None:
-                return answer
-        self._record.served("local")
-        return await self._whole()
-
     async def _whole(self) -> Answer:
         """Both phases on one decode instance."""
-        self._legs.conversation.drop()  # no prefill instance will fetch that KV
+        if self._legs.conversation is not None:
+            self._legs.conversation.drop()  # no prefill instance will fetch that KV
         return await self._decode(None)
 
     async def _hand_off(self, prefill: Instance) -> Answer | None:
@@ -147,10 +145,10 @@ class Exchange:
                     return None
             match hand_off.outcome:
                 case PrefillOutcome.WAITING:
-                    await legs.change()
+                    await legs.changes.wait()
                 case PrefillOutcome.TICKET if d is not None and hand_off.is_as_promised:
                     d.restart(self._services.clock.monotonic())
-                    await legs.change()
+                    await legs.changes.wait()
                 case PrefillOutcome.TICKET:
                     if d is not None:
                         d.close()
@@ -180,7 +178,7 @@ class Exchange:
         prefill = hand_off.prefill
         if hand_off.is_without_kv:
             self._services.pools.prefill.takes_no_kv(prefill)
-            if (whole := await self._rescue.from_prefill(hand_off)) is not None:
+            if (whole := await self._delivery.from_prefill(hand_off)) is not None:
                 return Answer(whole, hand_off)
         answer = await self._decode(hand_off, last)
         if answer.leg.verdict == "fault" and isinstance(prefill.facts, VllmFacts):
@@ -196,7 +194,7 @@ class Exchange:
             while (instance := placement.next_decode(prefill)) is not None:
                 leg = legs.whole(instance) if hand_off is None else legs.decode(instance, hand_off)
                 while leg.state is LegState.SENT:
-                    await legs.change()
+                    await legs.changes.wait()
                 if leg.has_served:
                     return Answer(leg, hand_off)
                 self._decode_failed(leg, hand_off)
@@ -206,7 +204,7 @@ class Exchange:
                     last = leg
             if last is None:
                 return await self._from_any_instance()
-            pause_s = retry_after_s(last.headers)
+            pause_s = retry_after_s(last.head.headers)
             if last.verdict != "busy" or pause_s > self._busy_left_s:
                 return Answer(last, hand_off)
             self._busy_left_s -= pause_s
@@ -218,7 +216,7 @@ class Exchange:
     async def _from_any_instance(self) -> Answer:
         """No decode instance answers: both phases on an instance of any role. Raises `RequestError` when there is
         none."""
-        whole = await self._rescue.from_the_beginning()
+        whole = await self._delivery.from_the_beginning()
         if whole is None:
             raise unanswered(self._lost_decode)
         self._legs.release()  # nobody fetches any more

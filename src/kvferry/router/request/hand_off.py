@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.messages.hand_off import RankAddress
+from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
+from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
+from kvferry.router.choice.decisions import PrefillUsage
 from kvferry.router.instances.instance import Unasked, VllmFacts
 from kvferry.router.instances.pools import RolePool
 from kvferry.router.protocols.form import Form
 from kvferry.router.request.leg import Leg, LegState
-from kvferry.router.request.leg_bodies import about_ticket, prefill_usage
 from kvferry.router.request.next_turn import Conversation, Kept
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.releases import Releases
@@ -44,7 +46,7 @@ class HandOff:
     )  # fmt: skip
 
     def __init__(
-        self, leg: Leg, form: Form, kept: Kept | None, conversation: Conversation, record: RequestRecord
+        self, leg: Leg, form: Form, kept: Kept | None, conversation: Conversation | None, record: RequestRecord
     ) -> None:
         self.prefill, self.form, self.leg = leg.instance, form, leg
         self._kept, self._conversation, self._record = kept, conversation, record
@@ -66,7 +68,7 @@ class HandOff:
             self._fail(leg.failure)
             if leg.was_unreachable:
                 self.settle()
-        elif leg.state is LegState.ENDED and leg.status >= 400:
+        elif leg.state is LegState.ENDED and leg.head.status >= 400:
             self.outcome = PrefillOutcome.REFUSED
             self.settle()
         elif leg.state is LegState.ENDED:
@@ -106,7 +108,7 @@ class HandOff:
         to."""
         self.leg.close()
         kept, self._kept = self._kept, None
-        if kept is not None:
+        if kept is not None and self._conversation is not None:
             self._conversation.give_back(kept, unused=self.leg.was_unreachable)
 
     def abandon(self) -> None:
@@ -132,3 +134,67 @@ class HandOff:
                 releases.start(self.prefill, self.form.transfer_id)
             case "d" if self.outcome is PrefillOutcome.TICKET and not self.given and (one := decodes.pick()):
                 releases.refuse(one, self.ticket, client_headers)
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Result(msgspec.Struct):
+    timeline: Timeline | None = None
+
+
+class _Params(msgspec.Struct):
+    prefill_result: _Result | None = None
+
+
+class _PrefillAnswer(msgspec.Struct):
+    usage: _Usage | None = None
+    kv_transfer_params: _Params | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_PrefillAnswer)
+
+
+def prefill_usage(answer: bytes) -> PrefillUsage:
+    """Read it from P's answer, whatever else is in it."""
+    try:
+        found = _ANSWER.decode(answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return PrefillUsage()
+    usage, params = found.usage or _Usage(), found.kv_transfer_params
+    result, details = params.prefill_result if params else None, usage.prompt_tokens_details
+    num_cached = min(max(0, details.cached_tokens if details else 0), max(0, usage.prompt_tokens))
+    return PrefillUsage(max(0, usage.prompt_tokens), num_cached, result.timeline if result else None)
+
+
+class _Ticket(msgspec.Struct):
+    remote_engine_id: str
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_ranks: list[RankAddress] | None = None
+    remote_address_seal: str = ""
+    remote_prefixes: Any = None
+    """A key of kvferry's connectors only."""
+    remote_stores: list[str] | None = None
+
+
+_TICKET = msgspec.json.Decoder(_Ticket)
+
+
+def about_ticket(params: msgspec.Raw) -> tuple[KVSource | None, bool]:
+    """Where a ticket comes from, None if it does not say, and without a port if D cannot ask there before P has
+    answered; and whether no store took its KV, so that D would have to compute the prompt."""
+    try:
+        ticket = _TICKET.decode(params)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None, False
+    port = (ticket.remote_port or 0) if ticket.remote_prefixes is not None else 0
+    host, ranks, seal = ticket.remote_host or "", ticket.remote_ranks, ticket.remote_address_seal
+    origin = KVSource(engine_id=ticket.remote_engine_id, host=host, port=port, ranks=ranks, seal=seal)
+    return origin, ticket.remote_stores == []

@@ -8,33 +8,47 @@
 A leg owns what it takes of its instance, from `Legs.send` until it is over: its place in the counts of requests and of
 work, and the connection. `close` gives back whatever is left, and cuts an answer that nobody wants any more, so that
 the instance stops. What it learns of its instance (down, silent, busy) it tells the instance.
+
+A long prefill, or a long queue before it, is no reason to give a request up: an instance that makes progress is waited
+for, one that hangs is not. Progress is shown by bytes of any answer, and by the instance's step counter, which is read
+when there have been no bytes for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Literal
 
 import msgspec
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import PeerLost, TransferError
+from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
-from kvferry.http.client.call import Call, CallState
+from kvferry.http.client.call import NO_HEAD, Call, CallState
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.relay import Reader, relay
 from kvferry.http.server.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.choice.work import Work
+from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent, UnreadableStream, failure
 from kvferry.router.headers import PROGRESS, content_type
+from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import LATE_BEFORE_DOWN, Instance
 
 logger = logging.getLogger(__name__)
+
+_SLOWEST_PREFILL = 1000
+"""Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
+prompt in steps that can be counted."""
+_LONGEST_SWEEP_S = 1.0
+_STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
+"""How many steps an engine has made, in the metrics of kvferry and of vLLM."""
 
 LONGEST_BUSY_S = 60.0
 """For how long an instance is passed over at most, whatever its `Retry-After` says."""
@@ -72,22 +86,15 @@ class LegState(Enum):
 
 
 class Patience(msgspec.Struct):
-    """How long a leg is waited for, in seconds. `silence_s`: without a sign of progress; `total_s`: in any case.
-    `movable`: another instance can give the rest, so one that seems dead is not waited for. `beside`: another instance
-    whose progress counts too, because this one waits for it."""
+    """How long a leg is waited for. `silence_s`: without a sign of progress; `movable`: another instance can give the
+    rest, so one that seems dead is not waited for; `beside`: another instance whose progress counts too, because this
+    one waits for it. `progress_at`, `seen_bytes`: when something came last, and how much has come."""
 
     silence_s: float
-    total_s: float
-    movable: bool = True
+    progress_at: float
     beside: Instance | None = None
-
-
-class OpenLegs:
-    """The legs that are under way. `between_bytes`: how long one is waited for whose answer has begun."""
-
-    def __init__(self, clock: Clock, between_bytes: Patience) -> None:
-        self.now, self.between_bytes = clock.monotonic, between_bytes
-        self.legs: OrderedSet[Leg] = OrderedSet()
+    movable: bool = True
+    seen_bytes: int = 0
 
 
 class LegChanges:
@@ -125,41 +132,36 @@ class Leg:
     """Made by `Legs.send`. `on_change`: called before whoever waits is woken."""
 
     __slots__ = (
-        "_call", "_changes", "_open", "begun_at", "ended_at", "error", "failure", "first_byte_at", "instance",
-        "on_change", "patience", "progress_at", "seen_bytes", "span", "state", "verdict", "work",
+        "_call", "_changes", "_legs", "begun_at", "ended_at", "error", "first_byte_at", "head", "instance", "on_change",
+        "patience", "span", "state", "verdict", "work",
     )  # fmt: skip
 
     def __init__(
-        self, open_legs: OpenLegs, instance: Instance, call: Call, patience: Patience, work: Work, changes: LegChanges
+        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: Patience
     ) -> None:
-        self.instance, self.patience, self.work = instance, patience, work
-        self._open, self._call, self._changes = open_legs, call, changes
+        self._legs, self._call, self._changes = legs, call, changes
+        self.instance, self.work, self.patience = instance, work, patience
         self.on_change: Callable[[], None] | None = None
         self.state = LegState.SENT
+        self.head = NO_HEAD
+        """Status and headers of the answer, once it has begun."""
         self.verdict: Verdict | None = None
-        """The meaning of the answer's status; None before it has begun."""
+        """The meaning of the status; None before the answer has begun."""
         self.error: PeerLost | None = None
-        self.failure = ""
-        """Why it failed, as a label for metrics; empty: it has not, or its end was no failure of the instance."""
         self.span: Span | None = None
-        self.begun_at = self.progress_at = open_legs.now()
+        self.begun_at = patience.progress_at
         self.first_byte_at = self.ended_at = 0.0
         """On the router's monotonic clock; 0 before that."""
-        self.seen_bytes = 0
-        open_legs.legs.add(self)
         call.watch(self._changed)
 
     # What comes of it.
 
     @property
-    def status(self) -> int:
-        """The answer's HTTP status; 0 before it is here."""
-        return self._call.status
-
-    @property
-    def headers(self) -> RawHeaders:
-        """The answer's headers, names in lower case."""
-        return self._call.headers
+    def failure(self) -> str:
+        """Why it failed, as a label for metrics; empty: it has not, or its end was no failure of the instance."""
+        if self.verdict in ("busy", "fault"):
+            return str(self.head.status)
+        return "" if self.error is None else failure(self.error)
 
     @property
     def has_served(self) -> bool:
@@ -179,17 +181,32 @@ class Leg:
     @property
     def is_event_stream(self) -> bool:
         """Whether the answer is a stream of server-sent events to which an event can be added."""
-        return self._call.is_event_stream and content_type(self.headers) == b"text/event-stream"
+        return self._call.is_event_stream and content_type(self.head.headers) == b"text/event-stream"
 
     @property
     def is_marked(self) -> bool:
         """Whether the answer's events say how far it has come (`core.messages.continuation`)."""
-        return self.is_event_stream and self.status == 200 and PROGRESS in self._call.first
+        return self.is_event_stream and self.head.status == 200 and PROGRESS in self.head.first
 
     def _changed(self) -> None:
         """For its call: more has come, or it is over."""
+        call, state = self._call, self.state
         try:
-            self._advance()
+            match call.state:
+                case CallState.COMPLETE:
+                    if state is LegState.SENT:
+                        self._begin(call)
+                    self._end(LegState.ENDED)
+                case CallState.ANSWERING if state is LegState.SENT:
+                    self._begin(call)
+                case CallState.LOST if state is LegState.SENT or state is LegState.BEGUN:
+                    assert call.error is not None
+                    self._lose(call.error)
+                case CallState.ANSWERING if call.is_event_stream or state is LegState.LOST:
+                    return  # nobody waits for single pieces of a stream
+            if self.on_change is not None:
+                self.on_change()
+            self._changes.tell()
         except Exception as error:
             # The edge: a fault of ours is this request's, and not its connection's.
             logger.exception("a leg to %s is given up", self.instance)
@@ -197,35 +214,16 @@ class Leg:
             self._end(LegState.LOST)
             self._changes.fail(error)
 
-    def _advance(self) -> None:
-        call = self._call
-        match call.state:
-            case CallState.ANSWERING if self.state is LegState.SENT:
-                self._begin()
-            case CallState.COMPLETE:
-                if self.state is LegState.SENT:
-                    self._begin()
-                self._end(LegState.ENDED)
-            case CallState.LOST if self.state is LegState.SENT or self.state is LegState.BEGUN:
-                assert call.error is not None
-                self._lose(call.error)
-            case CallState.ANSWERING if call.is_event_stream or self.state is LegState.LOST:
-                return  # nobody waits for single pieces of a stream
-        if self.on_change is not None:
-            self.on_change()
-        self._changes.tell()
-
-    def _begin(self) -> None:
-        self.state = LegState.BEGUN
-        self.first_byte_at = now = self._open.now()
-        self.instance.last_sign = self.progress_at = now
+    def _begin(self, call: Call) -> None:
+        self.state, self.head = LegState.BEGUN, call.head
+        self.first_byte_at = self.instance.last_sign = now = self._legs.now()
         self.work.answered()
-        self.patience = self._open.between_bytes
-        self.verdict = verdict(self._call.status)
-        if self.verdict != "served":
-            self.failure = str(self.status)
-            if self.verdict == "busy" and (self.work.computes or self.work.decodes):
-                self.instance.pauses(now + min(retry_after_s(self.headers), LONGEST_BUSY_S))
+        patience = self.patience
+        patience.silence_s, patience.progress_at = self._legs.between_bytes_s, now
+        patience.movable, patience.beside = False, None
+        self.verdict = verdict(self.head.status)
+        if self.verdict == "busy" and (self.work.computes or self.work.decodes):
+            self.instance.pauses(now + min(retry_after_s(self.head.headers), LONGEST_BUSY_S))
 
     def _lose(self, error: TransferError) -> None:
         instance = self.instance
@@ -240,14 +238,13 @@ class Leg:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
                     instance.lost_request()
-        self.failure = self.failure or failure(self.error)
         self._end(LegState.LOST)
 
     def _end(self, state: LegState) -> None:
         if self.state is LegState.ENDED or self.state is LegState.LOST:
             return
-        self.state, self.ended_at = state, self._open.now()
-        self._open.legs.discard(self)
+        self.state, self.ended_at = state, self._legs.now()
+        self._legs.open.pop(self, None)
         self.work.end()
 
     # What is done with the answer.
@@ -270,8 +267,7 @@ class Leg:
     async def relay(self, response: Response, reader: Reader, *, movable: bool = False) -> None:
         """Write what `reader` makes of the body to a response that has begun, and leave the response open. `movable`:
         another instance can give the rest. Raises `PeerLost`."""
-        if movable:
-            self.patience = msgspec.structs.replace(self.patience, movable=True)
+        self.patience.movable = movable
         try:
             await relay(self._call, response, reader)
         except TransferError as error:
@@ -281,25 +277,27 @@ class Leg:
 
     def restart(self, now: float) -> None:
         """The instance beside whose progress counted is done; from here on only its own counts."""
-        if self.state is LegState.SENT and self.patience.beside is not None:
-            self.progress_at = max(self.progress_at, now)
-            self.patience = msgspec.structs.replace(self.patience, beside=None)
+        patience = self.patience
+        if self.state is LegState.SENT and patience.beside is not None:
+            patience.progress_at, patience.beside = max(patience.progress_at, now), None
 
     def silent_for(self, now: float) -> float:
         """Seconds without progress."""
         beside = self.patience.beside
-        return now - max(self.progress_at, self.instance.last_sign, 0.0 if beside is None else beside.last_sign)
+        return now - max(
+            self.patience.progress_at, self.instance.last_sign, 0.0 if beside is None else beside.last_sign
+        )
 
     def look(self, now: float) -> None:
         """Note what has come since the last look; give it up if that took too long."""
-        num_bytes = self._call.num_received_so_far
-        if num_bytes != self.seen_bytes:
-            self.seen_bytes, self.progress_at, self.instance.last_sign = num_bytes, now, now
+        num_bytes, patience = self._call.num_received_so_far, self.patience
+        if num_bytes != patience.seen_bytes:
+            patience.seen_bytes, patience.progress_at, self.instance.last_sign = num_bytes, now, now
         elif self._call.paused:
-            self.progress_at = now  # it is the client who does not read
-        patience, waited_s = self.patience, now - self.progress_at
+            patience.progress_at = now  # it is the client who does not read
+        waited_s, most_s = now - patience.progress_at, max(self._legs.total_s, patience.silence_s)
         stands_still = patience.movable and self.instance.looks.num_late >= LATE_BEFORE_DOWN
-        if stands_still or waited_s > patience.total_s or self.silent_for(now) > patience.silence_s:
+        if stands_still or waited_s > most_s or self.silent_for(now) > patience.silence_s:
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
@@ -307,3 +305,109 @@ class Leg:
         self.on_change = None  # which may refer to whoever has this leg
         self._call.close()
         self._end(LegState.LOST)
+
+
+class Legs:
+    """The legs of all requests."""
+
+    def __init__(self, config: RouterConfig, clock: Clock, connections: Connections) -> None:
+        self._connections, self.now = connections, clock.monotonic
+        self._first_byte_s, self.between_bytes_s = config.first_byte_timeout_s, config.between_bytes_timeout_s
+        self.total_s = config.answer_timeout_s
+        self._silence_s = min(self._first_byte_s, self.between_bytes_s)
+        self.open: dict[Leg, None] = {}
+        """Those that are under way, in the order in which they were sent."""
+        self._steps: dict[Instance, bytes] = {}
+        self._asking: set[Instance] = set()
+
+    @property
+    def num_open(self) -> int:
+        """How many legs wait for bytes."""
+        return len(self.open)
+
+    def send(
+        self,
+        instance: Instance,
+        method: str,
+        target: str,
+        headers: bytes,
+        body: bytes | None,
+        changes: LegChanges,
+        *,
+        uncached: int = 0,
+        computes: bool = False,
+        decodes: bool = False,
+        beside: Instance | None = None,
+    ) -> Leg:
+        """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
+        `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
+        sent."""
+        try:
+            call = self._connections.start(instance, method, target, headers, body)
+        except ValueError as error:
+            raise InvalidRequest(f"the request cannot be sent on: {error}") from error
+        now = self.now()
+        work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
+        silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
+        leg = Leg(self, call, instance, work, changes, Patience(silence_s, now, beside))
+        self.open[leg] = None
+        return leg
+
+    # Legs that wait too long.
+
+    async def watch(self) -> None:
+        """Give up legs that have waited too long; runs until it is cancelled."""
+        sweep_s = min(_LONGEST_SWEEP_S, self._silence_s / 4)
+        async with asyncio.TaskGroup() as group:
+            before = self.now()
+            while True:
+                await asyncio.sleep(sweep_s)
+                late_s = self.now() - before - sweep_s
+                self.look(missed_s=late_s if late_s > sweep_s else 0.0)
+                before = self.now()
+                for instance in self._quiet() - self._asking:
+                    self._asking.add(instance)
+                    group.create_task(self._look_for_steps(instance))
+
+    def look(self, missed_s: float = 0.0) -> None:
+        """Give up what has waited too long. `missed_s`: how long this process itself stood still, and could not see any
+        progress: what came meanwhile has not been read yet."""
+        now = self.now()
+        if missed_s:
+            for leg in self.open:
+                leg.patience.progress_at = min(now, leg.patience.progress_at + missed_s)
+            for instance in self._waited_for():
+                instance.last_sign = min(now, instance.last_sign + missed_s)
+        for leg in tuple(self.open):
+            leg.look(now)
+
+    def _waited_for(self) -> OrderedSet[Instance]:
+        return _instances_of(self.open)
+
+    def _quiet(self) -> OrderedSet[Instance]:
+        """The instances whose step counter to read: those that have shown no progress for a while."""
+        now, waited_for = self.now(), self._waited_for()
+        quiet = [leg for leg in self.open if leg.silent_for(now) > self._silence_s / 4]
+        self._steps = {one: steps for one, steps in self._steps.items() if one in waited_for}
+        return _instances_of(quiet)
+
+    async def _look_for_steps(self, instance: Instance) -> None:
+        try:
+            status, text = await self._connections.metrics(instance, self._silence_s / 2)
+        except TransferError:
+            return
+        except Exception:
+            # The edge of this room: the router goes on, whatever an instance calls its metrics.
+            logger.exception("%s: its metrics could not be read", instance)
+            return
+        finally:
+            self._asking.discard(instance)
+        steps = b" ".join(_STEPS.findall(text)) if status == 200 else b""
+        if self._steps.get(instance, steps) != steps:
+            instance.last_sign = self.now()
+        self._steps[instance] = steps
+
+
+def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
+    """Those that the legs wait for."""
+    return OrderedSet(one for leg in legs for one in (leg.instance, leg.patience.beside) if one is not None)

@@ -24,7 +24,7 @@ from kvferry.router.choice.policies.base import Asked
 from kvferry.router.instances.instance import Instance, Unasked
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.shared_state import SharedState, TicketRow
-from kvferry.router.request.leg_bodies import HAND_OFF_FIELD
+from kvferry.router.protocols.form import HAND_OFF_FIELD
 from kvferry.router.request.releases import Releases
 
 logger = logging.getLogger(__name__)
@@ -203,14 +203,13 @@ class NextTurns:
 
 
 class Conversation:
-    """What one request has to do with the turns before and after it: nothing without --keep-for-next-turn, and if the
-    client does not name its conversation. `keeps`: D keeps its KV for the next turn, and its answer brings the
-    ticket."""
+    """What one request has to do with the turns before and after it. `keeps`: D keeps its KV for the next turn, and its
+    answer brings the ticket."""
 
     __slots__ = ("_session", "_turns", "keeps")
 
-    def __init__(self, turns: NextTurns | None, asked: Asked) -> None:
-        self._turns = turns if asked.session else None
+    def __init__(self, turns: NextTurns, asked: Asked) -> None:
+        self._turns = turns
         self._session = f"{asked.model[:_LONGEST_MODEL]} {asked.session}"
         """Conversations of different models are different."""
         self.keeps = False
@@ -218,22 +217,19 @@ class Conversation:
     def goes_on(self, instances: list[Instance]) -> None:
         """The answer has one choice, whose KV D keeps if all `instances` from which it may come are kvferry's: only
         their tickets can be removed from it."""
-        if self._turns is not None:
-            known = [isinstance(one.facts, InstanceFacts) for one in instances if one.usable]
-            self.keeps = bool(known) and all(known)
+        known = [isinstance(one.facts, InstanceFacts) for one in instances if one.usable]
+        self.keeps = bool(known) and all(known)
 
     def take(self, prefill: Instance) -> Kept | None:
         """Where `prefill` fetches the KV of earlier turns; None: nowhere."""
-        return None if self._turns is None else self._turns.take(self._session, prefill)
+        return self._turns.take(self._session, prefill)
 
     def drop(self) -> None:
         """The conversation continues without a prefill instance."""
-        if self._turns is not None:
-            self._turns.drop(self._session)
+        self._turns.drop(self._session)
 
     def give_back(self, kept: Kept, *, unused: bool) -> None:
         """P does not fetch it. If it is not `unused`, P may have begun to, and nobody else can any more."""
-        assert self._turns is not None
         if unused:
             self._turns.put_back(self._session, kept)
         else:
@@ -241,7 +237,7 @@ class Conversation:
 
     def without_ticket(self, decode: Instance, content: bytes, *, events: bool) -> bytes:
         """A whole answer, or the last `events` of a stream, without its ticket, which is remembered."""
-        if self._turns is None or not self.keeps:
+        if not self.keeps:
             return content
         take = self._turns.take_from_events if events else self._turns.take_from_body
         return take(self._session, decode, content)

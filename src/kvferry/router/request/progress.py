@@ -18,7 +18,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts
-from kvferry.router.request.leg_bodies import HAND_OFF_FIELD
+from kvferry.router.protocols.form import HAND_OFF_FIELD
 
 _END = b"\n\n"
 _DONE = b"data: [DONE]"

@@ -57,17 +57,18 @@ class RequestRecord:
         """Tokens of the prompt that this instance probably does not have."""
         return max(0, self._asked.num_tokens - self.decision.cached.tokens(instance))
 
-    def sent(self, kind: str, instance: Instance) -> Span | None:
-        """A leg is sent: `prefill`, `decode` or `continuation`. Returns its span, if there are spans."""
+    def sent(self, kind: str, instance: Instance, uncached: int) -> Span | None:
+        """A leg is sent: `prefill`, `decode` or `continuation`, to an instance that does not have so many tokens of the
+        prompt. Returns its span, if there are spans."""
         now = self._clock.wall()
         if kind == "prefill":
             self.decision.prefill_sent = now
-            self._seen.prefill, self._seen.uncached = instance.name, self.uncached(instance)
+            self._seen.prefill, self._seen.uncached = instance.name, uncached
         elif kind == "decode":
             self.decision.decode_sent = now
             self._seen.decode = instance.name
             if not self._seen.prefill:
-                self._seen.uncached = self.uncached(instance)
+                self._seen.uncached = uncached
         return None if self._span is None else self._span.child(kind, now, {"kvferry.instance": instance.name})
 
     def failed(self, leg: Leg, reason: str = "") -> None:

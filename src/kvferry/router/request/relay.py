@@ -19,7 +19,7 @@ from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silen
 from kvferry.router.headers import for_client
 from kvferry.router.instances.instance import Instance, VllmFacts
 from kvferry.router.instances.pools import Pools
-from kvferry.router.request.leg import Leg
+from kvferry.router.request.leg import Leg, LegState
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,19 @@ class Relay:
         has been sent cannot become an error any more, and must not look complete. Raises `RequestError` if nothing can
         be sent of the answer.
         """
-        if 300 <= leg.status < 400:
+        if 300 <= leg.head.status < 400:
             raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
-        if leg.status >= 400 and not leg.is_event_stream:
+        is_stream = leg.is_event_stream
+        if leg.head.status >= 400 and not is_stream:
             content = await self.read(leg, _LONGEST_ERROR)
-            response.send(leg.status, self.hide(content), self.headers(leg, with_length=False))
+            response.send(leg.head.status, self.hide(content), self.headers(leg, with_length=False))
             return True
-        response.start(leg.status, self.headers(leg))
+        response.start(leg.head.status, self.headers(leg))
+        if leg.state is LegState.ENDED and not is_stream:
+            response.end(leg.take())
+            return True
         try:
-            await leg.relay(response, _Masking(self) if leg.is_event_stream else _UNREAD)
+            await leg.relay(response, _Masking(self) if is_stream else _UNREAD)
         except PeerLost as error:
             logger.warning("request %s: %s", response.request.id, error)
             response.fail(lost_within(error))
@@ -71,9 +75,7 @@ class Relay:
 
     def headers(self, leg: Leg, *, with_length: bool = True) -> RawHeaders:
         """The answer's headers as the client gets them."""
-        found = for_client(leg.headers)
-        if not with_length:
-            found = [one for one in found if one[0] != b"content-length"]
+        found = for_client(leg.head.headers, with_length=with_length)
         names_one = self._addresses.pattern().search
         if names_one(b"\n".join([value for _, value in found])):
             found = [one for one in found if not names_one(one[1])]

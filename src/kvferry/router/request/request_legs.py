@@ -10,16 +10,17 @@ from typing import Any
 
 import msgspec
 
+from kvferry.core.entropy import RANDOM
 from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
+from kvferry.router.choice.plan import is_batch
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
 from kvferry.router.instances.instance import Absent, Instance, SglangFacts, VllmFacts
-from kvferry.router.protocols.form import Form
+from kvferry.router.protocols.form import HAND_OFF_FIELD, Form
 from kvferry.router.request.hand_off import HandOff, PrefillOutcome
 from kvferry.router.request.leg import Leg, LegChanges, LegState
-from kvferry.router.request.leg_bodies import decode_body, is_of_one, prefill_body, shared_seed
 from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.services import Services
@@ -29,6 +30,8 @@ _LATE_PREFILL_S = 5.0
 _MAX_PREFILL_ANSWER_BYTES = 16 * 2**20
 
 _ENCODER = msgspec.json.Encoder()
+_ONE = (None, 1)
+"""Numbers of choices that make one."""
 _NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
 """For answers that the router reads itself."""
 _NO_MARKS = (VllmFacts, SglangFacts, Absent)
@@ -44,22 +47,21 @@ class RequestLegs:
         request: ClientRequest,
         body: RequestBody,
         record: RequestRecord,
-        conversation: Conversation,
+        conversation: Conversation | None,
     ) -> None:
         self._services, self._request, self._body, self._record = services, request, body, record
         self.conversation = conversation
+        """None without --keep-for-next-turn, or if the client does not name one."""
         self._seed = shared_seed(body)
         self.may_continue = body.values.get("stream") is True and not services.config.trust_client_tickets
         """Whether the answer may go on from another instance, if that can be done exactly."""
-        self._marked = self.may_continue and is_of_one(request.path, body)
+        self._is_of_one = is_of_one(request.path, body)
+        self._marked = self.may_continue and self._is_of_one
         self._headers: LegHeaders | None = None
-        self._changes = LegChanges()
+        self.changes = LegChanges()
+        """Waited for by the request's task."""
         self.sent: list[Leg] = []
         self._hand_offs: list[HandOff] = []
-
-    async def change(self) -> None:
-        """Wait until something has become of a leg. Raises what should never have been raised."""
-        await self._changes.wait()
 
     # What is sent.
 
@@ -67,9 +69,11 @@ class RequestLegs:
         """Ask P to compute the prompt and keep its KV."""
         kept, seed = None, dict[str, int]()
         if form.shares_seed:
-            kept, seed = self.conversation.take(instance), self._seed
-            if is_of_one(self._request.path, self._body) and not self._services.config.trust_client_tickets:
-                self.conversation.goes_on(self._services.pools.decode.instances)
+            seed = self._seed
+            if self.conversation is not None:
+                kept = self.conversation.take(instance)
+                if self._is_of_one and not self._services.config.trust_client_tickets:
+                    self.conversation.goes_on(self._services.pools.decode.instances)
         body = prefill_body(self._body, form, seed, None if kept is None else kept.params)
         leg = self._send("prefill", instance, body, _NOT_COMPRESSED + form.prefill_headers, computes=True)
         leg.collect(_MAX_PREFILL_ANSWER_BYTES)
@@ -81,15 +85,17 @@ class RequestLegs:
         """Ask D to answer with P's KV: from here on it uses the ticket or gives it up, unless it is lost. If P has
         answered without one, D gets the request as it came."""
         hand_off.given = True
-        form, body = hand_off.form, self._body.encode()
-        if hand_off.ticket is not None:
+        form = hand_off.form
+        if hand_off.ticket is None:
+            body = self._body.encode()
+        else:
             body = decode_body(
                 self._body,
                 hand_off.ticket,
                 self._seed if form.shares_seed else {},
                 form,
                 returns_ticket=self._services.config.trust_client_tickets,
-                keeps=self.conversation.keeps,
+                keeps=self.conversation is not None and self.conversation.keeps,
             )
         return self._send("decode", instance, body, decodes=True, beside=beside)
 
@@ -106,7 +112,7 @@ class RequestLegs:
         """A leg that gives a whole answer, or the rest of one, once it has begun to or has failed."""
         leg = self._send("continuation", instance, body, computes=True, decodes=True)
         while leg.state is LegState.SENT:
-            await self._changes.wait()
+            await self.changes.wait()
         return leg
 
     def _send(
@@ -123,7 +129,8 @@ class RequestLegs:
         request, record, headers, own = self._request, self._record, self._headers, own or []
         if headers is None:
             headers = self._headers = self._headers_of_all()
-        span = record.sent(kind, instance)
+        uncached = record.uncached(instance)
+        span = record.sent(kind, instance, uncached)
         if span is not None:
             own = span.headers() + own
         if self._marked and not isinstance(instance.facts, _NO_MARKS):
@@ -134,8 +141,8 @@ class RequestLegs:
             request.target,
             headers.with_own(own),
             body,
-            self._changes,
-            uncached=record.uncached(instance),
+            self.changes,
+            uncached=uncached,
             computes=computes,
             decodes=decodes,
             beside=beside,
@@ -164,7 +171,7 @@ class RequestLegs:
         try:
             async with asyncio.timeout(_LATE_PREFILL_S):
                 while hand_off.outcome is PrefillOutcome.WAITING:
-                    await self._changes.wait()
+                    await self.changes.wait()
         except TimeoutError:
             return
 
@@ -178,3 +185,64 @@ class RequestLegs:
         for leg in self.sent:
             leg.close()
         self.release()
+
+
+def shared_seed(body: RequestBody) -> dict[str, int]:
+    """The seed field that both legs get if the client gave none, so that D continues with P's random numbers; empty if
+    it did."""
+    return {} if body.values.get("seed") is not None else {"seed": RANDOM.getrandbits(63)}
+
+
+def is_of_one(path: str, body: RequestBody) -> bool:
+    """Whether the answer has one choice."""
+    values = body.values
+    if values.get("n") not in _ONE or values.get("best_of") not in _ONE or body.get("use_beam_search"):
+        return False
+    return path != "/v1/completions" or not is_batch(body.raw("prompt"))
+
+
+def repeats_itself(body: RequestBody) -> bool:
+    """Whether a second answer from another instance would be the same: greedy, or with a seed from the client."""
+    if body.get("use_beam_search"):
+        return False
+    return body.values.get("temperature") == 0 or body.values.get("seed") is not None
+
+
+def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict[str, Any] | None = None) -> bytes:
+    """The body of the prefill leg: one token, not streamed, and the KV kept for another instance. `kept`: where P
+    fetches the KV of earlier turns.
+
+    SGLang's P generates one token whatever the request says, and expects the same request as D.
+    """
+    if form.meets_in_a_room:
+        return body.encode(without=("stream_options",), **{**form.prefill_fields, "stream": False})
+    fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
+    if "max_completion_tokens" in body:
+        fields["max_completion_tokens"] = 1
+    min_tokens = body.values.get("min_tokens")
+    if isinstance(min_tokens, int):
+        fields["min_tokens"] = min(min_tokens, 1)
+    fields[HAND_OFF_FIELD] = {**form.produce, **kept, "transfer_id": form.transfer_id} if kept else form.produce
+    return body.encode(without=("stream_options", "best_of", *form.prefill_without), **fields)
+
+
+def decode_body(
+    body: RequestBody, params: Any, seed: dict[str, int], form: Form, *, returns_ticket: bool, keeps: bool = False
+) -> bytes:
+    """The body of the decode leg, with a ticket: the client's own, with the seed that P's token was sampled with.
+
+    Unless `returns_ticket`, D keeps KV for another turn only if the router removes its ticket from the answer
+    (`keeps`), since the ticket has addresses that clients must not see.
+    """
+    if form.meets_in_a_room and form.early is not None:
+        return body.encode(**{**form.early, **seed})
+    return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _with_keeping(params, keeps), **seed})
+
+
+def _with_keeping(params: Any, keeps: bool) -> Any:
+    if isinstance(params, msgspec.Raw):
+        try:
+            params = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # D will say what is wrong with it
+            return params
+    return {**params, "keep_for_next_turn": keeps}

@@ -10,7 +10,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.pools import Pools
 from kvferry.router.metrics import Metrics
-from kvferry.router.request.legs import Legs
+from kvferry.router.request.leg import Legs
 from kvferry.router.request.next_turn import NextTurns
 from kvferry.router.request.relay import Relay
 from kvferry.router.request.releases import Releases

@@ -17,7 +17,7 @@ async def wait_for_instances(services: Services, response: Response, *, streams:
     controller sees how many wait in `Traffic`."""
     pools, clock = services.pools, services.clock
     starts_s = pools.directions.starts_s
-    if pools.decode.any_alive or starts_s <= 0:
+    if starts_s <= 0:
         return
     traffic, begun = services.chooser.traffic, clock.monotonic()
     tell_at = begun
