@@ -15,6 +15,8 @@ HAPPENS: dict[Kind, str] = {
     "stall router": "router1 stands still",
     "cut": "are cut off from each other",
     "reset": "a connection of",
+    "lose": "is forgotten",
+    "late": "s late",
     "clock": "the clock of decode0 jumps",
     "stop": "decode0 has stopped",
     "drain": "router1 sends decode0 nothing new",

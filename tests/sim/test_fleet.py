@@ -8,7 +8,10 @@ from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
 from kvferry.fleet.control.front import View
 from kvferry.fleet.control.observer import Observer
+from kvferry.sim import __main__ as command
+from kvferry.sim.seeds.faults import OUTSIDE, Fault, Kind
 from kvferry.sim.seeds.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
+from kvferry.sim.seeds.hunt import shrink
 from kvferry.sim.seeds.scenario import draw
 
 SEEDS = range(1, 5)
@@ -32,6 +35,7 @@ def test_a_fleet_becomes_what_is_wanted(kind: ChangeKind) -> None:
     assert not report.violations
     happens = {
         "scale": "prefill-2 is started",
+        "swap": "another fleet is wanted",
         "roll": "decode-2 is started",
         "kill": "decode-0 ends",
         "controller": "controller1 ends",
@@ -53,11 +57,36 @@ def test_the_same_seed_gives_the_same_events() -> None:
 
 
 def test_a_member_that_is_dead_and_taken_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    _take_the_dead_for_ready(monkeypatch)
+    report = run_fleet(_scenario(Change(0.1, "kill", 0.7, 0.2, 0.5)))
+    assert "instances come back" in {one.name for one in report.violations}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_fleet_outlives_what_happens_around_it(kind: Kind) -> None:
+    scenario = replace(_scenario(Change(0.2, "swap", 0.0, 0.0, 0.0)), faults=[Fault(0.3, kind, 0.4, 0.9, 1.5)])
+    report = run_fleet(scenario)
+    assert not report.violations
+
+
+def _take_the_dead_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     phase = Observer._phase
 
     def take_for_ready(self: Observer, member: Member, view: View | None) -> Phase:
         return Phase.READY if member.state is MemberState.ENDED else phase(self, member, view)
 
     monkeypatch.setattr(Observer, "_phase", take_for_ready)
-    report = run_fleet(_scenario(Change(0.1, "kill", 0.7, 0.2, 0.5)))
-    assert "instances come back" in {one.name for one in report.violations}
+
+
+def test_a_fleet_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    _take_the_dead_for_ready(monkeypatch)
+    whole = _scenario(Change(0.1, "kill", 0.7, 0.2, 0.5), Change(0.2, "controller", 0.0, 0.0, 0.5))
+    found = shrink(replace(whole, requests=whole.requests[:2]), most_runs=10)
+    assert found is not None
+    assert (found.requests, found.faults) == ([], [0])
+    assert found.command() == "python -m kvferry.sim 1 --fleet --requests none --faults 0 --log"
+
+
+def test_a_part_of_a_fleet_s_scenario_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["3", "--fleet", "--requests", "0", "--faults", "none"]) == 0
+    assert "1 seeds, 0 failed" in capsys.readouterr().out

@@ -145,6 +145,24 @@ def test_a_fence_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens are right" in {one.name for one in run(_of_a_cut(1)).violations}
 
 
+def test_a_lease_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EntryTable, "_expire", lambda self: None)
+    assert "no lease beyond its bound" in {one.name for one in run(_of_a_cut(1)).violations}
+
+
+def test_a_lease_that_is_renewed_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    renew = EntryTable.renew
+
+    def renew_for_long(self: EntryTable, *keys: str) -> None:
+        renew(self, *keys)
+        for key in keys:
+            if key in self._entries:
+                self._entries[key].deadline += 9.0
+
+    monkeypatch.setattr(EntryTable, "renew", renew_for_long)
+    assert "no lease beyond its bound" in {one.name for one in run(_of_a_cut(1)).violations}
+
+
 def test_a_block_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = KVContents.copy
 

@@ -7,9 +7,9 @@ import os
 import sys
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.sim.seeds.fleet_scenario import draw_fleet, run_fleet
-from kvferry.sim.seeds.hunt import ScenarioKind, hunt, shrink
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
+from kvferry.sim.seeds.fleet_scenario import draw_fleet
+from kvferry.sim.seeds.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
+from kvferry.sim.seeds.scenario import Report, draw
 
 _MOST_TOLD = 6
 _FEW_SEEDS = 8
@@ -31,19 +31,21 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     seeds = [seed for one in given.seeds for seed in _range(one)]
     begun, num_failed = SYSTEM_CLOCK.monotonic(), 0
-    if given.fleet and given.log:
+    if given.shrink or given.log or given.requests is not None or given.faults is not None:
         for seed in seeds:
-            num_failed += _tell(run_fleet(draw_fleet(seed), keep_log=True), log=True)
-    elif given.shrink or given.log or given.requests is not None or given.faults is not None:
-        for seed in seeds:
-            scenario = _part(draw(seed, with_faults=not given.no_faults), given.requests, given.faults)
-            num_failed += _shrink(scenario) if given.shrink else _tell(run(scenario, keep_log=given.log), log=given.log)
+            whole = draw_fleet(seed) if given.fleet else draw(seed, with_faults=not given.no_faults)
+            scenario = _part(whole, given.requests, given.faults)
+            if given.shrink:
+                num_failed += _shrink(scenario)
+            else:
+                num_failed += _tell(run_any(scenario, keep_log=given.log), log=given.log)
     else:
         kind: ScenarioKind = "fleet" if given.fleet else "unharmed" if given.no_faults else "deployment"
         for report in hunt(seeds, jobs=given.jobs, twice_every=given.twice, kind=kind):
             num_failed += _tell(report, always=len(seeds) <= _FEW_SEEDS)
-            if report.violations and not given.fleet:
-                sys.stdout.write(f"  to shrink it: python -m kvferry.sim {report.seed} --shrink\n")
+            if report.violations:
+                flag = {"deployment": "", "unharmed": " --no-faults", "fleet": " --fleet"}[kind]
+                sys.stdout.write(f"  to shrink it: python -m kvferry.sim {report.seed}{flag} --shrink\n")
     wall_s, cpu_s = SYSTEM_CLOCK.monotonic() - begun, sum(os.times()[:4])
     sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {wall_s:.1f} s, {cpu_s:.1f} s of CPU time\n")
     return 1 if num_failed else 0
@@ -58,7 +60,7 @@ def _numbers(text: str) -> list[int]:
     return [] if text == "none" else [int(one) for one in text.split(",")]
 
 
-def _part(scenario: Scenario, requests: list[int] | None, faults: list[int] | None) -> Scenario:
+def _part(scenario: AnyScenario, requests: list[int] | None, faults: list[int] | None) -> AnyScenario:
     return scenario.only(
         list(range(len(scenario.requests))) if requests is None else requests,
         list(range(len(scenario.faults))) if faults is None else faults,
@@ -77,7 +79,7 @@ def _tell(report: Report, *, always: bool = True, log: bool = False) -> bool:
     return bool(report.violations)
 
 
-def _shrink(scenario: Scenario) -> bool:
+def _shrink(scenario: AnyScenario) -> bool:
     found = shrink(scenario)
     if found is None:
         sys.stdout.write(f"seed {scenario.seed}: everything holds\n")

@@ -21,6 +21,7 @@ from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.loop import SimProcess
+from kvferry.sim.network import SimHost
 from kvferry.sim.router import SimRouter
 from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
 
@@ -165,6 +166,10 @@ class FleetWorld(World):
         self.simulation.note("another fleet is wanted")
 
     # Its members.
+
+    def hosts(self) -> list[SimHost]:
+        """The controller's too."""
+        return [*super().hosts(), self.controller_process.host]
 
     def open_routers(self) -> list[SimRouter]:
         """Those that are ready, as a load balancer in front of them asks for, and are not to end; else any that was."""

@@ -58,6 +58,11 @@ def chain(before: int, tokens: Sequence[int]) -> Numbers:
     return np.concatenate(pieces) if len(pieces) != 1 else pieces[0]
 
 
+def follow(before: int, token: int) -> int:
+    """The KV of one token that follows a token with the KV `before`: as `chain`, with less around it."""
+    return (before + _mixed((token + _FACTOR) & _MASK)) * _FACTOR & _MASK
+
+
 @cache
 def _layer_factors(num_layers: int) -> Numbers:
     """The first is 1, so that layer 0 has the chain itself."""
@@ -78,7 +83,7 @@ def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int,
     for position in range(len(prompt), len(prompt) + number):
         token = sample(total * factor & _MASK, seed, position, vocab_size)
         answer.append(token)
-        before = int(chain(before, [token])[-1])
+        before = follow(before, token)
         total = (total + before) & _MASK
     return answer
 
@@ -95,6 +100,7 @@ class KVContents:
         self.block_size = block_size
         self.values: Numbers = np.zeros((num_layers, num_blocks, block_size), dtype=np.uint64)
         self._factors = _layer_factors(num_layers)
+        self._whole_factors: list[int] = self._factors.tolist()
 
     def compute(self, block_ids: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         """Write the KV of tokens `start`, `start + 1`, … of a sequence with these blocks."""
@@ -102,6 +108,11 @@ class KVContents:
         before = _ROOT
         if start:
             before = int(self.values[0, block_ids[(start - 1) // size], (start - 1) % size])
+        if len(tokens) == 1:
+            value, place = follow(before, tokens[0]), (block_ids[start // size], start % size)
+            for layer, factor in enumerate(self._whole_factors):
+                self.values[layer, *place] = value * factor & _MASK
+            return
         places = np.arange(start, start + len(tokens))
         blocks = np.asarray(block_ids, dtype=np.int64)[places // size]
         self.values[:, blocks, places % size] = chain(before, tokens)[None, :] * self._factors[:, None]

@@ -414,6 +414,9 @@ class Network:
         """What can be read over the network, by the address of its owner (`sim.transfers`)."""
         self._cut: set[tuple[str, str]] = set()
         self._held: dict[SimTransport, int] = {}
+        self._slow: dict[tuple[str, str], float] = {}
+        self._lost: set[SimTransport] = set()
+        """Ends of connections at which nothing arrives any more."""
         self.num_open = 0
         """Ends of connections that are open."""
         self.connections: list[SimTransport] = []
@@ -480,6 +483,8 @@ class Network:
         latency_s = spec.latency_s + random.random() * spec.jitter_s
         if spec.late_share and random.random() < spec.late_share:
             latency_s += random.random() * spec.late_s
+        if self._slow:
+            latency_s += random.random() * self._slow.get((source.address, target.address), 0.0)
         if not num_bytes:
             return now + latency_s
         seconds = num_bytes / spec.bandwidth
@@ -521,11 +526,24 @@ class Network:
             for _ in range(number):
                 self.loop.call_at(self.arrival(end.peer.process.host, end.process.host, 0), end.arrive)
 
+    def slow_down(self, one: SimHost, other: SimHost, most_s: float) -> None:
+        """All between these two takes up to `most_s` longer from now on; with 0, as long as before."""
+        self.simulation.note(f"between {one.address} and {other.address} all is up to {most_s:.3f} s late")
+        self._slow[one.address, other.address] = self._slow[other.address, one.address] = most_s
+
+    def lose(self, connection: SimTransport) -> None:
+        """Whatever is on its way or sent on this connection from now on is lost, and neither end hears of it: as when
+        something in between forgets it."""
+        self.simulation.note(f"a connection of {connection.process.name} is forgotten")
+        self._lost |= {connection, connection.peer}
+
     def holds(self, end: SimTransport) -> bool:
         """Whether what would arrive at this end now has to wait."""
         source, target = end.peer.process.host, end.process.host
         if not target.is_up:
             return True  # for good
+        if end in self._lost:
+            return True
         if not self.is_cut(source, target):
             return False
         self._held[end] = self._held.get(end, 0) + 1

@@ -28,7 +28,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
-from kvferry.sim.network import Network, NetworkSpec
+from kvferry.sim.network import Network, NetworkSpec, SimHost
 from kvferry.sim.router import SimRouter
 
 TOKEN = "a secret of the simulated deployment"
@@ -242,6 +242,10 @@ class World:
         result.ends += 1
         self._num_unfinished -= 1
         self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
+
+    def hosts(self) -> list[SimHost]:
+        """Those of routers and instances, but not the clients'."""
+        return [*(one.host for one in self.routers), *(one.host for one in self.instances)]
 
     def open_routers(self) -> list[SimRouter]:
         """Those to which clients turn; at least one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -27,7 +28,7 @@ def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXT
     Raises `ConfigError` that names the key: one that is unknown (with the nearest known one), one whose value is of
     another type, or one that is missing.
     """
-    fields = {one.encode_name: one for one in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     for key in given:
         if key not in fields:
             raise ConfigError(unknown_key(f"{where}.{key}", key, fields))
@@ -36,6 +37,12 @@ def read_options(kind: type[Options], given: Mapping[str, Any], where: str = EXT
             raise ConfigError(f"{where}.{name} is required")
     values = {key: read_value(f"{where}.{key}", value, fields[key].type) for key, value in given.items()}
     return kind(**{fields[key].name: value for key, value in values.items()})
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> Mapping[str, msgspec.structs.FieldInfo]:
+    """The fields by their keys; their annotations are read once."""
+    return {one.encode_name: one for one in msgspec.structs.fields(kind)}
 
 
 def read_value(where: str, value: Any, wanted: Any) -> Any:

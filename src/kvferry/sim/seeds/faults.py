@@ -23,6 +23,8 @@ Kind = Literal[
     "stall router",
     "cut",
     "reset",
+    "lose",
+    "late",
     "clock",
     "stop",
     "drain",
@@ -30,6 +32,8 @@ Kind = Literal[
     "role",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+OUTSIDE: tuple[Kind, ...] = ("stall", "stall router", "cut", "reset", "lose", "late", "clock")
+"""What happens to processes, machines and the network, but ends nothing: it may happen to a fleet as well."""
 GENTLE: tuple[Kind, ...] = ("clock", "drain", "roll", "role")
 """No request may be lost by one of these, where another instance of the role is left."""
 _LOOKS_EVERY_S = 0.05
@@ -42,7 +46,8 @@ class Fault:
     """One fault. `place` and `other` choose whom it meets; `seconds`: how long it lasts.
 
     crash: a process ends, and is started again; power: its machine does, and nobody hears of it; stall: a process runs
-    nothing; cut: nothing arrives between two hosts; reset: a connection breaks; clock: a wall clock jumps, and jumps
+    nothing; cut: nothing arrives between two hosts; reset: a connection breaks; lose: what is sent on a connection from
+    now on never arrives; late: all between two hosts takes up to `seconds` longer; clock: a wall clock jumps, and jumps
     back; stop: a process ends as at SIGTERM, and is started again. What operators do: drain an instance, and add it
     again; roll: stop it in between; role: give it the other role, and its own again.
     """
@@ -81,6 +86,9 @@ class FaultInjector:
 
     def _happen(self, fault: Fault) -> None:
         world = self._world
+        if not (world.instances and world.routers):  # of a fleet that has none at the moment
+            self._over()
+            return
         instance = world.instances[int(fault.place * len(world.instances))]
         router = world.routers[int(fault.place * len(world.routers))]
         match fault.kind:
@@ -105,8 +113,12 @@ class FaultInjector:
                 one, other = self._pair(fault)
                 world.network.cut(one, other)
                 self._later(fault, lambda: world.network.heal(one, other))
-            case "reset":
-                self._reset(fault)
+            case "late":
+                one, other = self._pair(fault)
+                world.network.slow_down(one, other, fault.seconds)
+                self._later(fault, lambda: world.network.slow_down(one, other, 0.0))
+            case "reset" | "lose":
+                self._break(fault)
             case "clock":
                 self._jump(instance.host, math.copysign(fault.seconds * _CLOCK_FACTOR, fault.other - 0.5), fault)
             case "stop":
@@ -126,13 +138,17 @@ class FaultInjector:
     def _change_role(self, instance: SimInstance, role: LegRole) -> None:
         self._operate(f"has {instance.name} as {role}", lambda membership: membership.change_role(instance.url, role))
 
-    def _reset(self, fault: Fault) -> None:
+    def _break(self, fault: Fault) -> None:
+        """Break a connection, or let it be forgotten; not a client's, which would only wait."""
         world = self._world
         connections = [one for one in world.network.open_connections() if one.process.name != "clients"]
         if connections:
             connection = connections[int(fault.other * len(connections))]
-            world.simulation.note(f"a connection of {connection.process.name} breaks")
-            connection.reset()
+            if fault.kind == "lose":
+                world.network.lose(connection)
+            else:
+                world.simulation.note(f"a connection of {connection.process.name} breaks")
+                connection.reset()
         self._over()
 
     def _jump(self, host: SimHost, seconds: float, fault: Fault) -> None:
@@ -183,8 +199,7 @@ class FaultInjector:
 
     def _pair(self, fault: Fault) -> tuple[SimHost, SimHost]:
         """Two hosts, but not the clients': they would only wait."""
-        world = self._world
-        hosts = [*(one.host for one in world.routers), *(one.host for one in world.instances)]
+        hosts = self._world.hosts()
         one = hosts.pop(int(fault.place * len(hosts)))
         return one, hosts[int(fault.other * len(hosts))]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, get_args
 
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
-from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_requests, of_rest
+from kvferry.sim.seeds.faults import OUTSIDE, Fault, FaultInjector, draw_faults
+from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest
 from kvferry.sim.seeds.scenario import AUDITED_EVERY, SETTLES_S, Report, draw
 from kvferry.sim.world import RequestSpec, WorldSpec
 
-ChangeKind = Literal["scale", "roll", "kill", "controller"]
+ChangeKind = Literal["scale", "swap", "roll", "kill", "controller"]
 KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 _BECOMES_SO_S = 120.0
 _LOOKED_AT_EVERY_S = 0.25
@@ -20,8 +22,10 @@ _LOOKED_AT_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to a fleet: another number of instances is wanted (`scale`), or others in their places (`roll`); a
-    member dies (`kill`), or the controller, and after `seconds` there is another one. `place` and `other` choose."""
+    """What happens to a fleet: another number of instances is wanted (`scale`), one more of a role and one less of the
+    other (`swap`), or others in their places (`roll`); a member dies (`kill`), or the controller, and after `seconds`
+    there is another one. `place` and `other` choose.
+    """
 
     at_s: float
     kind: ChangeKind
@@ -39,14 +43,21 @@ class FleetScenario:
     counts: tuple[int, int, int]
     """Instances that prefill and that decode, and routers."""
     requests: list[RequestSpec]
-    changes: list[Change]
+    faults: list[Change | Fault]
+    """Changes, and faults of `faults.OUTSIDE`."""
 
     @property
     def loses_nothing(self) -> bool:
         """Whether each request must be answered, unless its client leaves: nobody dies but the controller, and each
         role is there twice."""
         keeps = self.world.instance.kv_load_failure_policy == "recompute" and min(self.counts[:2]) > 1
-        return keeps and all(one.kind in ("roll", "controller") for one in self.changes)
+        return keeps and all(one.kind in ("roll", "controller") for one in self.faults)
+
+    def only(self, requests: Sequence[int], faults: Sequence[int]) -> FleetScenario:
+        """As of `Scenario`."""
+        return replace(
+            self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
+        )
 
 
 def draw_fleet(seed: int) -> FleetScenario:
@@ -55,10 +66,12 @@ def draw_fleet(seed: int) -> FleetScenario:
     is_gentle = random.random() < 0.4
     counts = (2, 2, 1) if is_gentle else (random.randint(1, 2), random.randint(1, 2), random.randint(1, 2))
     kinds: tuple[ChangeKind, ...] = ("roll", "controller") if is_gentle else KINDS
-    changes = [
+    changes: list[Change | Fault] = [
         Change(random.random() * 4.0, random.choice(kinds), random.random(), random.random(), random.random() * 3.0)
         for _ in range(random.choice((1, 2, 3)))
     ]
+    if not is_gentle:
+        changes += draw_faults(random, random.choice((0, 1, 3)), 4.0, OUTSIDE)
     return FleetScenario(seed, plain.world, counts, plain.requests, sorted(changes, key=lambda one: one.at_s))
 
 
@@ -95,6 +108,11 @@ class _Changes:
             case "scale":
                 self._counts = (1 + int(change.place * 3), 1 + int(change.other * 3), self._counts[2])
                 world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
+            case "swap":
+                prefill, decode, routers = self._counts
+                moved = 1 if decode > 1 else -1 if prefill > 1 else 0
+                self._counts = (prefill + moved, decode - moved, routers)
+                world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
             case "roll":
                 self._stamp += 1
                 world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
@@ -124,19 +142,20 @@ def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
         nonlocal moves
         moves += 1
         if moves % AUDITED_EVERY == 0 and not violations:
-            violations.extend(of_blocks(world))
+            violations.extend(of_blocks(world) + of_leases(world))
 
     with world.running():
-        simulation, changes = world.simulation, _Changes(world, scenario.counts)
+        simulation, changes, breaker = world.simulation, _Changes(world, scenario.counts), FaultInjector(world)
         simulation.after_callbacks = audit
         begins = simulation.now
         if not world.is_settled:
             violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
         world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
-        changes.schedule(scenario.changes, begins)
+        changes.schedule([one for one in scenario.faults if isinstance(one, Change)], begins)
+        breaker.schedule([one for one in scenario.faults if isinstance(one, Fault)])
         if not world.finish():
             violations.append(Violation("nothing waits without an end", "requests do"))
-        if not world.run_until(lambda: not changes.num_open and world.is_settled, _BECOMES_SO_S):
+        if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _BECOMES_SO_S):
             seen = world.ledger.status()
             violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
         settled_by = simulation.now + SETTLES_S

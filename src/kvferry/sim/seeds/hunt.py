@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvferry.sim.seeds.fleet_scenario import draw_fleet, run_fleet
+from kvferry.sim.seeds.fleet_scenario import FleetScenario, draw_fleet, run_fleet
 from kvferry.sim.seeds.invariants import Violation
 from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 
@@ -58,11 +58,21 @@ def hunt(
         pool.join()
 
 
+AnyScenario = Scenario | FleetScenario
+
+
+def run_any(scenario: AnyScenario, *, keep_log: bool = False) -> Report:
+    """Run either kind."""
+    if isinstance(scenario, FleetScenario):
+        return run_fleet(scenario, keep_log=keep_log)
+    return run(scenario, keep_log=keep_log)
+
+
 @dataclass(frozen=True)
 class Shrunk:
     """What is left of a scenario, by the numbers of its requests and faults, and what still does not hold."""
 
-    scenario: Scenario
+    scenario: AnyScenario
     requests: list[int]
     faults: list[int]
     report: Report
@@ -71,10 +81,13 @@ class Shrunk:
     def command(self) -> str:
         """Runs it again, with all its events."""
         requests, faults = (",".join(map(str, one)) or "none" for one in (self.requests, self.faults))
-        return f"python -m kvferry.sim {self.scenario.seed} --requests {requests} --faults {faults} --log"
+        kind = " --fleet" if isinstance(self.scenario, FleetScenario) else ""
+        return f"python -m kvferry.sim {self.scenario.seed}{kind} --requests {requests} --faults {faults} --log"
 
 
-def shrink(scenario: Scenario, *, most_runs: int = 300, run: Callable[[Scenario], Report] = run) -> Shrunk | None:
+def shrink(
+    scenario: AnyScenario, *, most_runs: int = 300, run: Callable[[AnyScenario], Report] = run_any
+) -> Shrunk | None:
     """Take faults and requests away, large parts first, for as long as an invariant fails that failed at first.
     Runs the scenario at most so many times. None: all invariants hold."""
     first = run(scenario)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvferry.core.errors import LeakError
 from kvferry.sim.world import RequestResult, World
 
+_LEASE_ENDS_S = 0.1
+"""A lease that is over has ended so long afterwards, unless its process stands still."""
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -69,6 +72,21 @@ def of_rest(world: World) -> list[Violation]:
             if one.load.num_legs:
                 about = f"{place.host.address} counts {one.load.num_legs} at {one.name}"
                 found.append(Violation("no leg is left", about))
+    return found
+
+
+def of_leases(world: World) -> list[Violation]:
+    """At any time: no lease lasts longer than its bound, and those that are over have ended."""
+    found, now = [], world.simulation.now
+    for instance in world.instances:
+        process, executor = instance.process, instance.executor
+        stands = process.stalled_until + _LEASE_ENDS_S > now
+        if executor is None or instance.engine is None or not process.is_alive or stands:
+            continue
+        try:
+            executor.side.table.audit(_LEASE_ENDS_S)
+        except LeakError as error:
+            found.append(Violation("no lease beyond its bound", f"{instance.name}: {error}"))
     return found
 
 

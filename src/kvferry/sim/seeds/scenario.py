@@ -9,7 +9,7 @@ from random import Random
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.seeds.faults import GENTLE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_requests, of_rest
+from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
@@ -159,7 +159,7 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
             nonlocal moves
             moves += 1
             if moves % AUDITED_EVERY == 0 and not violations:
-                violations.extend(of_blocks(world))
+                violations.extend(of_blocks(world) + of_leases(world))
 
         simulation.after_callbacks = audit
         begins = simulation.now

@@ -228,6 +228,15 @@ class EntryTable:
             gauges = {"num_keys": float(len(self._entries)), "held_bytes": float(self._num_bytes)}
             return gauges | {f"ended_{reason}": float(count) for reason, count in self._counts.items()}
 
+    def audit(self, late_s: float) -> None:
+        """Raise `LeakError` if a lease lasts longer than its bound, or has been over for more than `late_s`."""
+        with self._lock:
+            now = self._clock.monotonic()
+            for key, entry in self._entries.items():
+                bound, left = self.bounds.unsealed_s if entry.meta is None else entry.lease_s, entry.deadline - now
+                if not -late_s <= left <= bound:
+                    raise LeakError(f"the lease of {key} ends in {left:.3f} s, with a bound of {bound:g} s")
+
     def check(self) -> None:
         """Raise `LeakError` if a key is left."""
         with self._lock:
