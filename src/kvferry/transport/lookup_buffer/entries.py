@@ -233,9 +233,10 @@ class EntryTable:
         with self._lock:
             now = self._clock.monotonic()
             for key, entry in self._entries.items():
-                bound, left = self.bounds.unsealed_s if entry.meta is None else entry.lease_s, entry.deadline - now
-                if not -late_s <= left <= bound:
-                    raise LeakError(f"the lease of {key} ends in {left:.3f} s, with a bound of {bound:g} s")
+                bound = self.bounds.unsealed_s if entry.meta is None else entry.lease_s
+                if not now - late_s <= entry.deadline <= now + bound:
+                    left_s = entry.deadline - now
+                    raise LeakError(f"the lease of {key} ends in {left_s:.3f} s, with a bound of {bound:g} s")
 
     def check(self) -> None:
         """Raise `LeakError` if a key is left."""
