@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.registry import find_connector
 from kvferry.core import entropy
 from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import Clock
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
@@ -65,8 +67,7 @@ class EngineCore:
     ) -> None:
         """Takes over `executor` and `events`, also if it raises. Raises `ConfigError`."""
         self.config, self.executor, self.transfer, self.clock, self.events = config, executor, transfer, clock, events
-        self.model, self.layout = executor.model, executor.layout
-        self.max_model_len, self.addresses = executor.max_model_len, executor.addresses
+        self.model = executor.model
         self.scheduler_side: SchedulerSide[StepPlan] | None = None
         try:
             if transfer is not None:
@@ -113,6 +114,21 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request at once."""
         self.scheduler.abort(request_id)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of a block."""
+        return self.executor.layout
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self.executor.max_model_len
+
+    @property
+    def addresses(self) -> Sequence[dict[str, Any]]:
+        """`ServesPeers.address` of each rank."""
+        return self.executor.addresses
 
     @property
     def hands_off(self) -> HandsOff | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -33,8 +34,7 @@ PUT_S = 5.0
 FOUND_S = 0.002
 """Seconds to find one block, as on a disk with cold caches, in addition to the deadline."""
 SILENT_SHARE = 0.25
-"""Part of the deadline after which a tier that is busy with blocks is asked something small, to notice one that
-hangs."""
+"""Part of the deadline after which a tier that is busy with blocks gets a small request, to detect one that hangs."""
 MOST_PROBED = 32
 """Blocks that are read again to find out whether the tier is still too slow."""
 APART_S = 1.0
@@ -47,6 +47,15 @@ NO_BLOCK: BlockHash = bytes(32)
 """A hash that no block has, to find out whether the store answers."""
 
 
+@dataclass(frozen=True, eq=False)
+class Refused:
+    """The block, and the note (name, content, time to live in seconds), that a store refused when it was last given
+    some; None: it took them."""
+
+    block: Block | None = None
+    note: tuple[str, bytes, float] | None = None
+
+
 class Tier:
     """A store with its deadline (seconds for one call, besides the time that blocks take). Used on one event loop."""
 
@@ -56,9 +65,7 @@ class Tier:
         self.name, self.store, self.deadline_s = name, store, deadline_s
         self.breaker = Breaker(url, self._probe)
         self.is_open = self._is_closed = False
-        self._refused: Block | None = None
-        self._refused_note: tuple[str, bytes, float] | None = None
-        """The block and the note that the store refused when it was last given some."""
+        self._refused = Refused()
         self._putting_again: asyncio.Task[None] | None = None
         self.on_takes: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
@@ -75,13 +82,13 @@ class Tier:
 
     @property
     def is_up(self) -> bool:
-        """Whether the store is asked: the breaker is closed."""
+        """Whether the store is in use: the breaker is closed."""
         return not self.breaker.is_open
 
     @property
     def takes(self) -> bool:
         """Whether the store took everything that it was last given."""
-        return self._refused is None and self._refused_note is None
+        return self._refused.block is None and self._refused.note is None
 
     async def open(self) -> None:
         """Open the store unless it is open. A call while an attempt is under way waits for that attempt, so that one
@@ -167,7 +174,7 @@ class Tier:
         none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
         outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
-        self._remember(next(dropped, None), self._refused_note)
+        self._remember(Refused(next(dropped, None), self._refused.note))
         return outcomes
 
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -189,12 +196,12 @@ class Tier:
             return True
 
         took = await self.ask(write, False)
-        self._remember(self._refused, None if took else (name, content, ttl_s))
+        self._remember(Refused(self._refused.block, None if took else (name, content, ttl_s)))
         return took
 
-    def _remember(self, block: Block | None, note: tuple[str, bytes, float] | None) -> None:
+    def _remember(self, refused: Refused) -> None:
         """Remember what the store refused of the last block and note, and put it again until the store takes it."""
-        before, self._refused, self._refused_note = self.takes, block, note
+        before, self._refused = self.takes, refused
         if self.takes != before:
             self.on_takes()
         if not self.takes and self._putting_again is None and not self._is_closed:
@@ -203,10 +210,10 @@ class Tier:
     async def _put_again(self) -> None:
         while not self.takes:
             await asyncio.sleep(PUT_AGAIN_S)
-            if self.is_up and self._refused is not None:
-                await self.put([self._refused])
-            if self.is_up and self._refused_note is not None:
-                await self.write_note(*self._refused_note)
+            if self.is_up and self._refused.block is not None:
+                await self.put([self._refused.block])
+            if self.is_up and self._refused.note is not None:
+                await self.write_note(*self._refused.note)
         self._putting_again = None
 
     async def _ask(

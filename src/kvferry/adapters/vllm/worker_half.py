@@ -87,14 +87,21 @@ class _Progress:
     """The marks of the computed layers of each slot; several for one layer if vLLM runs a step in micro-batches."""
 
 
+class _Slots:
+    """The slot of each layer by name, and how many layers each slot has."""
+
+    def __init__(self, shape: KVCacheShape) -> None:
+        self.of = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
+        self.num = len(shape.widest.layer_names)
+        self.num_layers = Counter(self.of.values())
+
+
 class WorkerHalf:
     """Calls a `WorkerSide` as its contract says. Used from vLLM's worker thread only."""
 
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
-        self._slots = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
-        self._num_slots = len(shape.widest.layer_names)
-        self._num_layers = Counter(self._slots.values())
+        self._slots = _Slots(shape)
         self._joined = RankReports(len(shape.groups))
         self._unended: dict[str, Failed] = {}
         """Loads that have failed, by the name under which their blocks are kept aside."""
@@ -104,7 +111,6 @@ class WorkerHalf:
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: StoresBlocks | None = None
-        self._clock = SYSTEM_CLOCK
         self._news = threading.Event()
         """Set when the worker side has something to report."""
         self.side: WorkerSide[StepPlan] | None = None
@@ -186,12 +192,12 @@ class WorkerHalf:
             progress.begun.wait()  # work of earlier steps may still use the blocks
             self.side.start(step.plan)
         if self._device.runs_behind and step.step_loads:
-            for slot in range(self._num_slots):
+            for slot in range(self._slots.num):
                 self._layers.wait_layer(slot)
 
     def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called before a layer's attention; on the CPU, blocks until the layer is loaded."""
-        slot = self._slots.get(layer_name)
+        slot = self._slots.of.get(layer_name)
         if slot is None or self.side is None:
             return
         self._progress_of(step)
@@ -201,12 +207,12 @@ class WorkerHalf:
 
     def save_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called after a layer's attention. A slot is complete when its layers of all groups are."""
-        slot = self._slots.get(layer_name)
+        slot = self._slots.of.get(layer_name)
         if slot is None or self.side is None or step.plan is None:
             return
         progress = self._progress_of(step)
         progress.marks[slot].append(self._device.mark())
-        if not self._device.runs_behind and len(progress.marks[slot]) == self._num_layers[slot]:
+        if not self._device.runs_behind and len(progress.marks[slot]) == self._slots.num_layers[slot]:
             self.start(step)
             self._layers.save_layer(slot)
 
@@ -221,9 +227,9 @@ class WorkerHalf:
     def _save_rest(self, progress: _Progress) -> None:
         """Announce them in the order in which the device computes them."""
         ended = self._device.mark()
-        for slot in range(self._num_slots):
+        for slot in range(self._slots.num):
             marks = progress.marks[slot]
-            is_whole = len(marks) >= self._num_layers[slot]
+            is_whole = len(marks) >= self._slots.num_layers[slot]
             if is_whole and not self._device.runs_behind:
                 continue  # announced when it was written
             for mark in marks if is_whole else [ended]:
@@ -256,11 +262,11 @@ class WorkerHalf:
 
     def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
         """What the side reports; if there is nothing now, the first report within `wait_s`."""
-        deadline = self._clock.monotonic() + wait_s
+        deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while True:
             self._news.clear()
             found = list(self._as_vllm_hears_it(side.poll()))
-            left_s = deadline - self._clock.monotonic()
+            left_s = deadline - SYSTEM_CLOCK.monotonic()
             if found or left_s <= 0 or not self._news.wait(left_s):
                 return found
 

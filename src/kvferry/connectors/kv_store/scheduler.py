@@ -69,7 +69,7 @@ MAX_FINISHED = 256
 MAX_WANTED = 1024
 """Most prompts that `kept` was called for and that no request has had since."""
 STALE_S = 5.0
-"""If an answer of the store's is older than this (s), the store is asked again before anything is decided by it."""
+"""If the store's answer is older than this (s), it is asked again before a decision is based on it."""
 
 
 @dataclass
@@ -95,8 +95,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
-        self._settings, self._clock = read_settings(context), context.clock
-        self._config, self._layout = context.config, context.layout
+        self._settings = read_settings(context)
         self._prober = Prober(
             self._stores,
             Markers(context.auth_token, context.clock),
@@ -119,12 +118,12 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._used_by: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._wanted: OrderedDict[BlockHash, None] = OrderedDict()
-        """Last blocks of prompts that are to be kept."""
+        """The last blocks of prompts that should be kept."""
         self._prober.start()
 
     def _stores(self) -> list[TieredStore]:
         """One store for each rank, as the scheduler side sees them."""
-        ranks = [on_rank(self._layout, rank) for rank in range(self._layout.tp_size)]
+        ranks = [on_rank(self.context.layout, rank) for rank in range(self.context.layout.tp_size)]
         return [self._settings.open_later(layout) for layout in ranks]
 
     @classmethod
@@ -135,7 +134,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def tickets(self) -> TicketKinds:
         """Tickets whose marker lies in a store; none, if other instances do not see this store."""
         kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
-        return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
+        return kinds.within(produces=self.context.config.produces, consumes=self.context.config.consumes)
 
     def stores_take_kv(self) -> bool:
         """False while none of the shared tiers accepts blocks."""
@@ -143,7 +142,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def reads(self, ticket: Ticket) -> bool:
         """Whether the ticket has no address and this side can find its marker."""
-        return not ticket.has_address and self._is_shared and self._config.consumes
+        return not ticket.has_address and self._is_shared and self.context.config.consumes
 
     # Admission.
 
@@ -168,7 +167,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         if self._needs_nothing(request, num_computed_tokens):
             return Miss()
         answer = self._prober.answer(request.request_id)
-        if answer is not None and answer.marker is None and self._clock.monotonic() - answer.at > STALE_S:
+        if answer is not None and answer.marker is None and self.context.clock.monotonic() - answer.at > STALE_S:
             self._prober.forget(request.request_id)
             answer = None
         if answer is None:
@@ -177,11 +176,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return self._judge(request, answer, num_computed_tokens)
 
     def _refusal(self, request: RequestView) -> KvferryError | None:
-        if isinstance(request.hand_off, Consume) and not self._config.consumes:
+        if isinstance(request.hand_off, Consume) and not self.context.config.consumes:
             return ConfigError(
                 "this instance has kv_role kv_producer and cannot fetch hand-offs; use kv_consumer or kv_both"
             )
-        if isinstance(request.hand_off, Produce) and not self._config.produces:
+        if isinstance(request.hand_off, Produce) and not self.context.config.produces:
             return ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
         if request.hand_off is not None and not self._is_shared:
             return ConfigError("no tier of this instance's store is shared, so that it takes no part in hand-offs")
@@ -194,7 +193,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             return False
         waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
         usable = self._num_usable_blocks(request, request.prefill_result is not None)
-        return not waits_for_token and usable * self._layout.block_size <= num_computed_tokens
+        return not waits_for_token and usable * self.context.layout.block_size <= num_computed_tokens
 
     def _must_keep(self, request: RequestView) -> bool:
         """Whether the store must have the whole prompt, including what the engine's own prefix cache has."""
@@ -204,9 +203,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return bool(self._wanted and request.block_hashes and request.block_hashes[-1] in self._wanted)
 
     def _num_usable_blocks(self, request: RequestView, first_token_known: bool) -> int:
-        """Full blocks that may be loaded: all, or when the first token is to be sampled here, all but one token's."""
+        """Full blocks that may be loaded: all, or if the first token is sampled here, those of all tokens but one."""
         spare = 0 if first_token_known else 1
-        return max(0, len(request.prompt_token_ids) - spare) // self._layout.block_size
+        return max(0, len(request.prompt_token_ids) - spare) // self.context.layout.block_size
 
     def _ask(self, request: RequestView) -> None:
         if self._prober.is_asked(request.request_id):
@@ -217,7 +216,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             question = replace(
                 question,
                 transfer_id=ticket.transfer_id,
-                deadline=self._clock.monotonic() + self._settings.timeout_s,
+                deadline=self.context.clock.monotonic() + self._settings.timeout_s,
                 producer=ticket.remote_engine_id if ticket.prefill_result is not None else "",
                 stores=None if known is None else [at for at, way in enumerate(self._ways) if way in known],
             )
@@ -229,7 +228,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         state.num_kept = 0 if self._is_wanted(request) else answer.num_present
         promised = isinstance(request.hand_off, Consume)
         if answer.marker is not state.verified:
-            refusal = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self._layout)
+            refusal = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self.context.layout)
             if refusal is not None:
                 return Miss(refusal)
         state.verified = answer.marker
@@ -239,13 +238,13 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         result = self._result_to_bring(request, answer)
         token_known = promised and (request.prefill_result is not None or result is not None)
         usable = min(answer.num_present, self._num_usable_blocks(request, token_known))
-        num_tokens = usable * self._layout.block_size - num_computed_tokens
+        num_tokens = usable * self.context.layout.block_size - num_computed_tokens
         if result is not None:
             return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
         if num_tokens <= 0:
             return Miss(error if promised else None)
-        runs = part_of(answer.runs, num_computed_tokens // self._layout.block_size, usable)
-        num_rest_tokens = len(request.prompt_token_ids) - usable * self._layout.block_size
+        runs = part_of(answer.runs, num_computed_tokens // self.context.layout.block_size, usable)
+        num_rest_tokens = len(request.prompt_token_ids) - usable * self.context.layout.block_size
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
 
     def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
@@ -261,8 +260,8 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._requests[request.request_id].loading = True
         if isinstance(request.hand_off, Consume):
             self._used_by[request.request_id] = request.hand_off.ticket.transfer_id
-        first = (num_computed_tokens + hit.num_computed_meanwhile) // self._layout.block_size
-        last = (num_computed_tokens + hit.num_tokens) // self._layout.block_size
+        first = (num_computed_tokens + hit.num_computed_meanwhile) // self.context.layout.block_size
+        last = (num_computed_tokens + hit.num_tokens) // self.context.layout.block_size
         self._choice.load_begins(request.request_id, part_of(answer.runs, first, last))
         self._work.loads.append(
             LoadBlocks(
@@ -279,7 +278,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def plan(self, step: StepView) -> StorePlan | None:
         """Blocks that are full after this step, and all that came up since the last plan."""
         self._choice.step_begins(step, loads_by_layers=any(load.layerwise for load in self._work.loads))
-        if self._config.produces:
+        if self.context.config.produces:
             for chunk in step.chunks:
                 self._save(chunk)
         if not (self._work or (self._work.finished and step.chunks)):
@@ -299,7 +298,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return bool(self._work)
 
     def _save(self, chunk: ScheduledChunk) -> None:
-        request, block_size = chunk.request, self._layout.block_size
+        request, block_size = chunk.request, self.context.layout.block_size
         state = self._requests.setdefault(request.request_id, self._unasked(request, chunk.start))
         num_full = min(chunk.start + chunk.num_tokens, len(request.prompt_token_ids)) // block_size
         first, state.num_kept = state.num_kept, max(num_full, state.num_kept)
@@ -311,7 +310,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def _unasked(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
         """The state of a request for which the store was not asked: what the own prefix cache has was saved when it was
         computed; what another connector's hand-off brought was not."""
-        return _RequestState(0 if self._must_keep(request) else num_computed_tokens // self._layout.block_size)
+        return _RequestState(0 if self._must_keep(request) else num_computed_tokens // self.context.layout.block_size)
 
     def completed(self, report: TransferReport) -> None:
         """Loads that ended, blocks that are free again."""
@@ -355,7 +354,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._work.cancels.append(request.request_id)
             self._cancelled.add(request.request_id)
             if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
-                return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # nobody is to wait for it
+                return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # no request shall wait
             return Hold(None)
         if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
             return self._hand_off(request, request.hand_off.transfer_id)
@@ -385,7 +384,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._work.marks.append(
             Marker(
                 transfer_id=transfer_id,
-                layout=self._layout,
+                layout=self.context.layout,
                 num_tokens=num_tokens,
                 digest=prefixes[0][1],
                 prefill_result=result,
@@ -398,11 +397,11 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._marked.popitem(last=False)
         ticket = Ticket(
             transfer_id=transfer_id,
-            remote_engine_id=self._config.engine_id,
+            remote_engine_id=self.context.config.engine_id,
             remote_request_id=request.request_id,
             remote_num_tokens=num_tokens,
             remote_prefixes=prefixes,
-            tp_size=self._layout.tp_size,
+            tp_size=self.context.layout.tp_size,
             prefill_result=result,
             remote_stores=self._reached,
         )
@@ -427,7 +426,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """What each tier of this connector's store has of a prompt."""
-        if not self._config.produces:
+        if not self.context.config.produces:
             raise InvalidRequest(
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"
             )

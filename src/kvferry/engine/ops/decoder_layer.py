@@ -47,20 +47,22 @@ class Workspace:
 
 
 class Program:
-    """Operations that the kernels run one after the other, on the same number of rows."""
+    """Operations that the kernels run one after the other, on the same number of rows. `is_half`: in bfloat16, else
+    float32."""
 
-    def __init__(self, *calls: LinearCall | NormCall | RotateCall) -> None:
+    def __init__(self, *calls: LinearCall | NormCall | RotateCall, is_half: bool) -> None:
+        self._is_half = is_half
         self._calls = calls  # kept alive, because the steps contain only their addresses
         self._steps = (KernelStep * len(calls))(
             *(KernelStep(KernelStep.KINDS.index(type(call)), addressof(call)) for call in calls)
         )
         self._address = byref(self._steps)
 
-    def run(self, rows: int, is_half: bool) -> None:
-        """Run on `rows` rows. `is_half`: in bfloat16, else float32."""
+    def run(self, rows: int) -> None:
+        """Run on `rows` rows."""
         native = library()
         assert native is not None
-        native.run_steps(self._address, len(self._calls), rows, is_half)
+        native.run_steps(self._address, len(self._calls), rows, self._is_half)
 
 
 class FusedDecoderLayer:
@@ -76,7 +78,6 @@ class FusedDecoderLayer:
     ) -> None:
         self._module, self._norms, self._attention, self._mlp = module, norms, attention, mlp
         self._workspace, self._capacity, self._views_rows = workspace, 0, 0
-        self._is_half = attention.dtype == torch.bfloat16
 
     @classmethod
     def variants(cls, module: Any, workspace: Workspace) -> Iterator[Self]:
@@ -113,7 +114,7 @@ class FusedDecoderLayer:
         cosine, sine = self._attention.angles(position_embeddings, (1, rows))
         rotation = self._rotation
         rotation.cosine, rotation.sine, rotation.size = cosine.data_ptr(), sine.data_ptr(), cosine.shape[2]
-        self._before.run(rows, self._is_half)
+        self._before.run(rows)
         attention = self._attention
         attend = ALL_ATTENTION_FUNCTIONS[attention.module.config._attn_implementation]
         attended = attend(attention.module, *self._views, attention_mask, **attention.settings, **others)[
@@ -121,7 +122,7 @@ class FusedDecoderLayer:
         ].contiguous()
         out = torch.empty_like(hidden)
         self._join.x, self._join.residual, self._leave.out = attended.data_ptr(), hidden.data_ptr(), out.data_ptr()
-        self._after.run(rows, self._is_half)
+        self._after.run(rows)
         return out
 
     def _prepare(self, rows: int) -> None:
@@ -137,7 +138,7 @@ class FusedDecoderLayer:
     def _build(self) -> None:
         """Build both programs with the workspace's current addresses."""
         attention, mlp, dtype = self._attention, self._mlp, self._attention.dtype
-        hidden = attention.out.out_features
+        hidden, is_half = attention.out.out_features, dtype == torch.bfloat16
 
         def buffer(name: str, width: int) -> Tensor:
             return self._workspace.buffer(name, width, dtype)
@@ -152,6 +153,7 @@ class FusedDecoderLayer:
             attention.qkv.call(normed, qkv),
             *attention.head_norms(self._qkv),
             *([] if attention.rotation_form == "none" else [self._rotation]),
+            is_half=is_half,
         )
         self._join = attention.out.call(0, between)
         self._leave = mlp.down.call(middle, 0, residual=between)
@@ -160,4 +162,5 @@ class FusedDecoderLayer:
             self._norms[1].call(between, normed, row_stride=hidden),
             mlp.gate_up.call(normed, middle),
             self._leave,
+            is_half=is_half,
         )
