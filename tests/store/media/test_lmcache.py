@@ -67,7 +67,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 async def test_what_the_server_keeps_is_bounded(port: int) -> None:
     """Whoever writes: it has no more places than fit, and what is put last is there."""
     async with store_at(port, "?max_bytes=120000") as first, store_at(port, "?max_bytes=120000") as second:
-        num_places = first._sets.num_sets * first._sets.ways
+        num_places = first.sets.num_sets * first.sets.ways
         assert num_places * first.records.max_record_bytes <= 120_000
         for number, store in enumerate([first, second] * 40):
             assert await store.put([block_of(2 * number), block_of(2 * number + 1)]) == [Put.STORED] * 2
@@ -80,14 +80,14 @@ async def test_what_the_server_keeps_is_bounded(port: int) -> None:
 
 async def test_what_is_pinned_stays_and_the_rest_is_dropped(port: int) -> None:
     async with store_at(port, "?max_bytes=20001&pinned_share=1") as store:
-        assert store._sets.num_sets == 1
-        names = names_of(store._sets.ways)
-        await store.put([block_of(index) for index in range(store._sets.ways)])
-        assert await store.pin(names) == store._sets.ways
+        assert store.sets.num_sets == 1
+        names = names_of(store.sets.ways)
+        await store.put([block_of(index) for index in range(store.sets.ways)])
+        assert await store.pin(names) == store.sets.ways
         assert await store.put([block_of(50)]) == [Put.DROPPED]
         assert await store.unpin([names[1]]) == 1
         assert await store.put([block_of(50)]) == [Put.STORED]
-        assert await fetch(store, range(store._sets.ways)) == [index != 1 for index in range(store._sets.ways)]
+        assert await fetch(store, range(store.sets.ways)) == [index != 1 for index in range(store.sets.ways)]
         await store.delete([*names, name_of(50)])
 
 
@@ -105,7 +105,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
         document = list(range(12))
         await puts.put([block_of(index) for index in document])
         sending, pinned = asyncio.Event(), asyncio.Event()
-        send = puts._client.put
+        send = puts.client.put
 
         async def slow(values: Sequence[tuple[str, bytes]]) -> None:
             if any(len(value) > MAX_INDEX_BYTES or "@1@0@" not in key for key, value in values):
@@ -113,7 +113,7 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
                 await pinned.wait()
             await send(values)
 
-        monkeypatch.setattr(puts._client, "put", slow)
+        monkeypatch.setattr(puts.client, "put", slow)
         putting = asyncio.create_task(puts.put([block_of(index) for index in range(100, 124)]))
         await sending.wait()
         num_pinned = await pins.pin([name_of(index) for index in document])
@@ -121,8 +121,8 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
         await putting
         monkeypatch.undo()
         assert num_pinned > 0
-        sets = await puts._sets.read([name_of(index) for index in document])
-        places = [puts._sets.find(sets, name_of(index)) for index in document]
+        sets = await puts.sets.read([name_of(index) for index in document])
+        places = [puts.sets.find(sets, name_of(index)) for index in document]
         assert sum(at is not None and sets[at.set_number][at.way].pinned for at in places) == num_pinned
         await puts.put([block_of(index) for index in range(200, 260)])
         assert sum(await fetch(puts, document)) == num_pinned, "a pinned block made room"
@@ -132,25 +132,25 @@ async def test_a_pin_while_another_store_puts_is_not_lost(port: int, monkeypatch
 async def test_of_one_set_the_block_used_longest_ago_goes(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.store.media.lmcache.TOUCH_S", 0.0)
     async with store_at(port, "?max_bytes=20002") as store:
-        for index in range(store._sets.ways):
+        for index in range(store.sets.ways):
             await store.put([block_of(index)])
         assert await fetch(store, [0]) == [True]
         await store.put([block_of(60)])
-        assert await fetch(store, range(store._sets.ways)) == [index != 1 for index in range(store._sets.ways)]
+        assert await fetch(store, range(store.sets.ways)) == [index != 1 for index in range(store.sets.ways)]
 
 
 async def test_a_put_that_broke_off_is_a_miss_and_its_place_is_of_use_again(port: int) -> None:
     """The server keeps the length of what never came, and ends each connection that asks for it."""
     async with store_at(port, "?max_bytes=20003") as store:
         await store.put([block_of(0), block_of(1)])
-        [at] = [store._sets.find(await store._sets.read([name_of(0)]), name_of(0))]
+        [at] = [store.sets.find(await store.sets.read([name_of(0)]), name_of(0))]
         assert at is not None
         with socket.create_connection(("127.0.0.1", port)) as writer:
-            writer.sendall(_request(1, store._sets.place_key(at), 5000) + b"half of it")
+            writer.sendall(_request(1, store.sets.place_key(at), 5000) + b"half of it")
         client = LMCacheClient("127.0.0.1", port)
 
         async def is_damaged() -> bool:
-            [found] = await client.get([store._sets.place_key(at)], 10_000)
+            [found] = await client.get([store.sets.place_key(at)], 10_000)
             return isinstance(found, DamagedValue)
 
         await until(is_damaged)
@@ -165,10 +165,10 @@ async def test_a_place_that_another_block_has_is_a_miss(port: int) -> None:
     """As when two instances changed an index at once."""
     async with store_at(port, "?max_bytes=20004") as store:
         await store.put([block_of(0), block_of(1)])
-        sets = await store._sets.read([name_of(0)])
+        sets = await store.sets.read([name_of(0)])
         sets[0] = [LMCachePlace(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
         sets[0][0] = LMCachePlace(name_of(7), 1.0)
-        await store._client.put(store._sets.encoded(sets))
+        await store.client.put(store.sets.encoded(sets))
         assert await fetch(store, [7]) == [False]
         assert store.statistics().get("corrupt_blocks", 0.0) == 0
         assert await store.match([name_of(7)]) == 0
@@ -178,12 +178,12 @@ async def test_a_place_that_another_block_has_is_a_miss(port: int) -> None:
 async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> None:
     async with store_at(port, "?max_bytes=20005") as store:
         await store.put([block_of(0)])
-        at = store._sets.find(await store._sets.read([name_of(0)]), name_of(0))
+        at = store.sets.find(await store.sets.read([name_of(0)]), name_of(0))
         assert at is not None
-        await store._client.put([(store._sets.place_key(at), spoilt)])
+        await store.client.put([(store.sets.place_key(at), spoilt)])
         assert await fetch(store, [0]) == [False]
         await store.put([block_of(0)])
-        await store._client.put([(store._sets.index_key(0), spoilt[:4096])])
+        await store.client.put([(store.sets.index_key(0), spoilt[:4096])])
         assert await store.match([name_of(0)]) == 0
         assert await store.put([block_of(0)]) == [Put.STORED]
         assert await fetch(store, [0]) == [True]
@@ -207,16 +207,16 @@ def test_every_place_has_a_key_of_its_own() -> None:
     """That LMCache can read: five parts, a hexadecimal number in the fourth."""
     store = find_store("lmcache://h:1?max_bytes=1MiB&codec=lossless").make(LAYOUT)
     assert isinstance(store, LMCacheStore)
-    places = [PlaceAddress(number, way) for number in range(store._sets.num_sets) for way in range(store._sets.ways)]
+    places = [PlaceAddress(number, way) for number in range(store.sets.num_sets) for way in range(store.sets.ways)]
     keys = sorted(
-        [store._sets.place_key(at) for at in places] + [store._sets.index_key(n) for n in range(store._sets.num_sets)]
+        [store.sets.place_key(at) for at in places] + [store.sets.index_key(n) for n in range(store.sets.num_sets)]
     )
     assert all(one != other for one, other in pairwise(keys))
     for key in keys:
         model, world_size, worker, number, dtype = key.split("@")
         assert len(key) <= 150
         assert (model.isascii(), world_size, dtype) == (True, "1", "uint8")
-        assert (int(worker) <= 8, int(number, 16) < store._sets.num_sets) == (True, True)
+        assert (int(worker) <= 8, int(number, 16) < store.sets.num_sets) == (True, True)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ _Change = Callable[[list[LMCachePlace], int], LMCachePlace]
 
 
 class LMCacheStore(KVStore):
-    """A store in an LMCache server, which other instances may share."""
+    """A store in an LMCache server, which other instances may share. `client`: its connections; `sets`: its index."""
 
     options_type = LMCacheOptions
     options: LMCacheOptions
@@ -90,8 +90,8 @@ class LMCacheStore(KVStore):
         self._most_pinned = max(1, int(share * ways)) if share else 0
         """How many places of a set can be pinned: at least one, unless `pinned_share` is 0."""
         name = f"kvferry.{layout.fingerprint()}.{self.records.codec.name}.{num_sets}.{ways}"
-        self._client = LMCacheClient(host, port)
-        self._sets = LMCacheSets(self._client, f"{host}:{port}", name, num_sets, ways)
+        self.client = LMCacheClient(host, port)
+        self.sets = LMCacheSets(self.client, f"{host}:{port}", name, num_sets, ways)
         self._threads = Threads(2, "kvferry-lmcache-codec")
         self._put_lock = asyncio.Lock()
 
@@ -111,15 +111,15 @@ class LMCacheStore(KVStore):
     async def close(self) -> None:
         """Close the connections, and end the threads that encode and decode."""
         self._threads.close()
-        await self._client.close()
+        await self.client.close()
 
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
         """Reads the sets of all blocks in one batch."""
-        sets = await self._sets.read(hashes)
+        sets = await self.sets.read(hashes)
         for index, block_hash in enumerate(hashes):
-            if self._sets.find(sets, block_hash) is None:
+            if self.sets.find(sets, block_hash) is None:
                 return index
         return len(hashes)
 
@@ -144,8 +144,8 @@ class LMCacheStore(KVStore):
         it."""
         for _ in range(PIN_TRIES):
             await self._change(hashes, self._pinned)
-            sets = await self._sets.read(hashes)
-            found = {at for name in hashes if (at := self._sets.find(sets, name)) is not None}
+            sets = await self.sets.read(hashes)
+            found = {at for name in hashes if (at := self.sets.find(sets, name)) is not None}
             num_pinned = sum(sets[at.set_number][at.way].pinned for at in found)
             if all(
                 self._pinned(sets[at.set_number], at.way).pinned == sets[at.set_number][at.way].pinned for at in found
@@ -173,27 +173,27 @@ class LMCacheStore(KVStore):
         require_short_note(content)
         until = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(8, "little")
         key, digest = _note_place(name)
-        await self._client.put([(key, until + digest + content)])
+        await self.client.put([(key, until + digest + content)])
 
     async def read_note(self, name: str) -> bytes | None:
         """The note, unless it has expired or another note took its place."""
         key, digest = _note_place(name)
-        [found] = await self._client.get([key], 40 + MAX_NOTE_BYTES)
+        [found] = await self.client.get([key], 40 + MAX_NOTE_BYTES)
         if not isinstance(found, bytes) or found[8:40] != digest:
             return None
         return found[40:] if int.from_bytes(found[:8], "little") >= SYSTEM_CLOCK.wall() * 1000 else None
 
     async def remove_note(self, name: str) -> None:
         if await self.read_note(name) is not None:
-            await self._client.put([(_note_place(name)[0], b"")])
+            await self.client.put([(_note_place(name)[0], b"")])
 
     # One batch.
 
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
-        sets = await self._sets.read([read.block_hash for read in reads])
-        places = [self._sets.find(sets, read.block_hash) for read in reads]
-        keys = [self._sets.place_key(place) for place in places if place is not None]
-        records = iter(await self._client.get(keys, self.records.max_record_bytes))
+        sets = await self.sets.read([read.block_hash for read in reads])
+        places = [self.sets.find(sets, read.block_hash) for read in reads]
+        keys = [self.sets.place_key(place) for place in places if place is not None]
+        records = iter(await self.client.get(keys, self.records.max_record_bytes))
         given = [next(records) if place is not None else None for place in places]
         found = await self._threads.run(
             lambda stop: [self._decode(read, record, stop) for read, record in zip(reads, given, strict=True)]
@@ -236,7 +236,7 @@ class LMCacheStore(KVStore):
 
     async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[LMCachePlace]]) -> None:
         now = SYSTEM_CLOCK.wall()
-        places = {name: self._sets.find(sets, name) for name in hashes}
+        places = {name: self.sets.find(sets, name) for name in hashes}
         old = [
             name for name, at in places.items() if at is not None and now - sets[at.set_number][at.way].used_s > TOUCH_S
         ]
@@ -248,9 +248,9 @@ class LMCacheStore(KVStore):
             outcomes, placed, gone = await self._claim(blocks)
             self.note_removed(gone)
             records = await self._threads.run(lambda stop: [self._encode(block, stop) for block, _ in placed])
-            values = [(self._sets.place_key(at), record) for (_, at), record in zip(placed, records, strict=True)]
+            values = [(self.sets.place_key(at), record) for (_, at), record in zip(placed, records, strict=True)]
             try:
-                await self._client.put(values)
+                await self.client.put(values)
                 await self._enter({at: block.block_hash for block, at in placed})
             except StoreError:
                 self.count(dropped_blocks=len(placed))
@@ -269,28 +269,28 @@ class LMCacheStore(KVStore):
         """Choose places for these blocks, and remove from the index what was in them. Returns the outcomes, the blocks
         to send with their places, and the blocks that are gone."""
         outcomes, placed, gone = [], [], set[BlockHash]()
-        async with self._sets.locked():
-            sets = await self._sets.read([block.block_hash for block in blocks])
+        async with self.sets.locked():
+            sets = await self.sets.read([block.block_hash for block in blocks])
             for block in blocks:
-                outcome, way = self._make_room(sets[self._sets.set_of(block.block_hash)], block.block_hash, gone)
+                outcome, way = self._make_room(sets[self.sets.set_of(block.block_hash)], block.block_hash, gone)
                 outcomes.append(outcome)
                 if outcome is Put.STORED:
-                    placed.append((block, PlaceAddress(self._sets.set_of(block.block_hash), way)))
+                    placed.append((block, PlaceAddress(self.sets.set_of(block.block_hash), way)))
             for _, at in placed:
                 sets[at.set_number][at.way] = LMCachePlace(used_s=SYSTEM_CLOCK.wall())
-            await self._client.put(self._sets.encoded(sets))
+            await self.client.put(self.sets.encoded(sets))
         return outcomes, placed, gone
 
     async def _enter(self, placed: dict[PlaceAddress, BlockHash]) -> None:
         """Enter blocks in the index, except where another process has entered them meanwhile, or has pinned what it put
         there."""
-        async with self._sets.locked():
-            sets = await self._sets.read(placed.values())
+        async with self.sets.locked():
+            sets = await self.sets.read(placed.values())
             for at, block_hash in placed.items():
                 places = sets[at.set_number]
-                if self._sets.find(sets, block_hash) is None and not places[at.way].pinned:
+                if self.sets.find(sets, block_hash) is None and not places[at.way].pinned:
                     places[at.way] = LMCachePlace(block_hash, SYSTEM_CLOCK.wall())
-            await self._client.put(self._sets.encoded(sets))
+            await self.client.put(self.sets.encoded(sets))
 
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
@@ -318,15 +318,15 @@ class LMCacheStore(KVStore):
         too."""
         if not hashes:
             return 0
-        async with self._sets.locked():
-            sets = await self._sets.read(hashes)
-            found = {at for name in hashes if (at := self._sets.find(sets, name)) is not None}
+        async with self.sets.locked():
+            sets = await self.sets.read(hashes)
+            found = {at for name in hashes if (at := self.sets.find(sets, name)) is not None}
             for at in found:
                 sets[at.set_number][at.way] = change(sets[at.set_number], at.way)
             if found:
-                emptied = [(self._sets.place_key(at), b"") for at in found] if empties else []
+                emptied = [(self.sets.place_key(at), b"") for at in found] if empties else []
                 changed = {at.set_number for at in found}
-                await self._client.put([*self._sets.encoded({n: sets[n] for n in changed}), *emptied])
+                await self.client.put([*self.sets.encoded({n: sets[n] for n in changed}), *emptied])
         return len(found)
 
     def _parts(self, items: Sequence[Item]) -> list[Sequence[Item]]:

@@ -81,7 +81,7 @@ async def forking() -> AsyncIterator[tuple[ForkServer, Callable[[], set[int]]]]:
     others, server = children(), ForkServer()
 
     def forked() -> set[int]:
-        return children() - others - ({server._server._process.pid} if server._server else set())
+        return children() - others - {server.pid}
 
     async with asyncio.timeout(HANGS_S):
         try:
@@ -109,7 +109,7 @@ async def fork(server: ForkServer, **more: str) -> ChildProcess | None:
 async def cancel_when_asked(server: ForkServer) -> None:
     """Ask for a child, and do not wait for the answer."""
     starting = asyncio.create_task(fork(server))
-    await until(lambda: starting.done() or bool(server._server and server._server._answers), every_s=0)
+    await until(lambda: starting.done() or server.num_pending > 0, every_s=0)
     starting.cancel()
     await asyncio.wait([starting])
     if not starting.cancelled() and (child := starting.result()) is not None:
@@ -156,12 +156,12 @@ class Fleet:
     @property
     def forking(self) -> int:
         """The forking process."""
-        assert self.server._server is not None
-        return self.server._server._process.pid
+        assert self.server.pid is not None
+        return self.server.pid
 
     def instances(self) -> set[int]:
         """The processes that are the fleet's and fork nothing."""
-        return {one.pid for one in psutil.Process().children() if is_there(one) and one.pid != self.forking}
+        return {one.pid for one in psutil.Process().children() if is_there(one) and one.pid != self.server.pid}
 
     async def up(self) -> None:
         await self.display.until(lambda seen: bool(seen.of("up")))
@@ -229,11 +229,10 @@ async def test_the_end_while_the_forking_process_is_started_anew(
     async with asyncio.timeout(HANGS_S):
         await one.up()
         runs(program)
-        first, instances = one.server._server, one.instances() - others
-        assert first
-        first._process.kill()
+        first, instances = one.forking, one.instances() - others
+        os.kill(first, signal.SIGKILL)
         os.kill(min(instances), signal.SIGKILL)
-        await until(lambda: one.server._server not in (first, None))
+        await until(lambda: one.server.pid not in (first, None))
         one.attended.stop()
         assert await one.running == 0
         await until(lambda: children() <= others)
@@ -260,12 +259,12 @@ async def test_the_ends_of_children_are_seen_while_the_forking_process_hangs(
     async with forking() as (server, _):
         child = await fork(server)
         assert child is not None
-        assert server._server is not None
-        os.kill(server._server._process.pid, signal.SIGSTOP)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
         child.terminate()
         assert await child.wait()
         assert child.returncode == -signal.SIGTERM
-        os.kill(server._server._process.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         assert await fork(server) is not None  # of the same process
 
 
@@ -300,13 +299,13 @@ async def test_children_go_on_when_the_forking_process_dies(runs: Runs) -> None:
     async with forking() as (server, forked):
         child = await fork(server)
         assert child is not None
-        first = server._server
+        first = server.pid
         assert first is not None
-        first._process.kill()
-        await until(lambda: first.is_gone)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: server.pid is None)
         second = await fork(server)
         assert second is not None
-        assert server._server is not first
+        assert server.pid != first
         await until(lambda: forked() == {child.pid, second.pid})
         child.terminate()
         assert await child.wait()
@@ -335,8 +334,8 @@ async def test_a_request_that_is_half_sent_is_followed_by_none(
 ) -> None:
     async with forking() as (server, _):
         assert await fork(server) is not None
-        assert server._server is not None
-        os.kill(server._server._process.pid, signal.SIGSTOP)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
         monkeypatch.setattr(fork_server, "_FORK_S", 0.2)
         assert await fork(server, KVFERRY_LONG="x" * 2**21) is None
         assert "has hung" in caplog.text

@@ -133,9 +133,10 @@ async def test_ends_are_told_and_nothing_is_left(tmp_path: Path, model_maker: An
         kept = made.member("kept")
         assert kept.state is MemberState.SERVING
         assert psutil.Process(made.pid("kept")).ppid() == os.getpid()
-        assert made.server._server is not None
-        made.server._server._process.kill()
-        await made.server._server._process.wait()
+        assert made.server.pid is not None
+        os.kill(made.server.pid, signal.SIGKILL)
+        while made.server.pid is not None:
+            await asyncio.sleep(0.01)
         assert await serves(kept.url)
         await made.backend.stop("kept", 30.0)
         assert made.lines("kept")
@@ -192,4 +193,4 @@ async def test_where_forks_are_not_sound_each_is_started_from_nothing(
         started = children() - others
         assert len(started) == 1
         assert (await made.until("one", MemberState.ENDED)).is_misconfigured
-        assert not made.server._is_wanted
+        assert made.server.pid is None

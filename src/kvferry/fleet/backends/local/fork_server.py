@@ -98,6 +98,16 @@ class ForkServer:
             self._server, self._is_wanted = None, False
         return self._server
 
+    @property
+    def pid(self) -> int | None:
+        """The process id of the forking process; None if there is none."""
+        return None if self._server is None or self._server.is_gone else self._server.pid
+
+    @property
+    def num_pending(self) -> int:
+        """Requests to fork that have no answer yet."""
+        return 0 if self._server is None else self._server.num_pending
+
     async def close(self) -> None:
         """End the process. A `fork` that waits for it ends at once."""
         self._is_wanted, self._is_closed = False, True
@@ -133,6 +143,16 @@ class _Server:
             ours.close()
             raise
         return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._answers)
 
     async def has_imported(self) -> bool:
         """Wait until everything is imported; False if it cannot be, if forking would not be sound, or after
