@@ -31,7 +31,7 @@ MAX_STRUCTURE = 100_000
 """Most strings, arrays and objects in one body: building one takes about ten times as long as a number."""
 
 MAX_FIELDS = 256
-"""Most fields of one body; each one that nobody knows is compared with all that are known."""
+"""Most fields of one body, because each unknown field is compared with all known ones."""
 
 _WORDS = {
     "int": "an integer",

@@ -44,7 +44,7 @@ _MOST_CHARACTERS = 40
 
 
 def ignored_fields(names: Iterable[str], body_type: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The `names` that are no fields of `body_type`. Raises `InvalidRequest` on one that is nearly a field of it."""
+    """The `names` that are not fields of `body_type`. Raises `InvalidRequest` for one that is almost a field of it."""
     known = _known(body_type)
     unknown = tuple(name for name in names if name not in known)
     for name in unknown:

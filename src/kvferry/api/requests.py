@@ -108,7 +108,7 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
     },
 }
-"""A message, for the OpenAPI document. Templates see whatever else is in it, so it is no struct."""
+"""A message, for the OpenAPI document. Not decoded as a struct, because templates may use any other field in it."""
 
 MAX_FIELD_BYTES = {
     **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "stream_options"), 128 * 1024),

@@ -317,7 +317,7 @@ class SchedulerSide(ABC, Generic[Plan]):
     @abstractmethod
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
         """The engine has reserved blocks for a hit. `block_ids` are all blocks of the request; they already contain the
-        first `num_computed_tokens` tokens. The load is to be part of the next plan."""
+        first `num_computed_tokens` tokens. The load must be part of the next plan."""
 
     @abstractmethod
     def plan(self, step: StepView) -> Plan | None:

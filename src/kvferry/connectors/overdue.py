@@ -1,5 +1,5 @@
 """Loads that do not end by their deadline, because a call into a driver, a library or a disk does not return: the
-engine goes on without them, and keeps their blocks aside until they end."""
+engine continues without them, and keeps their blocks aside until they end."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def decode_report(encoded: bytes) -> TransferReport:
 
 def _pack(error: Any) -> _Error:
     """Called by msgspec for errors, the only values in a report that it does not know. A connector of another package
-    may report one that is no `KvferryError`."""
+    may report an error that is not a `KvferryError`."""
     error = translated(error)
     return _Error(type(error).__name__, str(error), {name: str(fact) for name, fact in vars(error).items()})
 

@@ -21,7 +21,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 MOST_THREADS = 1024
-"""OpenMP ends the process when it cannot start as many as it is asked for."""
+"""OpenMP ends the process if it cannot start as many threads as requested."""
 
 
 @dataclass(frozen=True, kw_only=True)

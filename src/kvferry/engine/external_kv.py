@@ -115,7 +115,7 @@ class ExternalKV:
         return HandOffFailed(f"the KV of this request could not be loaded: {error}")
 
     def make_room(self, num_blocks: int) -> None:
-        """A request waits for `num_blocks` more free blocks. What the connector gives up for it is free some steps
+        """A request waits for `num_blocks` more free blocks. What the connector releases for it becomes free some steps
         later."""
         if self._hands_off is not None:
             self._hands_off.make_room(num_blocks)
@@ -143,7 +143,7 @@ class ExternalKV:
 
     def meet(self, sequence: Sequence) -> int | None:
         """Look whether all before the meeting is computed now, and all behind it loaded: if so, returns how many tokens
-        have their KV. None: not yet; a sequence that has computed its part waits for its KV from now on."""
+        have their KV. None if not; a sequence that has computed its part then waits for its KV."""
         meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:

@@ -22,7 +22,7 @@ class BlockEvents:
 
     @property
     def addresses(self) -> EventAddresses:
-        """Where they can be followed."""
+        """The addresses at which the events can be followed."""
         return self._publisher.addresses
 
     def stored(self, name: BlockHash, parent: BlockHash | None, token_ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from kvferry.engine.sequence import Sequence
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Bounds of a scheduler, in tokens and sequences. `trained_context`: a sequence that grows beyond it is computed
-    again, since the model then computes all of its KV differently; None: there is no such length."""
+    again, since the model then computes all of its KV differently; None if there is no such length."""
 
     block_size: int
     max_model_len: int

@@ -474,8 +474,8 @@ class Scheduler:
     # Hand-offs and loads.
 
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
-        """Use the prefill instance's first token as the first of the answer, before the KV has come. A token id outside
-        of the vocabulary is ignored, and the token is sampled here."""
+        """Use the prefill instance's first token as the first of the answer, before the KV has arrived. A token id
+        outside of the vocabulary is ignored, and the token is sampled here."""
         if result.first_token >= self.limits.vocab_size:
             log.warning(
                 "request %s: the first token in its ticket is not in this model's vocabulary", sequence.request_id
@@ -499,7 +499,7 @@ class Scheduler:
         self._start_running(sequence)
 
     def _meet(self, sequence: Sequence) -> None:
-        """If everything before the meeting is computed: go on behind the loaded tokens, or wait for them."""
+        """If everything before the meeting is computed, continue after the loaded tokens, or wait for them."""
         reached = self.external.meet(sequence)
         if sequence.status is Status.LOADING:
             self._queues.stop(sequence)

@@ -22,7 +22,7 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class Meeting:
-    """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has come."""
+    """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has arrived."""
 
     first: int
     last: int
@@ -32,9 +32,9 @@ class Meeting:
 @dataclass(slots=True)
 class LoadState:
     """What a sequence gets through the connector. `is_settled`: nothing (more) will be loaded, and what is missing is
-    computed here. `target`: while LOADING, how many tokens will have their KV once it has come. `layerwise_base`: while
-    a layerwise load is under way, the computed tokens to fall back to if it fails. `meeting`: set while the sequence's
-    end is loaded and its beginning computed."""
+    computed here. `target`: while LOADING, how many tokens will have their KV once it has arrived. `layerwise_base`:
+    while a layerwise load is under way, the computed tokens to fall back to if it fails. `meeting`: set while the
+    sequence's end is loaded and its beginning computed."""
 
     is_settled: bool = False
     target: int = 0

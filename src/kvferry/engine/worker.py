@@ -37,7 +37,7 @@ from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
 MOST_FAILED_POLLS = 64
-"""After so many in a row, transfers are given up: `ConnectorLost`."""
+"""After this many consecutive failures of `poll`, transfers are given up: `ConnectorLost`."""
 
 
 class Worker:

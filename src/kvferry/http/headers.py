@@ -53,7 +53,7 @@ def response_head(status: int, headers: RawHeaders) -> bytes:
 
 
 def request_line(method: str, target: str) -> bytes:
-    """The first line of a request. Raises `ValueError` for what is no method or no target."""
+    """The first line of a request. Raises `ValueError` for an invalid method or target."""
     return _usual_line(method, target) if len(target) < _USUAL_TARGET else _request_line(method, target)
 
 

@@ -55,7 +55,7 @@ class MessageParser:
         return ProtocolError(f"{self.num_overhead} bytes came of a head, or of a chunk's size")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which nobody reads."""
+        """A header, or a trailer, which is ignored."""
         if self.in_head:
             self.headers.append((name.lower(), value))
         elif not self._replaying and name.lower() in FRAMING:

@@ -138,7 +138,7 @@ def library() -> ctypes.PyDLL | None:
 
 
 def _in_background() -> asyncio.Future[ctypes.PyDLL | None]:
-    """`library`, from a thread that nobody waits for at the end: it may wait for what another process compiles."""
+    """`library`, called on a thread that is not joined at exit, because it may wait for another process's compiler."""
     found: asyncio.Future[ctypes.PyDLL | None] = asyncio.get_running_loop().create_future()
 
     def find() -> None:
@@ -300,7 +300,7 @@ class _Stream:
 
     @property
     def num_received(self) -> int:
-        """Bytes that have come and that the call has not counted yet."""
+        """Received bytes that the call has not counted yet."""
         return int(self._state.received)
 
     def _soon(self) -> None:

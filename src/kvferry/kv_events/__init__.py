@@ -1,1 +1,1 @@
-"""KV events: which blocks an instance's prefix cache has taken in and given up, as vLLM publishes them over ZeroMQ."""
+"""KV events: which blocks an instance's prefix cache has stored and evicted, as vLLM publishes them over ZeroMQ."""

@@ -33,7 +33,7 @@ _MOST_KEPT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class EventAddresses:
-    """Where events are published, and where they are replayed."""
+    """The addresses at which events are published and replayed."""
 
     endpoint: str
     replay_endpoint: str

@@ -19,7 +19,7 @@ MOST_UNSENT = 16
 MOST_REPLAYS = 64
 """Replays at one time; further requests are not answered, and may be repeated."""
 STALL_S = 10.0
-"""How long a follower may take none of its messages before its replay is given up."""
+"""Seconds that a follower may leave its messages unread before its replay is given up."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Missed:
-    """So many messages are lost for good."""
+    """This many messages cannot be recovered."""
 
     num_messages: int
 
@@ -56,7 +56,7 @@ class _Follower:
         self._last = b""
         """The message before that. It has the time in it, so another process's of the same number is another."""
         self._last_live = -1
-        """The number of the last message that came by itself: these only grow, unless the publisher began anew."""
+        """The number of the last live message; numbers only grow, unless the publisher has restarted."""
         self._sub = self._socket(zmq().SUB)
         self._sub.setsockopt(zmq().SUBSCRIBE, b"")
         self._sub.connect(endpoint)

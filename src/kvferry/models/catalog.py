@@ -53,7 +53,7 @@ def _directory(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
         return path if model and path.is_dir() else None
-    except (OSError, ValueError, RuntimeError):  # too long, with a null, ~ of nobody
+    except (OSError, ValueError, RuntimeError):  # too long, with a null byte, or ~ with an unknown user
         return None
 
 

@@ -127,7 +127,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _load(path: Path) -> dict[str, _Entry]:
-    """Nothing where the file is missing, damaged, or might be another user's work."""
+    """Empty if the file is missing, damaged, or may have been written by another user."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())

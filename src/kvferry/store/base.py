@@ -138,7 +138,7 @@ class KVStore(ABC):
     @classmethod
     def check_here(cls, location: str, options: Any) -> None:
         """Raise `ConfigError` if this machine does not have what the store needs. Called at start, before there is a
-        layout. A server that does not answer is no error: it may be started later."""
+        layout. A server that does not answer is not an error: it may be started later."""
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:

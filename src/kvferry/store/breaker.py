@@ -1,6 +1,6 @@
 """Whether a tier is used. After a failure it is left alone until a probe in the background succeeds.
 
-Requests never try out whether a tier is back: the probe does. One that hangs is still awaited while others follow, so
+Requests never test whether a tier works again; the probe does. One that hangs is still awaited while others follow, so
 that a server which goes on, or a disk that returns, is noticed at once.
 """
 

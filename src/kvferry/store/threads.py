@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Stop:
-    """Tells a function on a thread that nobody waits for its result any more. Any thread."""
+    """Signals to a function on a thread that its result is no longer needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._requested = threading.Lock(), False
@@ -42,8 +42,8 @@ class Stop:
         return self._requested
 
     def write(self, function: Callable[[], object]) -> bool:
-        """Call what writes to the caller's memory, and does nothing that could block, unless nobody waits any more.
-        Returns whether it was called."""
+        """Call a function that writes to the caller's memory, and that must not block, unless the caller has stopped
+        waiting. Returns whether it was called."""
         with self._lock:
             if not self._requested:
                 function()
@@ -51,7 +51,7 @@ class Stop:
 
 
 class _Call:
-    """A function that is to be called, is being called, or was left behind."""
+    """A function that waits to be called, is being called, or was left behind."""
 
     def __init__(self, function: Callable[[Stop], Any]) -> None:
         self.function, self.stop = function, Stop()
@@ -59,7 +59,7 @@ class _Call:
         self.is_over = self.is_left = False
 
     def make(self) -> None:
-        """Call it, unless nobody waits any more."""
+        """Call it, unless the caller has stopped waiting."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:

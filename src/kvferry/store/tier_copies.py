@@ -55,7 +55,8 @@ class TierCopies:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def statistics(self) -> dict[str, float]:
-        """`moving_bytes`: in copies upwards now. `dirty_blocks`: not yet copied to lower tiers."""
+        """`moving_bytes`: bytes of blocks being copied to higher tiers. `dirty_blocks`: blocks not yet copied to lower
+        tiers."""
         return {"moving_bytes": float(self._moving_bytes), "dirty_blocks": float(len(self._parents))}
 
     # Upwards.

@@ -67,8 +67,9 @@ class TieredStore(KVStore):
     async def open(self) -> None:
         """Open all tiers that can be opened now. May be called repeatedly.
 
-        A server that does not answer yet is no error: the tier is tried again later. Raises `ConfigError` for a tier
-        that can never work (a directory that cannot be made, too little memory), rather than keep nothing in silence.
+        A server that does not answer yet is not an error: the tier is tried again later. Raises `ConfigError` for a
+        tier that can never work (a directory that cannot be made, too little memory), rather than keep nothing in
+        silence.
         """
         for tier in self.tiers:
             if not tier.is_up:

@@ -23,7 +23,7 @@ from kvferry.http.server.response import JSON
 
 LOOK_EVERY_S = 0.25
 STALLED_S = 10.0
-"""No more blocks came for so long: none will."""
+"""After this many seconds without further blocks, no more are expected."""
 ASK_S = 60.0
 MOST_TRIES = 3
 """How often one document is tried, if the store dropped some of its blocks."""
@@ -281,7 +281,7 @@ class Warming:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of one document at several instances, the outcome that failed, or else the one that has the most of it."""
+    """Of the outcomes for one document at several instances, one that failed, or else the one with the most blocks."""
     return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
 
 

@@ -65,7 +65,7 @@ def apply(
     ] = False,
     wait_s: Wait = 600.0,
 ) -> int:
-    """Make a fleet, or make it what its spec now says, while it serves.
+    """Create a fleet, or change a running one to match its spec.
 
         kvferry fleet apply chat.toml
 
@@ -452,7 +452,7 @@ def _history(ledger: Ledger) -> list[str]:
 def _when(at: float) -> str:
     try:
         return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # somebody has written to the file
+    except (ValueError, OverflowError, OSError):  # the file was changed from outside
         return f"{at:g}"
 
 

@@ -1,4 +1,4 @@
-"""`kvferry fleet recommend`: how many instances a fleet needs whose instances somebody else starts."""
+"""`kvferry fleet recommend`: how many instances a fleet needs if something else starts them."""
 
 from __future__ import annotations
 

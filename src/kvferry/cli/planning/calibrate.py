@@ -34,7 +34,7 @@ from kvferry.sim.times import MachineTimes, write_times
 HANDED_OVER = 512
 """Tokens from which on the router of a calibration hands over; shorter prompts show what the router itself costs."""
 UNKNOWN_START_S = 5.0
-"""Of an instance that runs already."""
+"""Calibrate from an instance that is already running."""
 _NAME = "calibrated"
 
 

@@ -32,7 +32,7 @@ STREAMS = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (32, 256, 1024)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = 24
-"""Of each stream that is timed."""
+"""Tokens of each timed stream."""
 REPEATS = 5
 HAND_OFFS = (512, 1024, 2048)
 """Prompts that are handed over: as long as the router of a calibration hands over, or longer."""
@@ -212,7 +212,7 @@ class Calibration:
 
     @property
     def token_bytes(self) -> int:
-        """Of the KV of one token in all layers of all ranks."""
+        """Bytes of the KV of one token in all layers on all ranks."""
         return token_bytes(self.limits.facts.kv_layout)
 
     def times(self, model: str, day: str, start_s: float, settings: dict[str, str]) -> MachineTimes:

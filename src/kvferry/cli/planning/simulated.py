@@ -31,7 +31,7 @@ ASSUMED = MachineTimes(
     step_error=FitError(0, 0.0, 0.0, 0.0),
     kv=KVSize(num_layers=2, token_bytes=131072, num_tokens=524288),
 )
-"""Where no times are given: of no machine that exists."""
+"""The default times, which are those of no real machine."""
 
 
 _TOKENS_AT_ONCE = 16

@@ -74,7 +74,7 @@ class LayerwiseStep:
 
 
 class StoreLoader:
-    """Starts, cancels and counts loads. Called on the engine's thread; the store is asked on `loop`."""
+    """Starts, cancels and counts loads. Called on the engine's thread; calls to the store run on `loop`."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class StoreLoader:
                 copy_bytes(view, content)
 
     def _ended(self, load: _Load) -> None:
-        """Nothing is written to the load's blocks any more."""
+        """The load's blocks are no longer written to."""
         request_id, result = load.load.request_id, load.load.prefill_result
         del self._loads[request_id]
         if load.is_cancelled:

@@ -58,7 +58,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal_of(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
-    """Why a marker does not stand for the KV of this prompt in this layout; None: it does, or there is no marker."""
+    """Why a marker is not for the KV of this prompt in this layout; None if it is, or if there is no marker."""
     if marker is None:
         return None
     if marker.prefill_result is None:
@@ -112,9 +112,9 @@ class Markers:
 
 
 class MarkerProducer:
-    """Leaves markers, and gives signs while the producer writes, so that a consumer knows for how long to wait for one.
-    A store that takes nothing gets no signs. Reports which stores took a marker, and later changes of that. Used on
-    the store's loop."""
+    """Writes markers, and heartbeats while the producer writes blocks, so that a consumer knows how long to wait. A
+    store that accepts nothing gets no heartbeats. Reports which stores took a marker, and later changes of that. Used
+    on the store's loop."""
 
     def __init__(
         self,

@@ -151,8 +151,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             self._step.wait_layer(layer)
 
     def flush(self) -> None:
-        """Copy the blocks that are full now, unless a load of this step failed: then nobody here knows which of its
-        requests were computed on what never came, since they may share blocks."""
+        """Copy the blocks that are full now, unless a load of this step failed: then it is unknown which requests were
+        computed on KV that never arrived, since they may share blocks."""
         keep = self._drop if self._end_loads() else self._save
         saves, self._saves = self._saves, []
         for save in saves:

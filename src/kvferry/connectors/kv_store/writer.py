@@ -128,7 +128,7 @@ class StoreWriter:
                         await first()
                 except KvferryError as error:
                     self._warn(error)
-                except Exception:  # the writer's outermost edge: it goes on with the next
+                except Exception:  # the writer's outermost edge: it continues with the next
                     log.exception("writing to the store failed unexpectedly")
                 finally:
                     self._done(jobs)

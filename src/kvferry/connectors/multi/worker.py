@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, StoresBlocks, HasStatistics):
-    """Gives each child's worker side its part of the plan; a child that raises is closed, and the others go on."""
+    """Gives each child's worker side its part of the plan; a child that raises is closed, and the others continue."""
 
     plan_type = MultiPlan
     gauges = child_gauges(ConnectorSpec.worker_class)
@@ -241,7 +241,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             return otherwise
 
     def _lose(self, index: int) -> None:
-        """Close a child on a thread of its own, because that may take a while; the others go on meanwhile."""
+        """Close a child on a separate thread, because that may take a while; the others continue meanwhile."""
         self.lost.add(index)
         self._closing[index] = threading.Thread(
             target=self._close_lost, args=(index,), name=f"kvferry-close-{index}", daemon=True
@@ -254,7 +254,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._wake()
 
     def _is_closed(self, index: int) -> None:
-        """Nothing of the child touches blocks any more: its loads have failed, and it keeps nothing more."""
+        """The child no longer accesses blocks: its loads have failed, and it holds none."""
         self._closing.pop(index).join()
         for request_id in [name for name, loader in self._loads.items() if loader == index]:
             self._give_up(request_id, index)

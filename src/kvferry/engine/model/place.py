@@ -24,7 +24,7 @@ class Place:
 
     @classmethod
     def of_rank(cls, rank: int, config: EngineConfig) -> Place:
-        """Of a rank of the engine with this configuration."""
+        """The place of a rank of an engine with this configuration."""
         return cls(rank, config.tensor_parallel_size, config.ranks_at is None)
 
     @property

@@ -44,7 +44,7 @@ _FIRST_WAIT_S = 0.25
 _MOST_WAIT_S = 3.0
 """Bounds of the wait before a router that did not answer is asked again; it doubles each time."""
 _LOOK_S = 0.25
-"""How often a router is asked, in the end, whether the instance is drained."""
+"""Longest interval between two questions to a router whether the instance is drained."""
 _RENEWALS_PER_LEASE = 3
 _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.05, 60.0
 """Bounds of the wait between two renewals, whatever lease a router gives."""
@@ -275,7 +275,7 @@ class _Router:
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self.address: _Address | None = None
-        """Where it is, looked up once while it answers."""
+        """The router's address, looked up once for as long as it answers."""
         self.drained = False
         self.lost = False
         """Whether it did not answer, or refused, at the last attempt."""
@@ -328,7 +328,7 @@ async def _look_up(peer: Origin) -> _Address:
 
 
 def _own_address(way: _Address, peer: Origin) -> str:
-    """This machine's address on the way to a peer. Sends nothing and does not wait. Raises `ConfigError`."""
+    """This machine's address as used to reach a peer. Sends nothing and does not wait. Raises `ConfigError`."""
     family, address = way
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -33,7 +33,7 @@ class AnswerParser(MessageParser):
         super().__init__(httptools.HttpResponseParser, _ANSWER_OVERHEAD)
         self._begin = begin
         self.pieces: list[bytes] = []
-        """What has come of the body, until it is taken."""
+        """Received bytes of the body, until they are taken."""
         self.complete = False
 
     def next(self) -> None:

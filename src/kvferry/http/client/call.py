@@ -51,7 +51,7 @@ class Bypass(Protocol):
 
     @property
     def num_received(self) -> int:
-        """Bytes that have come and that the call has not counted yet."""
+        """Received bytes that the call has not counted yet."""
 
     def pause_reading(self) -> None:
         """Let the instance wait."""
@@ -90,7 +90,7 @@ class Call:
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._kept, self._most = bytearray(), 0
-        """What has come of the body and was not taken; 0, or how long all of it may be."""
+        """Received bytes of the body that were not taken; 0, or the most that may be kept."""
         self._sink: Callable[[bytes], None] | None = None
         self._bypass: Bypass | None = None
         connection = pool.take_free()

@@ -23,7 +23,7 @@ class Receiver(Protocol):
         """Status and headers are here; returns whether a body comes."""
 
     def receive(self, payload: bytes, num_bytes: int) -> None:
-        """More of the answer has come."""
+        """More of the answer has arrived."""
 
     def lose(self, error: TransferError) -> None:
         """The connection is closed."""
@@ -99,7 +99,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come, from the transport or handed back by the fast path."""
+        """Handle received bytes, from the transport or returned by the compiled relay."""
         call, parser = self._call, self._parser
         if call is None:
             self.close(ProtocolError(f"{self._name} sent more than its answer"))

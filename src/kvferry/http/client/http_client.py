@@ -118,7 +118,7 @@ class HttpClient:
         return pool
 
     def forget(self, origin: Origin) -> None:
-        """An instance is gone for good: close its connections."""
+        """Close the connections to an instance that will not return."""
         pool = self._pools.pop(origin, None)
         if pool is not None:
             pool.close()
@@ -137,6 +137,6 @@ class HttpClient:
         return {str(origin): pool.num_open for origin, pool in self._pools.items()}
 
     def check(self) -> None:
-        """Raise `LeakError` if a connection was never given back. To be called when no answer is being read."""
+        """Raise `LeakError` if a connection was never returned. Call it while no answer is being read."""
         for pool in self._pools.values():
             pool.check()

@@ -1,4 +1,4 @@
-"""Where a client connects to."""
+"""The server that a client connects to."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Pool:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
         self._used_at = self._loop.time()
-        """When a connection was last made, given up or lost."""
+        """When a connection was last made, returned or lost."""
 
     def take_free(self) -> ClientConnection | None:
         """A free connection, the most recently used first."""
@@ -90,7 +90,7 @@ class Pool:
             why = advice(error, str(self._origin), self._who)
             raise Unreachable(f"{self._origin} cannot be reached: {why}") from error
         except BaseException:
-            connection.close()  # it may have been made at the very moment that the wait for it ended
+            connection.close()  # it may have been made at the moment when the wait for it ended
             raise
         finally:
             self._num_connecting -= 1
@@ -132,7 +132,7 @@ class Pool:
             self._free.popleft().close()
 
     def is_unused(self, now: float) -> bool:
-        """Whether it has had no connection for as long as free ones are kept, and nobody waits for one."""
+        """Whether it has had no connection for as long as idle ones are kept, and no call waits for one."""
         return not (self._open or self._num_connecting or self._waiting) and now - self._used_at > self._idle_s
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ class HttpConfig(HttpAccess):
     """What the keys of kvferry's own processes are derived from (`core.keys`); empty: they are clients like others."""
 
     name: str = field(default_factory=partial(entropy.token_hex, 16))
-    """Of this server in signed requests: all processes on one address have the same."""
+    """This server's name in signed requests; all processes at one address have the same."""
 
     listeners: tuple[int, ...] = ()
     """Descriptors of sockets that listen already, which other processes may share: the clients', then the admin's if

@@ -90,7 +90,7 @@ class ServerConnection(asyncio.Protocol):
         self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
         self._writer: ClientWriter
         self._state, self._deadline = State.HANDSHAKE, inf
-        self._unfed = b""  # bytes that have come and are not parsed yet
+        self._unfed = b""  # received bytes that are not parsed yet
         self._is_reading = True
         self._broken: RequestError | None = None  # why nothing more can be read
         self._waiting: deque[Response] = deque()  # of requests that wait for their turn
@@ -226,7 +226,7 @@ class ServerConnection(asyncio.Protocol):
     # Reading.
 
     def _feed(self) -> None:
-        """Parse what has come, as long as few requests wait; the rest is left for later, and no more is read."""
+        """Parse received bytes as long as few requests wait; otherwise keep the rest, and pause reading."""
         data, place = self._unfed, 0
         while place < len(data) and self._broken is None and len(self._waiting) < _PAUSE_WAITING:
             most = _PARSED_AT_ONCE if self._parser.body is None else _BODY_AT_ONCE

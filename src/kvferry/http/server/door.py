@@ -72,7 +72,8 @@ class Door:
         self._let_in(accepted, str(address[0]))
 
     def _let_in(self, accepted: socket.socket, client: str) -> None:
-        """One connection too many is closed without a message if that would take a handshake, or there is no room."""
+        """A connection beyond the limit is closed without a message if a message would need a handshake, or if there is
+        no room."""
         connection = ServerConnection(self._service, self._side, client)
         if not connection.admit() and (self._context is not None or self._service.crowded):
             accepted.close()

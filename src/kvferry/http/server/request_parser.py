@@ -44,7 +44,7 @@ class RequestParser(MessageParser):
         self._limits, self._begin, self._end = limits, begin, end
         self._url = b""
         self.body: Body | None = None
-        """Of the request of which the head is here, and the end is not."""
+        """The body of the request whose head has arrived and whose end has not."""
 
     def on_message_begin(self) -> None:
         """The request line begins."""

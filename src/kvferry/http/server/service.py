@@ -57,7 +57,8 @@ class Service:
         self._num_refused = self._num_served = 0
 
     def limit_connections(self) -> None:
-        """To as many as this process may open files: further ones are refused, with an answer."""
+        """Adjust the limits to the number of files that this process may open; further connections are refused with an
+        answer."""
         wanted, limit = self._most, _file_limit(self._most + _SPARE_FILES)
         self._spare = min(_SPARE_FILES, limit // 2)
         self._most = max(1, min(wanted, limit - self._spare))

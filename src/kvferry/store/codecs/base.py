@@ -27,7 +27,7 @@ class Codec(ABC):
     """For users, and in the header of a stored block; must match `NAME`."""
 
     lossless: ClassVar[bool]
-    """Whether decoding gives the same bits. A lossy codec is used only if it is asked for by name."""
+    """Whether decoding gives the same bits. A lossy codec is used only if it is configured by name."""
 
     @classmethod
     def require_libraries(cls) -> None:

@@ -19,7 +19,7 @@ class FramedCodec(Codec):
         return bytes((PACKED,)) + packed
 
     def decode(self, encoded: memoryview, layer: int, into: memoryview) -> None:
-        """Nothing is allocated by lengths that `encoded` claims."""
+        """No memory is allocated by lengths that `encoded` claims."""
         mode, payload = bytes(encoded[:1]), encoded[1:]
         if mode == bytes((PLAIN,)) and len(payload) == len(into):
             into[:] = payload

@@ -29,7 +29,7 @@ class EvictionPolicy(ABC):
         self.capacity = capacity
         self._pins: Counter[Key] = Counter()
         self._aside: set[Key] = set()
-        """Pinned blocks that an eviction has come upon; they are out of the order until they are unpinned."""
+        """Pinned blocks that an eviction has encountered; they are not in the order until they are unpinned."""
 
     def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
         """A block is kept from now on; one that is already kept counts as accessed.

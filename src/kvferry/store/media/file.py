@@ -93,7 +93,7 @@ class FileStore(KVStore):
     @classmethod
     def check_here(cls, location: str, options: Any) -> None:
         """Raise `ConfigError` unless the directory exists or can be made, and this process can write a file there. A
-        full disk is no error."""
+        full disk is not an error."""
         root = path_of(location)
         _make_folder(root, root, ACCESS[options.access])
         try:

@@ -33,13 +33,13 @@ LOOK_SHARE = 1 / 32
 
 def folder_name(fingerprint: str, codec: str) -> str:
     """The directory of a layout's blocks under the store's. Blocks of another codec have another directory, so that
-    nobody takes them for damaged blocks of their own."""
+    they are not mistaken for damaged ones."""
     return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
 
 
 def block_files(root: Path, pattern: str) -> Iterator[Path]:
-    """Files of that name in the folders that `FileStore` makes, layout by layout. Whatever else is under the directory
-    is somebody's own, and is neither counted nor removed."""
+    """Files of that name in the folders that `FileStore` makes, layout by layout. Any other file under the directory
+    belongs to somebody else, and is neither counted nor removed."""
     for folder in sorted(root.glob("*")):
         if _LAYOUT_FOLDER.fullmatch(folder.name):
             for first in sorted(folder.glob("??")):

@@ -62,7 +62,7 @@ class NotAFile(OSError):
 
 @contextmanager
 def open_file(path: str) -> Iterator[int]:
-    """The descriptor of a file that is open for reading. May raise `OSError`: `NotAFile` if it is no plain file."""
+    """The descriptor of a file that is open for reading. May raise `OSError`: `NotAFile` if it is not a plain file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -126,7 +126,7 @@ def remove_file(path: str) -> bool:
 
 
 def note_files(folder: Path, pattern: str) -> list[Path]:
-    """Names of files that are notes or temporary files of notes. All other files belong to somebody else."""
+    """Names of files that are notes or temporary files of notes. All other files belong to other programs."""
     return [path for path in folder.glob(pattern) if _NOTE_FILE.match(path.name)]
 
 

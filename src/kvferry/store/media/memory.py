@@ -271,7 +271,7 @@ class MemoryStore(KVStore):
     def _take(
         self, blocks: Sequence[Block], taken: dict[int, int], evicted: list[BlockHash], outcomes: list[Put]
     ) -> None:
-        """Take slots for the blocks that are not there. A slot stays in `taken` until it is committed or given back."""
+        """Take slots for the blocks that are not there. A slot stays in `taken` until it is committed or released."""
         with self._index.locked():
             while self._unsettled:
                 self._index.give_back(self._unsettled.popleft())
@@ -284,7 +284,7 @@ class MemoryStore(KVStore):
                     evicted += [found[1]] if found[1] is not None else []
 
     def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
-        """Copy the blocks to the slots taken for them, and commit these; slots whose copy failed are given back."""
+        """Copy the blocks to the slots taken for them, and commit these; slots whose copy failed are released."""
         lengths: dict[int, int] = {}
         try:
             for place, number in taken.items():

@@ -161,7 +161,7 @@ class ValkeyStore(KVStore):
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for read in reads:
-                # No more than a block can have: the value may be anybody's.
+                # At most the size of a block: any client may have written the value.
                 pipeline.getrange(self._key(read.block_hash), 0, self.records.max_record_bytes)
             records = _readable(await pipeline.execute(raise_on_error=False))
         found = await self._threads.run(
@@ -276,7 +276,7 @@ class TlsValkeyStore(ValkeyStore):
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:
-    """None for a key that somebody gave a value of another type: it is no block, and the others are."""
+    """None for a key with a value of another type, which is not a block; the other values still are."""
     for answer in answers:
         if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
             raise answer

@@ -70,7 +70,7 @@ class Conversations:
         chain += names.take(min(max(1, round(first)), self.max_blocks))
         for _ in range(turns):
             output = int(np.clip(draw.lognormal(math.log(answer) - 0.5, 1.0), 1, 4000))
-            blocks = chain + names.take(1)  # the last one is not full, so nobody else has it
+            blocks = chain + names.take(1)  # the last one is not full, so it is not shared
             if 0 <= start < self.duration_s:
                 tokens = len(blocks) * self.block_tokens - int(draw.integers(1, self.block_tokens))
                 yield TraceRequest(round(start * 1000), tokens, output, blocks)
