@@ -48,7 +48,7 @@ NO_BLOCK: BlockHash = bytes(32)
 
 
 @dataclass(frozen=True, eq=False)
-class Refused:
+class RefusedWrites:
     """The block, and the note (name, content, time to live in seconds), that a store refused when it was last given
     some; None: it took them."""
 
@@ -65,7 +65,7 @@ class Tier:
         self.name, self.store, self.deadline_s = name, store, deadline_s
         self.breaker = Breaker(url, self._probe)
         self.is_open = self._is_closed = False
-        self._refused = Refused()
+        self._refused = RefusedWrites()
         self._putting_again: asyncio.Task[None] | None = None
         self.on_takes: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
@@ -174,7 +174,7 @@ class Tier:
         none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
         outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
-        self._remember(Refused(next(dropped, None), self._refused.note))
+        self._remember(RefusedWrites(next(dropped, None), self._refused.note))
         return outcomes
 
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -196,10 +196,10 @@ class Tier:
             return True
 
         took = await self.ask(write, False)
-        self._remember(Refused(self._refused.block, None if took else (name, content, ttl_s)))
+        self._remember(RefusedWrites(self._refused.block, None if took else (name, content, ttl_s)))
         return took
 
-    def _remember(self, refused: Refused) -> None:
+    def _remember(self, refused: RefusedWrites) -> None:
         """Remember what the store refused of the last block and note, and put it again until the store takes it."""
         before, self._refused = self.takes, refused
         if self.takes != before:
