@@ -244,8 +244,18 @@ class Member:
 class ScaledFleet:
     """A simulated fleet whose counts a rule decides."""
 
-    def __init__(self, rule: Rule, start: Counts, arrivals: Sequence[Arrival], targets: LatencyTargets) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        start: Counts,
+        arrivals: Sequence[Arrival],
+        targets: LatencyTargets,
+        instance: SimInstanceSpec = INSTANCE,
+    ) -> None:
         self._rule, self._start, self._arrivals, self._targets = rule, start, arrivals, targets
+        self._instance = instance
+        self.answered: list[tuple[float, float]] = []
+        """(TTFT, ITL) of each request that was answered completely, in seconds."""
         self._members: dict[str, Member] = {}
         self._wanted, self._number = start, 0
         self.instance_s = 0.0
@@ -255,7 +265,7 @@ class ScaledFleet:
     def run(self) -> dict[str, Any]:
         """Returns figures."""
         begun = time.process_time()
-        spec = WorldSpec(0, 0, instance=INSTANCE, router={"declared": True}, has_log=False)
+        spec = WorldSpec(0, 0, instance=self._instance, router={"declared": True}, has_log=False)
         world = self._world = World(spec, 1)
         with world.running():
             for role, number in (("prefill", self._start.prefill), ("decode", self._start.decode)):
@@ -281,7 +291,8 @@ class ScaledFleet:
         done = [one for one in results if one.outcome == "complete"]
         ttft = [one.first_s or 0.0 for one in done]
         itl = [((one.end_s or 0.0) - (one.first_s or 0.0)) / max(1, one.num_tokens - 1) for one in done]
-        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for a, b in zip(ttft, itl, strict=True))
+        self.answered = list(zip(ttft, itl, strict=True))
+        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for a, b in self.answered)
         return {
             "requests": len(results),
             "complete": len(done),
@@ -299,7 +310,7 @@ class ScaledFleet:
     def _requests(self, first_s: float) -> Any:
         for number, one in enumerate(self._arrivals):
             yield RequestSpec(
-                first_s + one.at_s, TracePrompt(one, number, 0, INSTANCE.vocab_size), one.answer_tokens, number
+                first_s + one.at_s, TracePrompt(one, number, 0, self._instance.vocab_size), one.answer_tokens, number
             )
 
     def _wall(self) -> float:
@@ -312,7 +323,7 @@ class ScaledFleet:
         self._number += 1
         self.num_starts += start_s > 0
         process = self._world.network.host(name).process(name)
-        instance = SimInstance(name, "both", INSTANCE, process, 8000, TOKEN)
+        instance = SimInstance(name, "both", self._instance, process, 8000, TOKEN)
         self._members[name] = Member(instance, role)
         self._world.instances.append(instance)
         self._world.clients.call_later(start_s, instance.start)

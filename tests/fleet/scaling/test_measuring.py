@@ -173,6 +173,8 @@ def test_a_new_controller_knows_what_came_before_it() -> None:
     assert sum(found.demand.counts) == 120
     assert found.idle_s == pytest.approx(10.0, abs=5.0)
     assert found.num_known == 120
+    assert found.workload is not None
+    assert len(found.workload.arrivals) == 120
 
 
 def test_what_an_instance_does_at_first_is_not_counted() -> None:

@@ -25,6 +25,8 @@ _MOST_BINS = 4096
 _MOST_ROUTERS = 256
 _FEWEST_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
+_SHORTEST_STEP_S = 1e-4
+"""A step that seems to take less was not measured: there were only answers of the same length."""
 _UNQUEUED = 0.1
 """The share of requests that waited for no prefill instance: what else their first token took is not waiting."""
 _UNSEEN_GROWTH = 0.01
@@ -104,7 +106,8 @@ class Measuring:
         times = phase_times(warm, kv_tokens, most_sequences)
         workload = None
         if times is not None:
-            began = max(now - HOLD_S, known[0].arrived if len(known) == MOST_KEPT else self._began_at)
+            first = known[0].arrived
+            began = max(now - HOLD_S, first if len(known) == MOST_KEPT else min(first, self._began_at))
             lately = [one for one in known if one.arrived >= began] or known[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(one.state == "done" for one in warm)
@@ -131,7 +134,8 @@ def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) 
         output = one.output_tokens
         if one.state == "running":
             runs_s = 0.0 if one.first_s is None else now - one.arrived - one.first_s
-            output = max(typical, runs_s / (times.decode_base_s + times.decode_sequence_s * max(1.0, one.beside)))
+            step_s = times.decode_base_s + times.decode_sequence_s * max(1.0, one.beside)
+            output = max(typical, runs_s / max(step_s, _SHORTEST_STEP_S))
         found.append((float(one.uncached), output or typical))
     return found
 
@@ -186,7 +190,7 @@ class _Stalls:
     def __init__(self, known: Sequence[RequestObservation]) -> None:
         ended: dict[str, list[tuple[float, float]]] = {}
         for one in known:
-            if not one.prefill and one.first_s is not None:
+            if not one.prefill and one.prefill_s is None and one.first_s is not None:
                 ended.setdefault(one.decode, []).append((one.arrived + one.first_s, float(one.uncached)))
         self._ended = {name: np.array(sorted(those)) for name, those in ended.items()}
         self._tokens = {name: np.concatenate([[0.0], those[:, 1].cumsum()]) for name, those in self._ended.items()}
