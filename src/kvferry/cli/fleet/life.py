@@ -77,6 +77,7 @@ def apply(
     ledger = ledger_of(fleet.name)
     if fleet.backend.kind == "local":
         resolve(fleet.model)
+    _require_same_place(ledger, fleet)
     _backend(running_path(ledger), fleet)
     if dry_run:
         return _rehearse(ledger, fleet)
@@ -307,6 +308,27 @@ def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"kvferry: {name} goes on without being watched: kvferry fleet status {name}\n")
         return 130
+
+
+def _require_same_place(ledger: Ledger, fleet: WantedFleet) -> None:
+    """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
+    try:
+        before = ledger.wanted()
+    except ConfigError:  # there is none, or nobody can read what it was to be
+        return
+    for what, was, is_to_be in (
+        ("kind", before.fleet.backend.kind, fleet.backend.kind),
+        ("kubernetes.namespace", _namespace(before.fleet), _namespace(fleet)),
+    ):
+        if was != is_to_be and not before.deleted:
+            raise ConfigError(
+                f"backend.{what} cannot be changed from {was} to {is_to_be}: `kvferry fleet delete {fleet.name}` first,"
+                " or give one of the two fleets another name"
+            )
+
+
+def _namespace(fleet: WantedFleet) -> str:
+    return "" if fleet.backend.kubernetes is None else fleet.backend.kubernetes.namespace
 
 
 def _wait_for_end(ledger: Ledger, wait_s: float) -> None:

@@ -21,6 +21,7 @@ from kmock import action
 from fleet.backends.kubernetes.emulated import Cluster
 from fleet.control.memory import MemoryFront
 from fleet.recording import RecordingDisplay
+from kvferry.cli.main import main
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.kubernetes.backend import KubernetesBackend
@@ -197,6 +198,30 @@ async def test_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: pytest.M
     backend.use(fleet())
     with pytest.raises(ConfigError, match="there is no way to a cluster"):
         await backend.open()
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ('kind = "kubernetes"\nkubernetes = { image = "kvferry:1", namespace = "other" }', "from llm to other"),
+        ('kind = "local"', "from kubernetes to local"),
+    ],
+)
+def test_a_fleet_of_the_same_name_elsewhere_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, complaint: str
+) -> None:
+    """Also while no controller looks after it: its pods would be left where they are."""
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "t" * 32)
+    ledger = Ledger(tmp_path / "state/fleets/chat")
+    before = ledger.want(fleet())
+    spec = tmp_path / "chat.toml"
+    model = "kvferry/tiny-python"
+    spec.write_text(f'name = "chat"\nmodel = "{model}"\nmode = "pooling"\n[role.both]\n[backend]\n{place}\n')
+    assert main(["fleet", "apply", str(spec), "--wait-s=0"]) == 2
+    assert complaint in capsys.readouterr().err
+    assert ledger.wanted() == before
+    assert not ledger.has_controller
 
 
 # A controller.
