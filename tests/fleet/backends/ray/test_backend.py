@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import signal
+import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +15,15 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.backend import BackendContext, FleetBackend, MemberSpec, MemberState, backend_class
+from kvferry.fleet.backends.ray.lease import BELIEVED_S, TAKEN_S, LeaseActor, RayLease, controller_name
+from kvferry.fleet.control.backend import (
+    BackendContext,
+    FleetBackend,
+    MemberSpec,
+    MemberState,
+    NotStarted,
+    backend_class,
+)
 from kvferry.fleet.control.ray_spec import ActorSpec
 from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
 from kvferry.fleet.started import started_at
@@ -84,6 +94,72 @@ async def test_who_has_another_token_does_not_take_up_what_is_there(nodes: Nodes
     async with opened(tmp_path, fleet) as backend:
         assert named(backend, "serves-0").state is MemberState.SERVING
         await backend.stop("serves-0", 0.0)
+
+
+async def test_of_two_controllers_one_acts_until_it_ends(nodes: Nodes, tmp_path: Path) -> None:
+    """They have folders of their own, as on two machines."""
+    fleet = wanted(nodes, "two")
+    folders = [tmp_path / "one", tmp_path / "other"]
+    backends = []
+    for folder in folders:
+        folder.mkdir()
+        context = BackendContext(folder, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher(), token="a token")
+        backends.append(backend_class("ray")(context))
+        backends[-1].use(fleet)
+    one, other = backends
+    async with asyncio.timeout(60):
+        assert await one.try_to_act()
+        await one.open()
+        await serving(one, "serves-0")
+        assert not await other.try_to_act()
+        assert other.acts_instead == controller_name(folders[0])
+        assert not other.may_act
+        with pytest.raises(NotStarted, match="another controller"):
+            await other.start(MemberSpec("serves-1", "both", "r", ""))
+        await one.close()
+        assert await other.try_to_act()
+        assert not await one.try_to_act()
+        await other.open()
+        await other.stop("serves-0", 0.0)
+        await other.clear()
+        await asyncio.gather(one.close(), other.close())
+
+
+async def test_who_may_act_is_found_by_the_time_since_the_last_renewal(tmp_path: Path) -> None:
+    """A controller that was stopped is too late, and knows it before another one acts."""
+    now = 100.0
+    keeper = LeaseActor(lambda: now)
+
+    class Taking:
+        """In place of the handle of an actor."""
+
+        class take:  # noqa: N801
+            @staticmethod
+            def remote(who: str) -> Any:
+                return types.SimpleNamespace(future=lambda: _done(keeper.take(who)))
+
+    leases = [RayLease("lease", "none", name, lambda: now) for name in ("one", "other")]
+    for lease in leases:
+        lease._actor = Taking
+    one, other = leases
+    assert await one.try_to_take()
+    now += BELIEVED_S - 0.1
+    assert one.is_held
+    assert not await other.try_to_take()
+    now += 0.2
+    assert not one.is_held
+    assert not await other.try_to_take()
+    now += TAKEN_S - BELIEVED_S
+    assert await other.try_to_take()
+    assert not await one.try_to_take()
+    assert one.holder == "other"
+    assert controller_name(tmp_path) == controller_name(tmp_path) != controller_name(tmp_path.parent)
+
+
+def _done(value: str) -> concurrent.futures.Future[str]:
+    future: concurrent.futures.Future[str] = concurrent.futures.Future()
+    future.set_result(value)
+    return future
 
 
 async def test_members_that_do_not_outlive_their_backend_are_seen_by_no_other(nodes: Nodes, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class MemberActor:
         self._address: SharedAddress | None = None
         self._ranks: RankActors | None = None
         self._held: socket.socket | None = None
-        """Has the port at which the ranks join."""
+        """Has the port at which further ranks join, if there are some in actors of their own."""
         self._ranks_lost = ""
         """Why the member was ended: one of its ranks has."""
         self._has_wrong_rank = False
@@ -104,6 +104,9 @@ class MemberActor:
             )
         else:
             self._watching = asyncio.create_task(self._run(self._member, child))
+            if self._held is not None:
+                self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._rank_is_lost)
+                self._ranks.start(order, _address_of(self._held))
         self._wake()
 
     async def who(self, nonce: str) -> ActorIdentity | None:
@@ -200,7 +203,8 @@ class MemberActor:
             if spec.registrar is not None:
                 raise ConfigError("--register: on Ray, servers of vLLM are not registered at other routers")
             if order.bundle is not None and len(order.bundle.indices) > 1:
-                spec = replace(spec, command=(*spec.command, f"--ranks-at={self._start_ranks(order)}"))
+                self._held = hold_port(node_address())
+                spec = replace(spec, command=(*spec.command, f"--ranks-at={_address_of(self._held)}"))
             spec = replace(spec, environment={**spec.environment, **_threads(order)})
         about = About(
             name=member.name,
@@ -217,14 +221,6 @@ class MemberActor:
         folder.make(about)
         return spec, about, folder
 
-    def _start_ranks(self, order: Order) -> str:
-        """Start the further ranks; returns where they join rank 0."""
-        self._held = hold_port(node_address())
-        address = authority(*self._held.getsockname()[:2])
-        self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._rank_is_lost)
-        self._ranks.start(order, address)
-        return address
-
     def _view(self) -> Member:
         if self._failure is not None or self._member is None:
             assert self._failure is not None
@@ -235,6 +231,10 @@ class MemberActor:
         url = reachable(seen.url, node_address())
         # A node that hangs as soon as a member serves is to be noticed too: its health is asked for from then on.
         return replace(seen, url=url, health_url=seen.health_url or url)
+
+
+def _address_of(held: socket.socket) -> str:
+    return authority(*held.getsockname()[:2])
 
 
 def _threads(order: Order) -> dict[str, str]:

@@ -26,6 +26,7 @@ from kvferry.core.keys import Signer
 from kvferry.fleet.asking import ask_health
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
+from kvferry.fleet.backends.ray.lease import RayLease, controller_name
 from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberNews, MemberProgress, Order
 from kvferry.fleet.backends.ray.placing import Bundle, free_indices, make_group, needs_of, num_actors, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
@@ -80,6 +81,7 @@ class RayBackend(FleetBackend):
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
+        self._lease: RayLease | None = None
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
         """Sets the actors apart that nobody is to find later."""
 
@@ -97,10 +99,41 @@ class RayBackend(FleetBackend):
         self.context.make_recipe(fleet)
         self._fleet = fleet
 
+    async def try_to_act(self) -> bool:
+        """By an actor that keeps who may. Members that do not outlive their backend are no other's."""
+        if not self.context.outlives:
+            return True
+        await self._connect()
+        if self._lease is None:
+            name = controller_name(self.context.folder)
+            self._lease = RayLease("lease", f"{self._namespace}/controller", name)
+        try:
+            if not await self._lease.try_to_take():
+                return False
+        except (RayError, TimeoutError, ValueError) as error:
+            logger.warning("whether another controller acts is not known: %s", str(error) or type(error).__name__)
+            return False
+        self._begin_task(self._lease.keep())
+        return True
+
+    @property
+    def may_act(self) -> bool:
+        """Those that never asked for the right are alone."""
+        return self._lease is None or self._lease.is_held
+
+    @property
+    def acts_instead(self) -> str:
+        """The actor says so: a machine, and a number of the fleet's folder there."""
+        return (self._lease and self._lease.holder) or "another controller"
+
+    async def _connect(self) -> None:
+        if not self._is_connected:
+            await RayConnection.open(self._fleet.backend.address, self._namespace)
+            self._is_connected = True
+
     async def open(self) -> None:
         """Connect to the cluster, and find the members that an earlier controller has left."""
-        await RayConnection.open(self._fleet.backend.address, self._namespace)
-        self._is_connected = True
+        await self._connect()
         try:
             names, at_once = await in_thread(self._find_names, _ASK_S), asyncio.Semaphore(_AT_ONCE)
             await asyncio.gather(*(self._find(name, at_once) for name in names))
@@ -117,6 +150,8 @@ class RayBackend(FleetBackend):
         """Create an actor, which starts the member when Ray has placed it. Raises `NotStarted`."""
         if member.name in self._members:
             raise NotStarted(f"{member.name} is there already")
+        if not self.may_act:
+            raise NotStarted("another controller looks after this fleet now")
         fleet, context = self._fleet, self.context
         number = -1 if member.role == "router" else self._free_number()
         view = Member(member.name, member.role, member.revision, MemberState.STARTING, unit=member.unit)
@@ -171,7 +206,7 @@ class RayBackend(FleetBackend):
     async def stop(self, name: str, grace_s: float) -> None:
         """Ask the actor to end the member, and end the actor, whether it answers or not."""
         member = self._members.get(name)
-        if member is None:
+        if member is None or not self.may_act:
             return
         if member.has_begun and not member.is_lost:
             ended = answer_of(member.actor.stop.remote(grace_s))
@@ -199,6 +234,11 @@ class RayBackend(FleetBackend):
             with suppress(TimeoutError, RayError):
                 await answer(member.actor.assign.remote(role), _ASK_S)
 
+    async def clear(self) -> None:
+        """The actor that keeps who may act is ended."""
+        if self._lease is not None:
+            await self._lease.remove()
+
     async def close(self) -> None:
         """Members go on if they outlive this process; otherwise those that are left are ended now."""
         if not self._is_connected:
@@ -211,6 +251,8 @@ class RayBackend(FleetBackend):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._lease is not None:
+            await self._lease.give_up()
         self._is_connected = False
         await RayConnection.close()
 
