@@ -53,6 +53,7 @@ attainment = 0.9
 budget = 3
 interval = "1s"
 cool_down = "{cool_down}"
+hold = "15s"
 warm = "0s"
 starts = "3s"
 deflect = false

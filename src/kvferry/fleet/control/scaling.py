@@ -113,7 +113,7 @@ class Scaling:
         if scale.recommend:
             there = counts_of(fleet)
             memory = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode)
-        measured = self._measuring.measured(kv_tokens, wall)
+        measured = self._measuring.measured(kv_tokens, wall, hold_s=seconds(scale.hold))
         situation = Situation(
             ready=_counted(one for one in seen if one.phase is Phase.READY),
             draining=sum(one.phase is Phase.DRAINING for one in seen),

@@ -192,6 +192,9 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often it is decided."""
     cool_down: Duration = "2m"
     """How long nothing is released after a change."""
+    hold: Duration = "15m"
+    """For how long what came decides what is kept: what a burst needed is released when it is older, or few of the
+    requests since."""
     idle: Duration = "0s"
     """After so long without a request, no instance is kept, of any role; the next request starts them again. Every
     `min` must be 0. "0s": never."""

@@ -17,8 +17,6 @@ MOST_ASKED = 1024
 """Requests of each router that are looked at."""
 LOOK_BACK_S = 3600
 """Older requests say nothing about those of now."""
-HOLD_S = 900
-"""For how long what came decides what is held."""
 MOST_KEPT = 4096
 """Requests of a fleet that are kept, the newest."""
 _MOST_BINS = 4096
@@ -98,8 +96,9 @@ class Measuring:
             self._bins.extend([self._num_in_bin * self._bin_s / elapsed] * number)
             self._bin_began_at, self._num_in_bin = now, 0.0
 
-    def measured(self, kv_tokens: int, now: float, most_sequences: int = 256) -> Measured:
-        """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known."""
+    def measured(self, kv_tokens: int, now: float, most_sequences: int = 256, hold_s: float = 900.0) -> Measured:
+        """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known. `hold_s`: for how long a
+        request counts."""
         demand = Demand(tuple(self._bins), self._bin_s)
         known = list(self._known.values())
         warm = [one for one in known if self._is_warm(one)][-MOST_ASKED:]
@@ -107,7 +106,7 @@ class Measuring:
         workload = None
         if times is not None:
             first = known[0].arrived
-            began = max(now - HOLD_S, first if len(known) == MOST_KEPT else min(first, self._began_at))
+            began = max(now - hold_s, first if len(known) == MOST_KEPT else min(first, self._began_at))
             lately = [one for one in known if one.arrived >= began] or known[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(one.state == "done" for one in warm)
