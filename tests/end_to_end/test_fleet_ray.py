@@ -180,6 +180,20 @@ def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model
         short_lived.cluster.shutdown()
 
 
+def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:
+    """Its actor, and then another's process. Nothing fails but what the killed one was answering."""
+    for name, which in ("router-0", ACTOR), ("router-1", PROCESS):
+        with Load(fleet.status.url) as load:
+            before = fleet.processes()
+            os.kill(before[name][which], signal.SIGKILL)
+            replaced(fleet, before, name)
+            num_answers = load.num_answers
+            until(lambda: load.num_answers > num_answers + 20, 60, fleet.log)  # noqa: B023
+        assert all("Error" in one for one in load.wrong), load.wrong  # of a connection; no answer is wrong
+        assert len(load.wrong) <= load.num_clients
+    require_clean(fleet)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_is_the_whole_command_and_leaves_nothing(
     number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
