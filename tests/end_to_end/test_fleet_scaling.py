@@ -147,7 +147,7 @@ def traffic(url: str) -> TrafficReport:
 
 
 def test_instances_follow_the_load_and_every_answer_is_right(fleet: Fleet) -> None:
-    fleet.apply(spec(ttft_s=60.0, cool_down_s=60.0))
+    fleet.apply(spec(ttft_s=60.0, cool_down_s=600.0))
     with Clients(fleet.status.url) as clients:
         clients.rate = 4.0
         until(lambda: clients.num_answers >= 25, 60)
@@ -156,8 +156,9 @@ def test_instances_follow_the_load_and_every_answer_is_right(fleet: Fleet) -> No
         took_s = statistics.median(one.prefill_s for one in report.requests if one.prefill_s)
         assert not decided(), told()
         # As much as one prefill instance can do, but with queues that the target does not allow.
-        fleet.apply(spec(ttft_s=3.0 * took_s, cool_down_s=6.0))
         clients.rate = 0.85 / took_s
+        until(lambda: traffic(fleet.status.url).num_arrived >= report.num_arrived + 60, 60)
+        fleet.apply(spec(ttft_s=3.0 * took_s, cool_down_s=6.0))
         until(lambda: "role" in decided(), 40, str(told()))
         until(lambda: ready(fleet) == {"prefill": 2, "decode": 1}, 20, str(told()))
         clients.rate = 0.15 / took_s
