@@ -29,10 +29,12 @@ FOREIGN = {
     "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "--kv-cache-memory-bytes",
     "--load-format", "--mm-processor-cache-type",
     "--headless", "--master-addr", "--node-rank", "--nnodes",
+    "--model-path", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port", "--tp-size",
+    "--enable-metrics",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
     "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",
-    "--from-literal", "--namespace",
+    "--from-literal", "--namespace", "--raw",
     "--head",
     # of programs of this repository with a parser of their own (`python -m …`, scripts, benchmarks)
     "--set", "--tokenizer", "--no-tokenizer", "--max-shard-size",
