@@ -68,6 +68,7 @@ class KubernetesBackend(FleetBackend):
         """The right to act, and its own connections, which wait for nothing else."""
         self._lease_api: Cluster | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._applying = asyncio.Lock()
 
     # What is wanted.
 
@@ -188,11 +189,13 @@ class KubernetesBackend(FleetBackend):
         made = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in self._support()]
         if self._lease is not None:
             made.append((*LEASE, self._lease.name))  # last: until then, nobody else acts
-        for version, kind, name in made:
-            try:
-                await self._api.delete(version, kind, name)
-            except ClusterError as error:
-                logger.warning("%s %s is left: %s", kind, name, error)
+        async with self._applying:  # what is being made now would be left
+            self._is_to_apply.clear()
+            for version, kind, name in made:
+                try:
+                    await self._api.delete(version, kind, name)
+                except ClusterError as error:
+                    logger.warning("%s %s is left: %s", kind, name, error)
 
     # Members.
 
@@ -323,9 +326,11 @@ class KubernetesBackend(FleetBackend):
         return support(self._wanted, Values(), self.context.token, plain_pods=self.num_routers)
 
     async def _apply(self) -> None:
-        self._is_to_apply.clear()
-        for one in self._support():
-            await self._api.apply(one)
+        async with self._applying:
+            if self._is_to_apply.is_set():
+                self._is_to_apply.clear()
+                for one in self._support():
+                    await self._api.apply(one)
 
     async def _keep_applied(self) -> None:
         """Whenever something else is wanted; again and again until it succeeds."""
