@@ -8,6 +8,7 @@ done when `kvferry.testing.backends` passes with it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,12 @@ from typing import Protocol
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import KvferryError
+from kvferry.fleet.control.fleet_lease import FleetLease, LeaseUnknown
 from kvferry.fleet.control.spec import BACKENDS, MemberRole, WantedFleet
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.process import ProcessSpec, RouterGroup
+
+logger = logging.getLogger(__name__)
 
 
 class NotStarted(KvferryError):
@@ -133,6 +137,9 @@ class FleetBackend(ABC):
         """Takes up nothing yet."""
         self.context = context
         self.changed = asyncio.Event()
+        self._lease: FleetLease | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        """Renews it."""
 
     @property
     @abstractmethod
@@ -145,21 +152,46 @@ class FleetBackend(ABC):
         change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was wanted
         before holds then."""
 
+    async def lease(self) -> FleetLease | None:
+        """Where the right to act is kept, if controllers on several machines can have this fleet. Called after
+        `use`. Raises `ConfigError`. By default, all of them are on one machine, where the ledger has that right."""
+        return None
+
     async def try_to_act(self) -> bool:
         """Take the right to act on this fleet, which one controller of all machines has at a time, until `close`;
         False: another one has it. Called after `use` and before `open`, again and again until it says yes. Raises
-        `ConfigError`. By default, all controllers of a fleet are on one machine, where the ledger has that right."""
+        `ConfigError`."""
+        if self._lease is None:
+            self._lease = await self.lease()
+        if self._lease is None:
+            return True
+        try:
+            if not await self._lease.try_to_take():
+                return False
+        except LeaseUnknown as error:
+            logger.warning("whether another controller acts is not known: %s", error)
+            return False
+        self._keeping = asyncio.create_task(self._lease.keep())
         return True
 
     @property
     def may_act(self) -> bool:
-        """Whether this process still has that right; once it has not, the controller does nothing any more."""
-        return True
+        """Whether this process still has that right; once it has not, the controller does nothing any more. Those that
+        never asked for it are alone."""
+        return self._lease is None or self._lease.is_held
 
     @property
     def acts_instead(self) -> str:
         """Who has it, as far as that is known."""
-        return "another controller"
+        return (self._lease and self._lease.holder) or "another controller"
+
+    async def give_up(self) -> None:
+        """Let another controller act at once. For `close`, when nothing is done any more."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        if self._lease is not None:
+            await self._lease.give_up()
 
     @abstractmethod
     async def open(self) -> None:
@@ -188,7 +220,13 @@ class FleetBackend(ABC):
         """Everything is about to be ended, and nothing more is started: nobody is to wait for what will not come."""
 
     async def clear(self) -> None:
-        """The fleet has ended, all its members included: leave nothing of it. Nothing is left by default."""
+        """The fleet has ended, all its members included: leave nothing of it. By default, there is only the lease,
+        which goes last: until then, nobody else acts."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        if self._lease is not None:
+            await self._lease.remove()
 
     @abstractmethod
     async def close(self) -> None:

@@ -24,11 +24,12 @@ from fleet.backends.kubernetes.test_backend import HANGS_S, eventually, fleet, m
 from fleet.control.memory import MemoryFront
 from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
-from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
-from kvferry.fleet.backends.kubernetes.lease import BELIEVED_S, TAKEN_S, ClusterLease
+from kvferry.fleet.backends.kubernetes.cluster import Cluster
+from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 from kvferry.fleet.backends.kubernetes.pod import pod_for
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, LetGo, Superseded
+from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S, LeaseUnknown
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.kubernetes.render import support
 from kvferry.fleet.kubernetes.values import Values
@@ -127,7 +128,7 @@ async def test_an_api_server_that_fails_for_a_while_costs_nobody_the_right(tmp_p
         assert await first.try_to_take()
         emulated.server.fails = {action.UPDATE: 500}
         clock.advance(BELIEVED_S - 1)
-        with pytest.raises(ClusterError):
+        with pytest.raises(LeaseUnknown):
             await first.renew()
         assert first.is_held
         emulated.server.fails = {}
@@ -149,7 +150,8 @@ async def test_a_controller_that_loses_the_right_changes_nothing_any_more(
 ) -> None:
     """It renews nothing, as if it hung, and everything else of it goes on."""
     for name, value in (("RENEWED_S", 0.1), ("BELIEVED_S", 3.0), ("TAKEN_S", 4.0)):
-        monkeypatch.setattr(f"kvferry.fleet.backends.kubernetes.lease.{name}", value)
+        monkeypatch.setattr(f"kvferry.fleet.control.fleet_lease.{name}", value)
+    monkeypatch.setattr("kvferry.fleet.backends.kubernetes.lease.TAKEN_S", 4.0)
     for one in made_once():
         ApiServer._require_valid(one)  # reads the schemas, which takes a while
     async with asyncio.timeout(HANGS_S), Emulated().running(tmp_path) as emulated:

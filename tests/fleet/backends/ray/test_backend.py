@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.ray.lease import BELIEVED_S, TAKEN_S, LeaseActor, RayLease, controller_name
+from kvferry.fleet.backends.ray.lease import LeaseActor, RayLease, controller_name
 from kvferry.fleet.control.backend import (
     BackendContext,
     FleetBackend,
@@ -24,6 +24,7 @@ from kvferry.fleet.control.backend import (
     NotStarted,
     backend_class,
 )
+from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S
 from kvferry.fleet.control.ray_spec import ActorSpec
 from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
 from kvferry.fleet.started import started_at

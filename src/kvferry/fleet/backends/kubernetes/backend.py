@@ -25,6 +25,7 @@ from kvferry.fleet.backends.kubernetes.pod import (
     selector_of,
 )
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
 from kvferry.fleet.kubernetes.render import check, support
@@ -32,11 +33,10 @@ from kvferry.fleet.kubernetes.values import Values
 
 if TYPE_CHECKING:
     from kvferry.fleet.backends.kubernetes.cluster import Cluster
-    from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 
 logger = logging.getLogger(__name__)
 
-_POD, LEASE = ("v1", "Pod"), ("coordination.k8s.io/v1", "Lease")
+_POD = ("v1", "Pod")
 _NOTHING: Object = {"metadata": {}}
 _LEAST_GRACE_S = 1
 """0 would have Kubernetes forget the pod while it may still run."""
@@ -64,8 +64,6 @@ class KubernetesBackend(FleetBackend):
         self._leaving: dict[str, asyncio.Event] = {}
         """Those that are to end; set when they are gone."""
         self._is_to_apply = asyncio.Event()
-        self._lease: ClusterLease | None = None
-        """The right to act, and its own connections, which wait for nothing else."""
         self._lease_api: Cluster | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._applying = asyncio.Lock()
@@ -105,36 +103,14 @@ class KubernetesBackend(FleetBackend):
 
     # Its life.
 
-    async def try_to_act(self) -> bool:
-        """By a Lease of the cluster. An API server that fails is asked again later."""
-        from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
+    async def lease(self) -> FleetLease:
+        """A Lease of the cluster, with connections of its own, which wait for nothing else."""
+        from kvferry.fleet.backends.kubernetes.cluster import Cluster
         from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 
-        told = kubernetes_of(self._wanted)
-        if self._lease is None:
-            self._lease_api = await Cluster.connect(told.namespace, told.context)
-            name = f"{self._wanted.name}-controller"
-            self._lease = ClusterLease(self._lease_api, told.namespace, name, labels_of(self._wanted))
-        try:
-            if not await self._lease.try_to_take():
-                return False
-        except ClusterError as error:
-            if error.status in (401, 403):
-                raise ConfigError(f"backend.kubernetes: {error}") from error
-            logger.warning("whether another controller acts is not known: %s", error)
-            return False
-        self._tasks.append(asyncio.create_task(self._lease.keep()))
-        return True
-
-    @property
-    def may_act(self) -> bool:
-        """Those that never asked for the right are alone."""
-        return self._lease is None or self._lease.is_held
-
-    @property
-    def acts_instead(self) -> str:
-        """The Lease says so: a machine or a pod, and a number of the controller's."""
-        return (self._lease and self._lease.holder) or "another controller"
+        told, name = kubernetes_of(self._wanted), f"{self._wanted.name}-controller"
+        self._lease_api = await Cluster.connect(told.namespace, told.context)
+        return ClusterLease(self._lease_api, told.namespace, name, labels_of(self._wanted))
 
     async def open(self) -> None:
         """Find the pods of an earlier controller, and make what they need beside them. Raises `ConfigError` if the
@@ -169,26 +145,15 @@ class KubernetesBackend(FleetBackend):
             await asyncio.wait(self._tasks)
         if self._cluster is not None:
             await self._cluster.close()
+        await self.give_up()
         if self._lease_api is not None:
-            await self._give_up()
             await self._lease_api.close()
-
-    async def _give_up(self) -> None:
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
-        assert self._lease is not None
-        try:
-            await self._lease.give_up()
-        except ClusterError as error:
-            logger.debug("the next controller has to wait: %s", error)
 
     async def clear(self) -> None:
         """Delete what `open` has made beside the pods."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
         made = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in self._support()]
-        if self._lease is not None:
-            made.append((*LEASE, self._lease.name))  # last: until then, nobody else acts
         async with self._applying:  # what is being made now would be left
             self._is_to_apply.clear()
             for version, kind, name in made:
@@ -196,6 +161,7 @@ class KubernetesBackend(FleetBackend):
                     await self._api.delete(version, kind, name)
                 except ClusterError as error:
                     logger.warning("%s %s is left: %s", kind, name, error)
+        await super().clear()
 
     # Members.
 

@@ -30,6 +30,7 @@ from kvferry.fleet.backends.ray.lease import RayLease, controller_name
 from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberNews, MemberProgress, Order
 from kvferry.fleet.backends.ray.placing import Bundle, free_indices, make_group, needs_of, num_actors, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
+from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 from kvferry.fleet.recipe import ROUTERS
 
@@ -81,7 +82,6 @@ class RayBackend(FleetBackend):
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
-        self._lease: RayLease | None = None
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
         """Sets the actors apart that nobody is to find later."""
 
@@ -99,32 +99,12 @@ class RayBackend(FleetBackend):
         self.context.make_recipe(fleet)
         self._fleet = fleet
 
-    async def try_to_act(self) -> bool:
-        """By an actor that keeps who may. Members that do not outlive their backend are no other's."""
+    async def lease(self) -> FleetLease | None:
+        """An actor keeps who may act. Members that do not outlive their backend are no other's."""
         if not self.context.outlives:
-            return True
+            return None
         await self._connect()
-        if self._lease is None:
-            name = controller_name(self.context.folder)
-            self._lease = RayLease("lease", f"{self._namespace}/controller", name)
-        try:
-            if not await self._lease.try_to_take():
-                return False
-        except (RayError, TimeoutError, ValueError) as error:
-            logger.warning("whether another controller acts is not known: %s", str(error) or type(error).__name__)
-            return False
-        self._begin_task(self._lease.keep())
-        return True
-
-    @property
-    def may_act(self) -> bool:
-        """Those that never asked for the right are alone."""
-        return self._lease is None or self._lease.is_held
-
-    @property
-    def acts_instead(self) -> str:
-        """The actor says so: a machine, and a number of the fleet's folder there."""
-        return (self._lease and self._lease.holder) or "another controller"
+        return RayLease("lease", f"{self._namespace}/controller", controller_name(self.context.folder))
 
     async def _connect(self) -> None:
         if not self._is_connected:
@@ -234,11 +214,6 @@ class RayBackend(FleetBackend):
             with suppress(TimeoutError, RayError):
                 await answer(member.actor.assign.remote(role), _ASK_S)
 
-    async def clear(self) -> None:
-        """The actor that keeps who may act is ended."""
-        if self._lease is not None:
-            await self._lease.remove()
-
     async def close(self) -> None:
         """Members go on if they outlive this process; otherwise those that are left are ended now."""
         if not self._is_connected:
@@ -251,8 +226,7 @@ class RayBackend(FleetBackend):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._lease is not None:
-            await self._lease.give_up()
+        await self.give_up()
         self._is_connected = False
         await RayConnection.close()
 

@@ -1,17 +1,12 @@
-"""The right to act on a fleet, which one controller of all machines has at a time: a named actor keeps who has it.
+"""The right to act on a fleet, which a named actor of Ray keeps.
 
-Who has it renews it every few seconds, and believes that it has it for less long than the actor waits before it gives
-it to another one, counted from before the renewal was sent, by a clock that goes on while the machine sleeps. So a
-process that was stopped knows when it goes on that it is too late, and nobody compares clocks of two machines. The
-actor is on the node of Ray's control service, whose loss ends the cluster; who kills the actor lets two controllers act
-for as long as one believes.
+It is on the node of Ray's control service, whose loss ends the cluster; who kills it lets two controllers act for as
+long as one believes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,11 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.core.clock import boot_time
 from kvferry.fleet.backends.ray.connection import answer, in_thread
+from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
 
-logger = logging.getLogger(__name__)
-
-RENEWED_S, BELIEVED_S, TAKEN_S = 2.0, 10.0, 15.0
-"""How often it is renewed, for how long who renewed it acts, and how long others wait for the next renewal."""
 _START_S, _ASK_S = 30.0, 5.0
 """How long the actor may take to start, and to answer."""
 _HEAD = "node:__internal_head__"
@@ -53,57 +45,47 @@ class LeaseActor:
             self._holder = ""
 
 
-class RayLease:
-    """Owns what this process knows of the right, and the handle of the actor. `name` and `namespace`: of the actor;
-    `me`: of this controller."""
+class RayLease(FleetLease):
+    """Owns the handle of the actor. `name` and `namespace`: of the actor; `me`: of this controller."""
 
     def __init__(self, name: str, namespace: str, me: str, clock: Callable[[], float] = boot_time) -> None:
-        self._name, self._namespace, self._me, self._clock = name, namespace, me, clock
-        self.holder = ""
-        """Who had it when it was asked for last."""
+        super().__init__(clock)
+        self._name, self._namespace, self._me = name, namespace, me
         self._actor: Any = None
-        self._until = float("-inf")
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this process may act now."""
-        return self._clock() < self._until
 
     async def try_to_take(self) -> bool:
-        """Take or renew it; False: somebody else has it. Raises `RayError` or `TimeoutError`."""
+        """Take or renew it; False: somebody else has it."""
         try:
             if self._actor is None:
                 self._actor = await in_thread(self._find, _ASK_S)
                 await answer(self._actor.__ray_ready__.remote(), _START_S)
             begun = self._clock()
             self.holder = await answer(self._actor.take.remote(self._me), _ASK_S)
-        except RayError:
-            self._actor = None  # it may have been killed
-            raise
-        self._until = begun + BELIEVED_S if self.holder == self._me else float("-inf")
+        except (RayError, TimeoutError, ValueError) as error:
+            if isinstance(error, RayError):
+                self._actor = None  # it may have been killed
+            raise LeaseUnknown(str(error) or type(error).__name__) from error
+        if self.holder == self._me:
+            self._is_renewed(begun)
+        else:
+            self._is_lost()
         return self.is_held
 
-    async def keep(self) -> None:
-        """Renew it, until somebody else has it or this process has been too late."""
-        await asyncio.sleep(RENEWED_S)
-        while self.is_held:
-            try:
-                await self.try_to_take()
-            except (RayError, TimeoutError, ValueError) as error:
-                logger.warning("the right to act is not renewed: %s", str(error) or type(error).__name__)
-            await asyncio.sleep(RENEWED_S)
-        logger.warning("another controller may look after this fleet now; this one does nothing any more")
+    async def renew(self) -> None:
+        """The same, unless it is too late."""
+        if self.is_held:
+            await self.try_to_take()
 
     async def give_up(self) -> None:
         """Let another controller act at once."""
         if self.is_held and self._actor is not None:
-            self._until = float("-inf")
+            self._is_lost()
             with suppress(RayError, TimeoutError):
                 await answer(self._actor.give_up.remote(self._me), _ASK_S)
 
     async def remove(self) -> None:
         """The fleet has ended: end the actor."""
-        self._until = float("-inf")
+        self._is_lost()
         if self._actor is not None:
             actor, self._actor = self._actor, None
             with suppress(RayError, TimeoutError):
