@@ -132,14 +132,14 @@ class FleetBackend(ABC):
 
     changed: asyncio.Event
     """Set whenever `members` would answer something else; who waits for it clears it."""
+    _lease: FleetLease | None = None
+    _keeping: asyncio.Task[None] | None = None
+    """Renews it."""
 
     def __init__(self, context: BackendContext) -> None:
         """Takes up nothing yet."""
         self.context = context
         self.changed = asyncio.Event()
-        self._lease: FleetLease | None = None
-        self._keeping: asyncio.Task[None] | None = None
-        """Renews it."""
 
     @property
     @abstractmethod
