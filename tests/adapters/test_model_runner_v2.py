@@ -45,9 +45,9 @@ def side() -> Recorder:
 @pytest.fixture
 def connector(side: Recorder) -> Any:
     from kvferry.adapters.vllm.connector import KvferryConnector
+    from kvferry.adapters.vllm.loads import StepResults
     from kvferry.adapters.vllm.messages import RankReport
     from kvferry.adapters.vllm.metrics import Meter
-    from kvferry.adapters.vllm.worker_half import StepResults
 
     class Connector(KvferryConnector):
         def __init__(self) -> None:

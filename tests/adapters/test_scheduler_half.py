@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_the_loop_may_sleep_only_in_steps_without_work(half: Any, side: Side, id
     side.waits = True
     half.plan(step())
     side.waits = False
-    half._requests["r"] = None
+    add_request(half, Hit(0), [])
     half.plan(step())
     del half._requests["r"]
     half.plan(step())
@@ -121,7 +122,7 @@ def test_steps_last_longer_only_while_all_requests_load(half: Any, idle: Idle) -
     half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
     assert half.plan(step()).wait_s == idle.longest_s
     assert half.plan(step(num_tokens=1)).wait_s == 0
-    half._requests["another"] = half._requests["r"]
+    half._requests["another"] = replace(half._requests["r"], waits_for=None)
     assert half.plan(step()).wait_s == 0
     del half._requests["another"]
     assert half.plan(step()).wait_s == idle.longest_s

@@ -30,6 +30,7 @@ from vllm.v1.request import Request
 from kvferry.adapters.vllm import siblings
 from kvferry.adapters.vllm.idle import LONGEST_S
 from kvferry.adapters.vllm.layout import cache_shape, require_attention_only
+from kvferry.adapters.vllm.loads import StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
 from kvferry.adapters.vllm.parts import Partition
@@ -37,7 +38,7 @@ from kvferry.adapters.vllm.pins import Pins
 from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
-from kvferry.adapters.vllm.worker_half import StepResults, WorkerHalf
+from kvferry.adapters.vllm.worker_half import WorkerHalf
 from kvferry.connectors.api import ConnectorContext, HandsOff, KeepsBlocks, statistics_of
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost

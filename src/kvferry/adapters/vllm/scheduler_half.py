@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -61,6 +61,8 @@ class _Request:
 
     view: RequestAdapter
     parts: Sequence[Part]
+    waits_for: Literal["load", "report"] | None = None
+    """The end of its load; or, without blocks, that the workers report something."""
 
     @property
     def shown(self) -> Iterator[RequestView]:
@@ -100,9 +102,6 @@ class SchedulerHalf:
         self._requests: dict[str, _Request] = {}
         self._reloading: dict[str, RequestAdapter] = {}
         """Requests with which vLLM loads their LoRA adapter again in each step."""
-        self._loading: set[str] = set()
-        self._pending: set[str] = set()
-        """Requests that wait, with no blocks, until the workers report something."""
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
         self._reports = RankReports(layout.tp_size)
@@ -123,18 +122,18 @@ class SchedulerHalf:
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded, and whether the request waits for them. None: ask again."""
-        view, main = self._requests[request.request_id].view, self._requests[request.request_id].parts[0]
+        found = self._requests[request.request_id]
+        view, main = found.view, found.parts[0]
         if view.failed:
             return 0, False
         view.asked = None
         view.look()
         error = view.error or view.unnamed
         answer = Miss(error) if error is not None else self.side.match(main.shown, num_computed_tokens)
-        self._pending.discard(view.request_id)
+        found.waits_for = None
         match answer:
             case Pending(is_reported):
-                if is_reported:
-                    self._pending.add(view.request_id)
+                found.waits_for = "report" if is_reported else None
                 return None, False
             case Miss(error):
                 return self._missed(view, error, num_computed_tokens)
@@ -191,7 +190,7 @@ class SchedulerHalf:
         elif hit.num_tokens:
             self._next.loads[view.request_id] = list(block_ids[0])
             self._next.forgotten.discard(view.request_id)  # of an earlier load
-            self._loading.add(view.request_id)
+            found.waits_for = "load"
 
     def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
         """Whether vLLM has reserved no block for some of what is to be loaded."""
@@ -215,7 +214,6 @@ class SchedulerHalf:
         if found is None:
             return False, None
         self._reloading.pop(request.request_id, None)
-        self._pending.discard(request.request_id)
         found.view.look()
         name = found.view.request_id
         verdicts = [self.side.finish(part.shown, part.blocks(block_ids)) for part in found.parts]
@@ -227,8 +225,7 @@ class SchedulerHalf:
             self._pins.release(name)
         elif not_held:
             self._next.not_held[name] = not_held
-        if name in self._loading:
-            self._loading.discard(name)
+        if found.waits_for == "load":
             (self._cancelling if held else self._next.forgotten).add(name)
         complete = all(verdict.ticket is not None for verdict in verdicts)
         return held, verdicts[0].ticket if complete else None
@@ -254,7 +251,7 @@ class SchedulerHalf:
     @property
     def _only_waits(self) -> bool:
         """Whether there are requests, and all of them wait for what the workers will report."""
-        return bool(self._requests) and self._requests.keys() <= self._loading | self._pending
+        return bool(self._requests) and all(one.waits_for for one in self._requests.values())
 
     def _expect_events(self, plan: StepPlan | None) -> None:
         """Expect reports about the blocks that the plan saves."""
@@ -308,8 +305,9 @@ class SchedulerHalf:
     def _load_ended(self, name: str) -> None:
         """A load has ended on all ranks, and its request continues: what is released for it from now on are blocks that
         it held at its end. (If it was given up, the workers do not know yet.)"""
-        if name in self._loading and name in self._requests:
-            self._loading.discard(name)
+        found = self._requests.get(name)
+        if found is not None and found.waits_for == "load":
+            found.waits_for = None
             self._next.forgotten.add(name)
 
     def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
@@ -318,7 +316,7 @@ class SchedulerHalf:
 
     def check(self) -> None:
         """Raise `LeakError` if something is kept of requests that are gone."""
-        if kept := [*self._requests, *self._loading]:
+        if kept := list(self._requests):
             raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
         self._reports.check()
         self._pins.check()

@@ -1,6 +1,6 @@
 """The half of a connector beside vLLM's KV cache: vLLM's calls on one side, a `WorkerSide` on the other.
 
-Owns the worker side, and the state of each load. In one step, vLLM calls in this order:
+Owns the worker side. In one step, vLLM calls in this order:
 
 - `withdraw`, before blocks that were freed are written to;
 - `wait_layer` and `save_layer` around each layer's attention, or not at all when a CUDA graph is replayed;
@@ -17,62 +17,34 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
 from kvferry.adapters.vllm import pool
 from kvferry.adapters.vllm.device import Device, DeviceMark, Host, device_of
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
+from kvferry.adapters.vllm.loads import Loads, StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
-from kvferry.adapters.vllm.parts import by_group
 from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events
 from kvferry.connectors.api import (
     ByLayers,
     ConnectorContext,
-    Failed,
-    Loaded,
-    Prefilled,
-    Released,
     ServesPeers,
     StepPlan,
     StoresBlocks,
-    TransferEvent,
     TransferReport,
     WorkerSide,
 )
-from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.registry import find_connector
-from kvferry.connectors.report_codec import encode_report
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.closing import close_all
-from kvferry.core.errors import LeakError, TransferError
 from kvferry.transport.memory import Region
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class StepResults:
-    """What vLLM gets after a step; the fields have vLLM's names."""
-
-    rank_report: RankReport
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    failed_recving: set[str] = field(default_factory=set)
-    invalid_block_ids: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Load:
-    """A load that a request of vLLM's waits for, and whether its end was reported."""
-
-    block_ids: list[int]
-    reported: bool = False
 
 
 @dataclass
@@ -102,12 +74,8 @@ class WorkerHalf:
     def __init__(self, settings: AdapterSettings, shape: KVCacheShape, rank: int) -> None:
         self._settings, self._shape, self._rank = settings, shape, rank
         self._slots = _Slots(shape)
-        self._joined = RankReports(len(shape.groups))
-        self._unended: dict[str, Failed] = {}
-        """Loads that have failed, by the name under which their blocks are kept aside."""
+        self._loads = Loads(shape.block_size, len(shape.groups))
         self._progress: _Progress | None = None
-        self._loads: dict[str, _Load] = {}
-        self._step_loads: dict[str, list[int]] = {}
         self._device: Device = Host()
         self._segment: pool.PooledSegment | None = None
         self._events: StoresBlocks | None = None
@@ -185,9 +153,7 @@ class WorkerHalf:
         if progress.started or self.side is None:
             return
         progress.started = True
-        for request_id, block_ids in step.loads.items():
-            self._loads[request_id] = _Load(block_ids)
-        self._step_loads.update(step.step_loads)
+        self._loads.begin(step)
         if step.plan is not None:
             progress.begun.wait()  # work of earlier steps may still use the blocks
             self.side.start(step.plan)
@@ -249,15 +215,14 @@ class WorkerHalf:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
         forgotten = step.forgotten if step is not None else set()
-        self._forget(name for name in forgotten if name in self._loads and self._loads[name].reported)
+        self._loads.forget(forgotten, unless_running=True)
         if self.side is not None:
-            # Another rank may load longer than this one.
-            is_over = self._loads and all(load.reported for load in self._loads.values())
-            found = self._poll(self.side, step.wait_s if step is not None and not is_over else 0.0)
-            self._sort(self._of_requests(found, step), results)
+            wait_s = 0.0 if step is None or self._loads.are_over else step.wait_s  # another rank may load for longer
+            not_held = step.not_held if step is not None else {}
+            self._loads.tell(self._poll(self.side, wait_s), not_held, results)
         if self._events is not None:
             results.rank_report.store = self._events.store_events()
-        self._forget(forgotten)
+        self._loads.forget(forgotten)
         return results
 
     def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
@@ -265,85 +230,11 @@ class WorkerHalf:
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while True:
             self._news.clear()
-            found = list(self._as_vllm_hears_it(side.poll()))
+            found = self._loads.as_vllm_hears_it(side.poll())
             left_s = deadline - SYSTEM_CLOCK.monotonic()
             if found or left_s <= 0 or not self._news.wait(left_s):
                 return found
 
-    def _as_vllm_hears_it(self, report: TransferReport) -> Iterator[TransferEvent]:
-        """The report without P's first token, because vLLM's D samples it itself. vLLM cannot give a request other
-        blocks, so a load that may still write to its blocks does not count as failed yet."""
-        for event in report:
-            match event:
-                case Failed(kept_as=name) if name:
-                    self._unended[name] = event
-                case Released(name) if name in self._unended:
-                    yield msgspec.structs.replace(self._unended.pop(name), kept_as="")
-                case Released(request_id):
-                    self._unended = {name: one for name, one in self._unended.items() if one.request_id != request_id}
-                    yield event
-                case Prefilled():
-                    pass
-                case _:
-                    yield event
-
-    def _forget(self, names: Iterable[str]) -> None:
-        for name in list(names):
-            self._loads.pop(name, None)
-
     def check(self) -> None:
         """Raise `LeakError` if something is kept of requests that are gone."""
-        if self._loads or self._step_loads:
-            raise LeakError(f"loads of vLLM's requests {[*self._loads, *self._step_loads][:8]} are not forgotten")
-        self._joined.check()
-
-    def _of_requests(self, report: TransferReport, step: StepMetadata | None) -> TransferReport:
-        """The events of whole requests, where the connector reports about their parts."""
-        if len(self._shape.groups) == 1:
-            return report
-        for group, part in by_group(report).items():
-            self._joined.add(group, part)
-        for request_id, groups in step.not_held.items() if step is not None else ():
-            for group in groups:
-                self._joined.add(group, [Released(request_id)])
-        return [_whole_or_failed(event) for event in self._joined.take()]
-
-    def _sort(self, report: TransferReport, results: StepResults) -> None:
-        for event in report:
-            self._note(event, results)
-        results.rank_report.transfers = encode_report(report) if report else b""
-
-    def _note(self, event: TransferEvent, results: StepResults) -> None:
-        request_id = event.request_id
-        match event:
-            case Loaded(num_tokens=num_tokens):
-                self._load_ended(request_id, results)
-                if num_tokens is not None and request_id in self._loads:
-                    missing = self._loads[request_id].block_ids[num_tokens // self._shape.block_size :]
-                    results.invalid_block_ids.update(missing)
-                by_layer = self._step_loads.pop(request_id, ())
-                if num_tokens is not None:  # vLLM may have computed these from KV that never came
-                    results.invalid_block_ids.update(by_layer)
-            case Failed():
-                self._load_ended(request_id, results)
-                if request_id in self._loads:
-                    results.failed_recving.add(request_id)
-                results.invalid_block_ids.update(self._step_loads.pop(request_id, ()))
-            case Released() if request_id in self._loads:  # an aborted load: vLLM frees its blocks when it ends
-                self._load_ended(request_id, results)
-                del self._loads[request_id]
-            case Released():
-                results.finished_sending.add(request_id)
-
-    def _load_ended(self, request_id: str, results: StepResults) -> None:
-        load = self._loads.get(request_id)
-        if load is not None and not load.reported:
-            load.reported = True
-            results.finished_recving.add(request_id)
-
-
-def _whole_or_failed(event: TransferEvent) -> TransferEvent:
-    """With several groups, vLLM does not accept reports about single blocks: a partial load counts as failed."""
-    if isinstance(event, Loaded) and event.num_tokens is not None:
-        return Failed(event.request_id, TransferError("only the KV of the beginning of the prompt arrived"))
-    return event
+        self._loads.check()

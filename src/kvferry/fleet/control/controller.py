@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,40 +20,28 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.fleet.control.acting import RightToAct
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import remember
-from kvferry.fleet.control.facts import (
-    Drain,
-    Failure,
-    Observed,
-    Phase,
-    RoleStatus,
-    Start,
-    Step,
-    StopMember,
-    SwitchRole,
-)
+from kvferry.fleet.control.facts import Drain, Failure, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.follower import SpecFollower
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.hangs import HangWatch
-from kvferry.fleet.control.lease import Lease
-from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
+from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.observer import Observer, routers_of
-from kvferry.fleet.control.report import is_settled, member_status, role_status, says_the_same, why_stalled
+from kvferry.fleet.control.observer import Observer
+from kvferry.fleet.control.report import Sight, StatusReporter, is_hopeless
 from kvferry.fleet.control.scaling import Scaling
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.control.spec import MemberRole, seconds
 from kvferry.fleet.display import Display
 
 logger = logging.getLogger(__name__)
 
 _SETTLED_TICK_S, _BUSY_TICK_S, _LEAST_TICK_S = 0.5, 0.1, 0.02
-_ANSWERING = ("decode", "both")
 _SOON_S = 1.0
 """How long the end of members is waited for before it is said which ones are."""
 _LEAVE_S = 5.0
 """How long a member that nobody needs any more may take to end."""
-_TRY_AGAIN_S = 0.5
-"""How often a controller that waits tries to become the one that acts."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +71,6 @@ class FleetFailed:
 
 
 End = EndAsked | LetGo | Superseded | FleetFailed
-
-
-@dataclass(frozen=True)
-class ChangeRefused:
-    """The change of this number cannot be carried out; 0: none was refused."""
-
-    number: int = 0
-    why: str = ""
 
 
 class Steps:
@@ -130,27 +109,24 @@ class Controller:
         waits: bool = True,
         grace_s: float = 35.0,
     ) -> None:
-        self._ledger, self._backend, self._front, self._display = ledger, backend, front, display
-        self._clock, self._attended, self._waits, self._grace_s = clock, attended, waits, grace_s
+        self._ledger, self._backend, self._display = ledger, backend, display
+        self._clock, self._attended, self._grace_s = clock, attended, grace_s
         self._observer, self._hangs = Observer(front), HangWatch(clock, self._on_hung)
         self._scaling = Scaling(ledger, clock)
-        self._wanted: Wanted | None = None
-        self._refused = ChangeRefused()
         self._failures: list[Failure] = []
         self._last_failed: Member | None = None
-        self._status: FleetStatus | None = None
+        self._follower = SpecFollower(ledger, backend, self._failures)
+        self._reporter = StatusReporter(ledger, display, clock)
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._is_up = False
-        self._lease: Lease | None = None
-        """The right to act, which one controller has at a time."""
-        self._saying: asyncio.Task[None] | None = None
+        self._right = RightToAct(ledger, backend, display, self._end, waits=waits)
 
     # From the beginning to the end.
 
     async def run(self) -> End:
         """Look after the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
         `ConfigError` if the fleet cannot be run here."""
-        if not await self._may_act_here() or not await self._may_act():
+        if not await self._right.take(self._follower.look):
+            self.end(LetGo())  # unless it was told otherwise meanwhile
             return self._end.result()
         try:
             await self._backend.open()
@@ -170,10 +146,7 @@ class Controller:
 
     def close(self) -> None:
         """Let another controller act. To be called last, when the members are ended or let go."""
-        if self._saying is not None:
-            self._saying.cancel()
-        if self._lease is not None:
-            self._lease.close()
+        self._right.close()
 
     def end(self, end: End) -> None:
         """The controller is to stop, for this reason; the first one counts."""
@@ -188,50 +161,12 @@ class Controller:
     @property
     def is_up(self) -> bool:
         """Whether everything that is wanted has once served."""
-        return self._is_up
-
-    async def _may_act_here(self) -> bool:
-        """Wait until no other controller of this machine acts; False if this one was told to end meanwhile."""
-        waited = False
-        while (lease := self._ledger.try_to_act()) is None:
-            if not self._waits and self._ledger.has_controller:
-                self._display.note("another controller looks after this fleet")
-                self.end(LetGo())
-                return False
-            if not waited:
-                waited = True
-                self._display.note("another controller looks after this fleet; waiting in case it ends")
-            await asyncio.wait([self._end], timeout=_TRY_AGAIN_S)
-            if self._end.done():
-                return False
-        self._lease = lease
-        self._saying = asyncio.create_task(lease.keep_saying())
-        return True
-
-    async def _may_act(self) -> bool:
-        """The same for controllers of other machines."""
-        waited = False
-        self._look_for_changes()
-        while not await self._backend.try_to_act():
-            if not waited:
-                waited = True
-                who = self._backend.acts_instead
-                self._display.note(f"{who} looks after this fleet; waiting in case it ends")
-                self._note("waits", "", f"{who} looks after this fleet")
-            await asyncio.wait([self._end], timeout=_TRY_AGAIN_S)
-            if self._end.done():
-                return False
-            self._look_for_changes()
-        return True
+        return self._reporter.is_up
 
     async def _take_up(self) -> None:
-        """What an earlier controller has left must hold the same token, or neither would listen to the other."""
         found = self._backend.members()
         for one in found:
-            self._note("found", one.name, one.reason)
-        for router in routers_of(found):
-            if why := await self._front.why_not(router):
-                raise ConfigError(f"the router of this fleet at {router} {why}")
+            self._ledger.note("found", one.name, one.reason)
         if found:
             self._display.note(f"found {', '.join(sorted(one.name for one in found))}")
             await self._observer.take_up(found)
@@ -243,7 +178,7 @@ class Controller:
         for is_router in (True, False):
             await self._end_all([one.name for one in members if (one.role == "router") is is_router])
         await self._backend.clear()
-        self._note("ended", "", "")
+        self._ledger.note("ended")
 
     async def _end_all(self, names: Sequence[str]) -> None:
         """Says whom it waits for, if that takes long."""
@@ -282,7 +217,7 @@ class Controller:
         if not self._backend.may_act:
             self.end(Superseded())
             return 0.0
-        wanted = self._look_for_changes()
+        wanted = self._follower.look()
         if wanted.deleted:
             self.end(EndAsked())
             return 0.0
@@ -305,42 +240,9 @@ class Controller:
         staying = [one for one in members if one.name not in self._observer.stopping]
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
         is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
-        stalled = "" if steps or is_moving else why_stalled(fleet, seen)
-        self._report(wanted.number, fleet, front, seen, members, stalled)
+        is_stalled = not (steps or is_moving)
+        self._report(Sight(fleet, front, members, seen, self._failures, is_stalled, now), wanted.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
-
-    def _look_for_changes(self) -> Wanted:
-        """What is wanted. A change that cannot be carried out here is refused, and what was wanted before holds. Raises
-        `ConfigError` if nothing was."""
-        before = self._wanted
-        if before is None:
-            self._wanted = wanted = self._ledger.wanted()
-            self._backend.use(wanted.fleet)
-            return wanted
-        try:
-            wanted = self._ledger.wanted()
-        except ConfigError as error:
-            return self._refuse(before.number, str(error), before)
-        if wanted.number in (before.number, self._refused.number):
-            return before
-        if not wanted.deleted:
-            try:
-                if wanted.fleet.backend.kind != before.fleet.backend.kind:
-                    raise ConfigError("backend.kind cannot be changed: delete the fleet, and apply the spec then")
-                self._backend.use(wanted.fleet)
-            except ConfigError as error:
-                return self._refuse(wanted.number, str(error), before)
-            self._failures.clear()  # whoever changes something wants it tried
-            self._note("changed", "", f"revision {wanted.fleet.revision}")
-        self._wanted, self._refused = wanted, ChangeRefused()
-        return wanted
-
-    def _refuse(self, number: int, why: str, before: Wanted) -> Wanted:
-        if self._refused != ChangeRefused(number, why):
-            self._refused = ChangeRefused(number, why)
-            self._note("refused", "", why)
-            logger.warning("what is wanted now cannot be done: %s", why)
-        return before
 
     # Steps.
 
@@ -350,42 +252,34 @@ class Controller:
         match step:
             case Start(role=role, revision=revision, unit=unit, why=why):
                 new = MemberSpec(name, role, revision, unit)
-                self._note("start", name, why)
+                self._ledger.note("start", name, why)
                 self._display.starting([name])
                 observer.begin(new, self._clock.monotonic())
                 running.begin(self._start(new))
             case _ if member is None or name in observer.stopping:
                 return False
             case Drain(why=why) if member.role == "router" or not observer.has_routers:
-                self._note("stop", name, why)
+                self._ledger.note("stop", name, why)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, self._grace_s))
             case Drain(why=why):
                 if name in observer.draining:
                     return False
-                self._note("drain", name, why)
+                self._ledger.note("drain", name, why)
                 self._display.note(f"draining {name}: {why}")
                 observer.draining.add(name)
             case StopMember(why=why, failed=failed):
-                self._note("stop", name, why)
+                self._ledger.note("stop", name, why)
                 if failed:
                     self._member_failed(member, why)
                 observer.stopping.add(name)
                 running.begin(self._stop(name, 0.0 if failed else _LEAVE_S))
             case SwitchRole(role=role, why=why):
-                self._note("role", name, f"{role}: {why}")
+                self._ledger.note("role", name, f"{role}: {why}")
                 self._display.note(f"{name} becomes {role}: {why}")
                 observer.changes_role(name)
                 running.begin(self._assign(name, role))
         return True
-
-    def _note(self, what: str, name: str, why: str) -> None:
-        """A history that cannot be written must not keep anything from being done."""
-        logger.debug("%s", " ".join(filter(None, (what, name, why))))
-        try:
-            self._ledger.note(what, name, why)
-        except OSError as error:
-            logger.warning("the history cannot be written: %s", error)
 
     async def _start(self, member: MemberSpec) -> None:
         try:
@@ -396,7 +290,7 @@ class Controller:
                 logger.exception("%s cannot be started", member.name)
             why = str(error) or type(error).__name__
             self._observer.starting.pop(member.name, None)
-            self._note("not started", member.name, why)
+            self._ledger.note("not started", member.name, why)
             self._remember(member.role, member.revision, why)
             self._in_trouble(f"{member.name}: {why}")
             self._backend.changed.set()
@@ -421,7 +315,7 @@ class Controller:
     async def _on_hung(self, name: str, why: str) -> None:
         member = next((one for one in self._backend.members() if one.name == name), None)
         if member is not None and member.state is MemberState.SERVING and name not in self._observer.stopping:
-            self._note("stop", name, why)
+            self._ledger.note("stop", name, why)
             self._member_failed(member, why)
             self._observer.stopping.add(name)
             await self._stop(name, 0.0)
@@ -431,72 +325,24 @@ class Controller:
     def _member_failed(self, member: Member, why: str) -> None:
         self._last_failed = member
         self._remember(member.role, member.revision, why)
-        if self._attended and not self._is_up:
+        if self._attended and not self.is_up:
             self.end(FleetFailed(member, why))
         else:
             logger.warning("%s %s", member.name, why)
 
     def _remember(self, role: MemberRole, revision: str, why: str) -> None:
-        assert self._wanted is not None
         failure = Failure(role, revision, self._clock.monotonic(), why)
-        remember(self._failures, failure, self._wanted.fleet.failure.crash_loop)
+        remember(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
 
     def _in_trouble(self, text: str) -> None:
         """Nobody is at fault whom it could be told."""
-        if self._attended and not self._is_up:
+        if self._attended and not self.is_up:
             self.end(FleetFailed(None, text))
         else:
             logger.warning("%s", text)
 
-    # What is told.
-
-    def _report(
-        self,
-        number: int,
-        fleet: WantedFleet,
-        front: WantedFleet,
-        seen: Sequence[Observed],
-        members: Sequence[Member],
-        stalled: str,
-    ) -> None:
-        """Write down how the fleet is, and tell who waits for it to be up. `number`: of the change that is followed;
-        `stalled`: why nothing is done although something is to be replaced."""
-        now = self._clock.monotonic()
-        roles = {
-            name: one for each in (fleet, front) for name, one in role_status(each, seen, self._failures, now).items()
-        }
-        has_front = front.role["router"].count > 0
-        url = next((one.url for one in members if one.url and (one.role == "router" or not has_front)), "")
-        if not self._is_up and all(one.ready >= one.desired for one in roles.values()):
-            self._is_up = True
-            if has_front and fleet.num_instances:
-                self._display.members({one.name: one.url for one in members if one.role != "router"})
-            self._display.up(url)
-            self._note("up", "", url)
-        refused = (f"the change is refused: {self._refused.why}",) if self._refused.number else ()
-        given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
-        is_held_back = any(one.failed for one in roles.values())
-        trouble = (*refused, *given_up, *([stalled] if stalled and not is_held_back else ()))
-        if self._attended and self._is_up and _is_hopeless(roles, seen):
-            self.end(FleetFailed(self._last_failed, "; ".join(trouble)))
-        status = FleetStatus(
-            at=self._clock.wall(),
-            pid=os.getpid(),
-            number=max(number, self._refused.number),
-            url=url,
-            roles=roles,
-            members=member_status(seen, members, now),
-            trouble=trouble,
-            decided=self._scaling.told,
-            settled=not refused and is_settled((fleet, front), seen, roles),
-        )
-        if not says_the_same(status, self._status):
-            self._ledger.write_status(status)
-            self._status = status
-
-
-def _is_hopeless(roles: dict[str, RoleStatus], seen: Sequence[Observed]) -> bool:
-    """Whether no instance is left that could answer, and those that could are not started again."""
-    if any(one.role in _ANSWERING and one.phase in (Phase.READY, Phase.STARTING) for one in seen):
-        return False
-    return any(one.given_up for role, one in roles.items() if role in _ANSWERING)
+    def _report(self, sight: Sight, number: int) -> None:
+        status = self._reporter.status(sight, number, self._follower.refused, self._scaling.told)
+        if self._attended and self.is_up and is_hopeless(status):
+            self.end(FleetFailed(self._last_failed, "; ".join(status.trouble)))
+        self._reporter.write(status)

@@ -11,6 +11,7 @@ Each file is replaced as a whole, or appended to by its one writer, so that a re
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -27,6 +28,8 @@ from kvferry.fleet.control.facts import MemberStatus, RoleStatus
 from kvferry.fleet.control.lease import Holder, Lease, holder, is_held, locked
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.scaling.scaler import ScalingMemory
+
+logger = logging.getLogger(__name__)
 
 _MOST_HISTORY_BYTES = 4 * 2**20
 """Then the older half of the history is forgotten."""
@@ -154,7 +157,15 @@ class Ledger:
     # What was done.
 
     def note(self, what: str, name: str = "", why: str = "") -> None:
-        """Append an event to the history."""
+        """Append an event to the history. If that is not possible, only the log says so: a history that cannot be
+        written must not keep anything from being done."""
+        logger.debug("%s", " ".join(filter(None, (what, name, why))))
+        try:
+            self._append(what, name, why)
+        except OSError as error:
+            logger.warning("the history cannot be written: %s", error)
+
+    def _append(self, what: str, name: str, why: str) -> None:
         path = self.folder / "history.jsonl"
         line = msgspec.json.encode(Event(SYSTEM_CLOCK.wall(), what, name, why)) + b"\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

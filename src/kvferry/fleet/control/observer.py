@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import Observed, Phase
@@ -36,8 +37,13 @@ class Observer:
         return self._views is not None
 
     async def take_up(self, members: Sequence[Member]) -> None:
-        """Learn from the routers what an earlier controller has told them."""
-        for router in routers_of(members):
+        """Learn from the routers what an earlier controller has told them. Raises `ConfigError` for one that does not
+        hold the same token: neither would listen to the other."""
+        routers = routers_of(members)
+        for router in routers:
+            if why := await self._front.why_not(router):
+                raise ConfigError(f"the router of this fleet at {router} {why}")
+        for router in routers:
             if (views := await self._front.views(router)) is not None:
                 self._views = views
                 self.draining = {name for name, view in views.items() if view.draining}

@@ -1,23 +1,108 @@
-"""How a fleet is, for people: from what its controller has seen."""
+"""How a fleet is, for people: from what its controller has seen.
+
+Owns what was told last, and whether the fleet was ever up.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
+from kvferry.core.clock import Clock
 from kvferry.fleet.control.backend import Member
 from kvferry.fleet.control.backoff import held_back
 from kvferry.fleet.control.facts import Failure, MemberStatus, Observed, Phase, RoleStatus
-from kvferry.fleet.control.ledger import FleetStatus
+from kvferry.fleet.control.follower import ChangeRefused
+from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.rehearsal import no_way_to_replace
 from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.display import Display
+
+_ANSWERING = ("decode", "both")
 
 
-def role_status(
-    fleet: WantedFleet, seen: Sequence[Observed], failures: Sequence[Failure], now: float
-) -> dict[str, RoleStatus]:
+@dataclass(frozen=True)
+class Sight:
+    """What a controller has seen in one round. `instances` and `routers`: what they are to be. `is_stalled`: nothing
+    moves, and there is nothing to do."""
+
+    instances: WantedFleet
+    routers: WantedFleet
+    members: Sequence[Member]
+    seen: Sequence[Observed]
+    failures: Sequence[Failure]
+    is_stalled: bool
+    now: float
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether clients are served by routers."""
+        return self.routers.role["router"].count > 0
+
+    @property
+    def url(self) -> str:
+        """Where clients are served; empty as long as they are not."""
+        serving = (one for one in self.members if one.role == "router" or not self.has_routers)
+        return next((one.url for one in serving if one.url), "")
+
+
+class StatusReporter:
+    """Of one fleet."""
+
+    def __init__(self, ledger: Ledger, display: Display, clock: Clock) -> None:
+        self._ledger, self._display, self._clock = ledger, display, clock
+        self._told: FleetStatus | None = None
+        self.is_up = False
+        """Whether everything that is wanted has once served."""
+
+    def status(self, sight: Sight, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
+        """How the fleet is; who waits for it to be up is told once it is. `number`: of the change that is followed;
+        `decided`: by `[scale]`."""
+        roles = {
+            name: one for fleet in (sight.instances, sight.routers) for name, one in _role_status(fleet, sight).items()
+        }
+        if not self.is_up and all(one.ready >= one.desired for one in roles.values()):
+            self._up(sight)
+        given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
+        stalled = [] if any(one.failed for one in roles.values()) else _why_stalled(sight)
+        return FleetStatus(
+            at=self._clock.wall(),
+            pid=os.getpid(),
+            number=max(number, refused.number),
+            url=sight.url,
+            roles=roles,
+            members=_member_status(sight),
+            trouble=(*([f"the change is refused: {refused.why}"] if refused.number else ()), *given_up, *stalled),
+            decided=decided,
+            settled=not refused.number and _is_settled(sight, roles),
+        )
+
+    def write(self, status: FleetStatus) -> None:
+        """Write it down, unless nothing but times has changed. Raises `OSError`."""
+        if self._told is None or _timeless(status) != _timeless(self._told):
+            self._ledger.write_status(status)
+            self._told = status
+
+    def _up(self, sight: Sight) -> None:
+        self.is_up = True
+        if sight.has_routers and sight.instances.num_instances:
+            self._display.members({one.name: one.url for one in sight.members if one.role != "router"})
+        self._display.up(sight.url)
+        self._ledger.note("up", why=sight.url)
+
+
+def is_hopeless(status: FleetStatus) -> bool:
+    """Whether no instance is left that could answer, and those that could are not started again."""
+    alive = (Phase.READY.value, Phase.STARTING.value)
+    if any(one.role in _ANSWERING and one.phase in alive for one in status.members):
+        return False
+    return any(one.given_up for role, one in status.roles.items() if role in _ANSWERING)
+
+
+def _role_status(fleet: WantedFleet, sight: Sight) -> dict[str, RoleStatus]:
     """For each role that is wanted, how many members there are and what keeps others from being started."""
     if fleet.unit is None:
         desired = {role: one.count for role, one in fleet.role.items()}
@@ -25,9 +110,9 @@ def role_status(
         desired = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
     found: dict[str, RoleStatus] = {}
     for role, number in desired.items():
-        here = [one for one in seen if one.role == role]
+        here = [one for one in sight.seen if one.role == role]
         ready = [one for one in here if one.phase is Phase.READY]
-        held = held_back(fleet, role, seen, failures, now)
+        held = held_back(fleet, role, sight.seen, sight.failures, sight.now)
         found[role] = RoleStatus(
             desired=number,
             ready=len(ready),
@@ -40,43 +125,39 @@ def role_status(
     return found
 
 
-def member_status(seen: Sequence[Observed], members: Sequence[Member], now: float) -> tuple[MemberStatus, ...]:
+def _member_status(sight: Sight) -> tuple[MemberStatus, ...]:
     """All members by name."""
-    urls = {one.name: one.url for one in members}
+    urls = {one.name: one.url for one in sight.members}
     return tuple(
         MemberStatus(
             name=one.name,
             role=one.role,
             revision=one.revision,
             phase=one.phase.value,
-            for_s=round(now - one.since, 1),
+            for_s=round(sight.now - one.since, 1),
             url=urls.get(one.name, ""),
             unit=one.unit,
             outstanding=one.outstanding,
             detail=one.reason,
         )
-        for one in sorted(seen, key=lambda one: one.name)
+        for one in sorted(sight.seen, key=lambda one: one.name)
     )
 
 
-def is_settled(fleets: Sequence[WantedFleet], seen: Sequence[Observed], roles: dict[str, RoleStatus]) -> bool:
+def _is_settled(sight: Sight, roles: dict[str, RoleStatus]) -> bool:
     """Whether everything is as it is to be, and of the revision that is wanted."""
-    revisions = {one.revision for one in fleets}
+    revisions = {sight.instances.revision, sight.routers.revision}
     return all(one.ready == one.desired for one in roles.values()) and all(
-        one.phase is Phase.READY and one.revision in revisions for one in seen
+        one.phase is Phase.READY and one.revision in revisions for one in sight.seen
     )
 
 
-def why_stalled(fleet: WantedFleet, seen: Sequence[Observed]) -> str:
+def _why_stalled(sight: Sight) -> list[str]:
     """Why instances of another revision stay, of a fleet in which nothing moves and nothing can be done; empty if there
     are none, or the fleet is paused."""
-    old = sorted(one.name for one in seen if one.role != "router" and one.revision != fleet.revision)
-    return no_way_to_replace(fleet, old) if old and not fleet.roll.pause else ""
-
-
-def says_the_same(status: FleetStatus, other: FleetStatus | None) -> bool:
-    """Whether nothing but times differs."""
-    return other is not None and _timeless(status) == _timeless(other)
+    fleet = sight.instances
+    old = sorted(one.name for one in sight.seen if one.role != "router" and one.revision != fleet.revision)
+    return [no_way_to_replace(fleet, old)] if sight.is_stalled and old and not fleet.roll.pause else []
 
 
 def _timeless(status: FleetStatus) -> FleetStatus:

@@ -128,20 +128,15 @@ class Scaling:
         is_said = made.what == "unreachable" and (before is None or before.what != made.what)
         if changes or is_said:
             self._decisions.append(Decided(self._clock.wall(), made.what, made.why))
-            self._note("recommend" if scale.recommend else "scale", made.what, made.why)
+            what = "recommend" if scale.recommend else "scale"
+            logger.info("%s: %s: %s", what, made.what, made.why)
+            self._ledger.note(what, made.what, made.why)
         if made.memory != self._memory:
             self._memory = made.memory
             try:
                 self._ledger.write_scaled(made.memory)
             except OSError as error:
                 logger.warning("the counts cannot be kept: %s", error)
-
-    def _note(self, what: str, name: str, why: str) -> None:
-        logger.info("%s: %s: %s", what, name, why)
-        try:
-            self._ledger.note(what, name, why)
-        except OSError as error:
-            logger.warning("the history cannot be written: %s", error)
 
     # Starts.
 
