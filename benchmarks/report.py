@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,7 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": _gpu(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("kvferry", "torch", "transformers", "vllm")},
     }
@@ -93,6 +95,17 @@ def _shown(figures: dict[str, float], others: list[str]) -> str:
 def print_machine() -> None:
     """The machine on one line."""
     print(", ".join(f"{key} {value}" for key, value in machine().items() if value))
+
+
+def _gpu() -> str:
+    """Name and driver of the GPUs; nothing where there is none."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        return "; ".join(
+            subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _cpu_model() -> str:

@@ -15,12 +15,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from report import earlier, print_machine, save
-from transfer_media import MEDIA
+from transfer_media import MEDIA, ON_GPU
 
 SIDE = Path(__file__).with_name("transfer_side.py")
 MIB = 2**20
@@ -35,6 +36,8 @@ PAIRS = [
     ("kvferry nixl", "NIXL's API"),
     ("kvferry mooncake", "Mooncake's API"),
     ("kvferry gloo", "gloo"),
+    ("kvferry cuda_ipc", "driver copies"),
+    ("kvferry cuda_ipc", "a gather kernel"),
 ]
 
 
@@ -46,8 +49,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3, help="transfers in each round")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of the serving and of the reading process")
-    parser.add_argument("--media", nargs="*", default=list(MEDIA), choices=list(MEDIA), metavar="MEDIUM")
-    return parser.parse_args()
+    parser.add_argument("--media", nargs="*", choices=[*MEDIA, *ON_GPU], metavar="MEDIUM", help="only these")
+    parser.add_argument("--gpu", action="store_true", help="between two processes that share a GPU, in its memory")
+    options = parser.parse_args()
+    options.media = options.media or list(ON_GPU if options.gpu else MEDIA)
+    return options
 
 
 def run(medium: str, total: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -56,14 +62,15 @@ def run(medium: str, total: int, options: argparse.Namespace) -> list[dict[str, 
 
     def start(end: str, core: int, *more: str) -> subprocess.Popen[str]:
         command = [sys.executable, str(SIDE), end, medium, f"--core={core}", f"--region={region}", *more]
+        command += ["--gpu"] if options.gpu else []
         environment = {"OMP_NUM_THREADS": "1", "UCX_LOG_LEVEL": "error", **os.environ}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
 
     blocks = [str(size * 1024) for size in options.blocks]
-    with start("serve", options.cores[0]) as server:
+    with tempfile.TemporaryFile("w+") as errors, start("serve", options.cores[0]) as server:
         assert server.stdout is not None
-        where = next(line for line in server.stdout if line.startswith("{"))  # some libraries print their log
+        where = next((line for line in server.stdout if line.startswith("{")), "")  # some libraries print their log
         more = ["--total", str(total * MIB), "--repeat", str(options.repeat), "--blocks", *blocks]
         with start("read", options.cores[1], *more) as reader:
             try:
@@ -79,6 +86,9 @@ def run(medium: str, total: int, options: argparse.Namespace) -> list[dict[str, 
             print(f"\n{medium}: its serving process does not end", file=sys.stderr)
         finally:
             server.kill()
+        if "{" not in lines:
+            errors.seek(0)
+            print(f"\n{medium}: {errors.read()[-1500:]}", file=sys.stderr)
     return [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
 
 
@@ -109,17 +119,18 @@ def main() -> None:
         for (total, block, medium), times in seconds.items()
     ]
     print_table(results, options)
-    print(f"wrote {save('transfer', vars(options), with_earlier(results))}")
+    name = "transfer_gpu" if options.gpu else "transfer"
+    print(f"wrote {save(name, vars(options), with_earlier(name, results))}")
 
 
-def with_earlier(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_earlier(name: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """These, and the earlier ones of other cells: media that are not compared may be measured one after the other."""
 
     def cell(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["total_mib"], row["block_kib"], row["medium"]
 
     measured = set(map(cell, results))
-    return [*(row for row in earlier("transfer", []) if cell(row) not in measured), *results]
+    return [*(row for row in earlier(name, []) if cell(row) not in measured), *results]
 
 
 def print_table(results: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import trustme
 import uvloop
+from numpy.typing import NDArray
 
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.messages.wire import Message
@@ -32,6 +33,7 @@ from kvferry.transport.checksum import digest
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
+from kvferry.transport.fabric.cuda_driver import CudaDriver
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import SharedSegment
@@ -51,9 +53,58 @@ class Memory:
         self.words = np.frombuffer(self.segment.buffer, np.int64)
         self.view = memoryview(self.segment.buffer).cast("B")
 
+    @property
+    def name(self) -> str:
+        """By which another process finds it."""
+        return self.segment.name
+
+    def set(self, words: NDArray[np.int64]) -> None:
+        """Write all words."""
+        self.words[:] = words
+
+    def get(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Some of the words."""
+        return self.words[start:stop]
+
+    def blocks(self, layout: KVLayout) -> BlockMemory:
+        """The region as an instance's blocks."""
+        return BlockMemory.dense(layout, self.num_bytes // PAGE, self.address, segment=self.segment.name)
+
     def close(self) -> None:
         """Give it back."""
         self.segment.close()
+
+
+class DeviceMemory(Memory):
+    """A region in the memory of the first GPU."""
+
+    device = "cuda:0"
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self._tensor = torch.zeros(num_bytes // 8, dtype=torch.int64, device=self.device)
+        self.address, self.num_bytes = self._tensor.data_ptr(), num_bytes
+
+    @property
+    def name(self) -> str:
+        """Found by its handle, which the media exchange."""
+        return ""
+
+    def set(self, words: NDArray[np.int64]) -> None:
+        import torch
+
+        self._tensor.copy_(torch.from_numpy(words))
+        torch.cuda.synchronize()
+
+    def get(self, start: int, stop: int) -> NDArray[np.int64]:
+        return self._tensor[start:stop].cpu().numpy()
+
+    def blocks(self, layout: KVLayout) -> BlockMemory:
+        return BlockMemory.dense(layout, self.num_bytes // PAGE, self.address, device=self.device)
+
+    def close(self) -> None:
+        del self._tensor
 
 
 class Medium(ABC):
@@ -88,16 +139,11 @@ class Memcpy(Medium):
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
         self._theirs, self._ours = SharedSegment.attach(where["segment"]), memory
-        with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder) / "copy.c", Path(folder) / "copy.so"
-            source.write_text(
-                "#include <string.h>\n#include <stdint.h>\n"
-                "void copy(const uint64_t *to, const uint64_t *from, const uint64_t *length, long count) {\n"
-                "  for (long i = 0; i < count; i++) memcpy((void *)to[i], (void *)from[i], length[i]);\n}\n"
-            )
-            subprocess.run(["cc", "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
-            self._copy = ctypes.CDLL(str(library)).copy
-        self._copy.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long]
+        self._copy = _compiled(
+            "#include <string.h>\n#include <stdint.h>\n"
+            "void copy(const uint64_t *to, const uint64_t *from, const uint64_t *length, long count) {\n"
+            "  for (long i = 0; i < count; i++) memcpy((void *)to[i], (void *)from[i], length[i]);\n}\n"
+        )
 
     def prepare(self, remote: Spans, local: Spans) -> Any:
         theirs, ours = np.array(remote, np.uint64), np.array(local, np.uint64)
@@ -107,6 +153,58 @@ class Memcpy(Medium):
     def read(self, prepared: Any) -> None:
         *arrays, count = prepared
         self._copy(*(array.ctypes.data for array in arrays), count)
+
+
+class DriverCopies(Medium):
+    """One `cuMemcpyDtoDAsync` a block in a loop in C, from the other process's device memory, then the stream is waited
+    for: the limit of copies that the driver makes."""
+
+    def serve(self, memory: Memory) -> dict[str, Any]:
+        handle, offset = CudaDriver(0).export(memory.address)
+        return {"handle": base64.b64encode(handle).decode(), "offset": offset}
+
+    def open(self, memory: Memory, where: dict[str, Any]) -> None:
+        theirs = CudaDriver(0).open(base64.b64decode(where["handle"])) + where["offset"]
+        self._addresses = theirs, memory.address
+        self._copy = _compiled(
+            "#include <stdint.h>\n"
+            "int cuMemcpyDtoDAsync_v2(uint64_t, uint64_t, uint64_t, void *); int cuStreamSynchronize(void *);\n"
+            "int copy(const uint64_t *to, const uint64_t *from, const uint64_t *length, long count) {\n"
+            "  for (long i = 0; i < count; i++) if (cuMemcpyDtoDAsync_v2(to[i], from[i], length[i], 0)) return 1;\n"
+            "  return cuStreamSynchronize(0);\n}\n"
+        )
+
+    def prepare(self, remote: Spans, local: Spans) -> Any:
+        theirs, ours = np.array(remote, np.uint64), np.array(local, np.uint64)
+        arrays = (ours[:, 0] + self._addresses[1], theirs[:, 0] + self._addresses[0], theirs[:, 1].copy())
+        return *arrays, len(remote)
+
+    def read(self, prepared: Any) -> None:
+        *arrays, count = prepared
+        assert self._copy(*(array.ctypes.data for array in arrays), count) == 0
+
+
+class Gather(DriverCopies):
+    """One kernel of PyTorch's for all blocks, within one process: about what a kernel that copies blocks can do."""
+
+    def open(self, memory: Memory, where: dict[str, Any]) -> None:
+        assert isinstance(memory, DeviceMemory)
+        self._tensor = memory._tensor
+
+    def prepare(self, remote: Spans, local: Spans) -> Any:
+        import torch
+
+        size = remote[0][1]
+        numbers = [torch.tensor([offset // size for offset, _ in side], device="cuda:0") for side in (remote, local)]
+        source = torch.arange(len(self._tensor), device="cuda:0")
+        return source.view(-1, size // 8), self._tensor.view(-1, size // 8), *numbers
+
+    def read(self, prepared: Any) -> None:
+        import torch
+
+        source, target, theirs, ours = prepared
+        target[ours] = source[theirs]
+        torch.cuda.synchronize()
 
 
 class Asked(Message, frozen=True):
@@ -159,7 +257,7 @@ class Ours(Medium):
 
     def _build(self, memory: Memory) -> None:
         layout = KVLayout(model_fingerprint="m", layers=(LayerLayout(1, 512, 512),), dtype="float32", block_size=1)
-        blocks = BlockMemory.dense(layout, memory.num_bytes // PAGE, memory.address, segment=memory.segment.name)
+        blocks = memory.blocks(layout)
         identity = Identity("transfer", layout)
         self._listener = Listener(identity, "", tls=self.tls)
         self._context = FabricContext(blocks, self._listener, TransportOptions(**self.options))
@@ -296,7 +394,7 @@ class NixlApi(Medium):
     def prepare(self, remote: Spans, local: Spans) -> Any:
         def listed(peer: str, address: int, spans: Spans) -> Any:
             rows = np.array([(address + offset, length, 0) for offset, length in spans], np.uint64)
-            return self._agent.prep_xfer_dlist(peer, self._agent.get_xfer_descs(rows, "DRAM"))
+            return self._agent.prep_xfer_dlist(peer, self._agent.get_xfer_descs(rows, self._kind))
 
         theirs, ours = self._addresses
         return listed("", ours, local), listed(self._peer, theirs, remote), np.arange(len(local), dtype=np.int32)
@@ -313,8 +411,9 @@ class NixlApi(Medium):
     def _make(self, name: str, memory: Memory, *, progress: bool) -> Any:
         from nixl._api import nixl_agent, nixl_agent_config
 
+        self._kind = "VRAM" if isinstance(memory, DeviceMemory) else "DRAM"
         agent = nixl_agent(f"{name}-{os.getpid()}", nixl_agent_config(progress, False, backends=["UCX"]))
-        self._registered = agent.register_memory([(memory.address, memory.num_bytes, 0, "")], "DRAM")
+        self._registered = agent.register_memory([(memory.address, memory.num_bytes, 0, "")], self._kind)
         return agent
 
 
@@ -454,6 +553,17 @@ class Gloo(Medium):
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
+def _compiled(code: str) -> Any:
+    """Its function `copy`, of three arrays of numbers and their length. What else it calls, this process has loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "copy.c", Path(folder) / "copy.so"
+        source.write_text(code)
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
+        copy = ctypes.CDLL(str(library)).copy
+    copy.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long]
+    return copy
+
+
 def _ours(transport: str, **options: Any) -> type[Ours]:
     return type(f"Ours_{transport}", (Ours,), {"transport": transport, "options": options})
 
@@ -475,6 +585,14 @@ MEDIA: dict[str, type[Medium]] = {
     "kvferry gloo": _ours("gloo"),
     "gloo": Gloo,
 }
+ON_GPU: dict[str, type[Medium]] = {
+    "a gather kernel": Gather,
+    "driver copies": DriverCopies,
+    "kvferry cuda_ipc": _ours("cuda_ipc"),
+    "kvferry nixl": _ours("nixl"),
+    "NIXL's API": NixlApi,
+}
+"""Between two processes that share a GPU."""
 
 
 def _tune(sock: socket.socket) -> None:

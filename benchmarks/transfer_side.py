@@ -18,14 +18,15 @@ import time
 import numpy as np
 import psutil
 
-from transfer_media import MEDIA, Memory, Spans
+from transfer_media import MEDIA, ON_GPU, DeviceMemory, Medium, Memory, Spans
 
 
 def main() -> None:
     """Serve or read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("end", choices=["serve", "read"])
-    parser.add_argument("medium", choices=sorted(MEDIA))
+    parser.add_argument("medium", choices=sorted({**MEDIA, **ON_GPU}))
+    parser.add_argument("--gpu", action="store_true", help="between regions of device memory")
     parser.add_argument("--core", type=int, required=True)
     parser.add_argument("--region", type=int, required=True, help="bytes")
     parser.add_argument("--total", type=int, default=0, help="bytes that each transfer moves")
@@ -33,35 +34,34 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     psutil.Process().cpu_affinity([options.core])
-    memory = Memory(options.region)
+    memory = (DeviceMemory if options.gpu else Memory)(options.region)
+    medium = (ON_GPU if options.gpu else MEDIA)[options.medium]()
     if options.end == "serve":
-        serve(options.medium, memory)
+        serve(medium, memory)
     else:
-        read(options, memory)
+        read(options, medium, memory)
     memory.close()
     sys.stdout.flush()
     os._exit(0)  # some libraries leave threads behind that never end
 
 
-def serve(name: str, memory: Memory) -> None:
+def serve(medium: Medium, memory: Memory) -> None:
     """Until stdin closes."""
-    memory.words[:] = np.arange(len(memory.words))
-    medium = MEDIA[name]()
-    print(json.dumps({"pid": os.getpid(), "segment": memory.segment.name, **medium.serve(memory)}), flush=True)
+    memory.set(np.arange(memory.num_bytes // 8))
+    print(json.dumps({"pid": os.getpid(), "segment": memory.name, **medium.serve(memory)}), flush=True)
     medium.wait()
 
 
-def read(options: argparse.Namespace, memory: Memory) -> None:
+def read(options: argparse.Namespace, medium: Medium, memory: Memory) -> None:
     """Every block size, `repeat` times after one that warms up."""
     where = json.loads(sys.stdin.readline())
     server = psutil.Process(where["pid"])
-    medium = MEDIA[options.medium]()
     medium.open(memory, where)
     for size in options.blocks:
         remote, local = scattered(options.total, options.region, size)
         prepared = medium.prepare(remote, local)
         medium.read(prepared)
-        memory.words[:] = 0
+        memory.set(np.zeros(memory.num_bytes // 8, np.int64))
         medium.read(prepared)
         require_right(memory, remote, local)
         seconds, cpu = [], []
@@ -87,7 +87,7 @@ def scattered(total: int, region: int, size: int) -> tuple[Spans, Spans]:
 def require_right(memory: Memory, remote: Spans, local: Spans) -> None:
     """Each block has the words of its source."""
     for (source, length), (target, _) in zip(remote, local, strict=True):
-        found = memory.words[target // 8 : (target + length) // 8]
+        found = memory.get(target // 8, (target + length) // 8)
         expected = np.arange(source // 8, (source + length) // 8)
         assert (found == expected).all(), f"the block at {target} is not that at {source}"
 

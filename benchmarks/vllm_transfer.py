@@ -1,4 +1,5 @@
-"""How fast KV goes from one vLLM into another on one machine, by transport, beside a plain copy of as many bytes.
+"""How fast KV goes from one vLLM into another on one machine, by transport, beside a plain copy of as many bytes: in
+host memory or, where there is a GPU, in its memory.
 
     .venv-vllm/bin/python benchmarks/vllm_transfer.py [--tokens 2000] [--repeat 5]
 
@@ -35,13 +36,14 @@ MODEL: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 4096,
 }
-KV_BYTES = 448 << 20
+KV_BYTES = 1 << 30
 WARM_UP = 3
 """Hand-offs that do not count: into memory that nobody has touched yet."""
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory": {"transport": "shm"},
     "TCP, from vLLM's own memory": {"transport": "tcp", "shared_memory": False},
 }
+ON_GPU: dict[str, dict[str, Any]] = {"CUDA IPC": {"transport": "cuda_ipc"}, "NIXL": {"transport": "nixl"}}
 
 
 def main() -> None:
@@ -51,15 +53,19 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="hand-offs; the median counts")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
+    from torch.cuda import is_available
+
     from kvferry.models.random_model import make_random_model
 
+    on_gpu = is_available()
     with tempfile.TemporaryDirectory() as folder:
         model = make_random_model(Path(folder) / "model", "llama", **MODEL)
         num_bytes = 0
-        for name, extra in TRANSPORTS.items():
+        for name, extra in (ON_GPU if on_gpu else TRANSPORTS).items():
             num_bytes, rates = measure(model, extra, options.tokens, options.repeat)
             report(name, rates, f"({num_bytes / 2**20:.0f} MiB a hand-off)")
-    report("one memcpy", [copy_rate(num_bytes) for _ in range(options.repeat)])
+    copy = device_copy_rate if on_gpu else copy_rate
+    report("one copy", [copy(num_bytes) for _ in range(options.repeat)])
 
 
 def report(what: str, rates: list[float], more: str = "") -> None:
@@ -95,15 +101,17 @@ def run_vllm(connection: Any, model: str, role: str, extra: dict[str, Any]) -> N
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.platforms import current_platform
 
     transfer = KVTransferConfig(
         kv_connector="KvferryP2pConnector", kv_role=role, kv_connector_extra_config={**extra, "kv_buffer_size": 4e9}
     )
     engine = LLM(
         model=model,
-        dtype="float32",
+        dtype="float32" if current_platform.is_cpu() else "bfloat16",
         enforce_eager=True,
         kv_cache_memory_bytes=KV_BYTES,
+        gpu_memory_utilization=0.2,
         max_model_len=4096,
         enable_prefix_caching=False,
         kv_transfer_config=transfer,
@@ -134,6 +142,19 @@ def copy_rate(num_bytes: int) -> float:
     ctypes.memmove(target, source, num_bytes)
     start = time.perf_counter()
     ctypes.memmove(target, source, num_bytes)
+    return num_bytes / (time.perf_counter() - start) / 1e9
+
+
+def device_copy_rate(num_bytes: int) -> float:
+    """As `copy_rate`, on the GPU."""
+    import torch
+
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    target.copy_(source)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    target.copy_(source)
+    torch.cuda.synchronize()
     return num_bytes / (time.perf_counter() - start) / 1e9
 
 

@@ -57,21 +57,23 @@ def vllm_environment() -> dict[str, str]:
 
 @contextmanager
 def vllm_servers(folder: Path, **wanted: Server) -> Iterator[dict[str, KvferryProcess]]:
-    """Start them side by side, on this process's cores in turn; all are ended with the block."""
+    """Start them side by side, each on its share of this process's cores; all are ended with the block."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         waiting: dict[str, Callable[[], KvferryProcess]] = {}
         for index, (name, server) in enumerate(wanted.items()):
-            waiting[name] = stack.enter_context(_begun(server, folder / f"{name}.log", cores[index % len(cores)]))
+            waiting[name] = stack.enter_context(
+                _begun(server, folder / f"{name}.log", {*cores[index % len(cores) :: len(wanted)]})
+            )
         yield {name: ready() for name, ready in waiting.items()}
 
 
 @contextmanager
-def _begun(server: Server, log: Path, core: int) -> Iterator[Callable[[], KvferryProcess]]:
+def _begun(server: Server, log: Path, cores: set[int]) -> Iterator[Callable[[], KvferryProcess]]:
     transfer = [] if server.transfer is None else [f"--kv-transfer-config={json.dumps(server.transfer)}"]
     arguments = [server.role, server.model, "--engine=vllm", "--served-model-name=m", *transfer, *server.flags]
     everything = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})  # inherited
+    os.sched_setaffinity(0, cores)  # inherited
     try:
         more = (*VLLM_ARGUMENTS, *server.arguments)
         with begun(*arguments, "--", *more, log=log, port=server.port, start_s=START_S, more=QUIET) as ready:

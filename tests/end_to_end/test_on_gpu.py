@@ -1,0 +1,45 @@
+"""Prefill and decode instances that share a GPU. Run where there is one: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.processes import cluster, kvferry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ENGINE = ("--device=cuda", "--block-size=16")
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(5)
+    lengths = [1, 15, 16, 17, 33, 500, *(source.randrange(1, 300) for _ in range(18))]
+    return [[source.randrange(5, 900) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("transport", ["auto", "nixl"])
+@pytest.mark.parametrize("hand_off", ["sequential", "concurrent"])
+def test_one_gpu_as_prefill_and_decode(transport: str, hand_off: str, model_maker: Any, tmp_path: Path) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl")
+    model = model_maker("llama")
+    alone = ("serve", str(model), "--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB", *ENGINE)
+    with kvferry(*alone, log=tmp_path / "alone.log") as plain:
+        expected = [plain.complete(prompt)["choices"][0]["token_ids"] for prompt in prompts()]
+    transfer = {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": transport}}
+    with cluster(model, tmp_path, transfer=transfer, hand_off=hand_off, engine=ENGINE) as started:
+        found = [started.router.complete(prompt)["choices"][0]["token_ids"] for prompt in prompts()]
+        assert found == expected
+        kind = "cuda_ipc" if transport == "auto" else transport
+        assert started.decode[0].metric("kvferry:connector_taken_bytes_total", kind=kind) > 0
+        assert started.decode[0].metric("kvferry:kv_load_failures_total") == 0
+        started.require_clean()
