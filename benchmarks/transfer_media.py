@@ -166,6 +166,7 @@ class DriverCopies(Medium):
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
         theirs = CudaDriver(0).open(base64.b64decode(where["handle"])) + where["offset"]
         self._addresses = theirs, memory.address
+        ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
         self._copy = _compiled(
             "#include <stdint.h>\n"
             "int cuMemcpyDtoDAsync_v2(uint64_t, uint64_t, uint64_t, void *); int cuStreamSynchronize(void *);\n"
