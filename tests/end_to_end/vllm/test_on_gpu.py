@@ -1,8 +1,8 @@
 """Real vLLM servers that share a GPU, as vLLM runs there: Model Runner V2, CUDA graphs, FlashAttention, bfloat16.
 
-Run where there is one: `pytest -m gpu`. The lengths of the prompts are a whole number of blocks and one token, and the
-plain server is asked twice: the second time it has these blocks in its prefix cache and computes what D computes, the
-last token alone, so that its tokens and D's must be the same.
+Run where there is one: `pytest -m gpu`. The servers are asked for vLLM's batch-invariant kernels, so that a token does
+not depend on what else is in a batch, and all answers must be those of one server. They were run on an H200 without
+these (38 of 40 answers one by one, 46 of 64 in batches); never yet with them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-BLOCK = 32
 METRIC = "vllm:kvferry_p2p_connector"
-ON_GPU = ("--dtype=bfloat16", "--gpu-memory-utilization=0.1", "--seed=0")
+ON_GPU = ("--dtype=bfloat16", "--gpu-memory-utilization=0.1", "--seed=0", "--no-enable-prefix-caching")
 GRAPHS = ("--no-enforce-eager", '--compilation-config={"mode": 0, "cudagraph_mode": "FULL"}')
 
 
@@ -79,7 +78,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         wanted[f"prefill-{transport}"] = Server("prefill", p2p(transport), ON_GPU)
         graphs = GRAPHS if number == 0 else ()
         wanted[f"decode-{transport}"] = Server("decode", p2p(transport), ON_GPU + graphs)
-    with vllm_servers(folder, **wanted) as servers, ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("VLLM_BATCH_INVARIANT", "1")
+        servers = stack.enter_context(vllm_servers(folder, **wanted))
         pairs = {}
         for transport in transports():
             prefill, decode = servers[f"prefill-{transport}"], servers[f"decode-{transport}"]
@@ -89,41 +90,26 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 @pytest.fixture(scope="module")
 def reference(started: Started) -> Reference:
-    """What the plain server answers when all but the last token is in its prefix cache."""
+    """Prompts of all kinds, and what the plain server answers."""
     source = random.Random(7)
-    asked = [
-        [source.randrange(5, 4000) for _ in range(BLOCK * count + 1)] for count in [1, 2, 3, 30, 60, *range(1, 36)]
-    ]
-    answers(started.alone.url, asked, at_once=1)
-    return Reference(asked, answers(started.alone.url, asked, at_once=1))
+    lengths = [1, 31, 32, 33, 65, 1500, *(source.randrange(1, 1200) for _ in range(58))]
+    asked = [[source.randrange(5, 4000) for _ in range(length)] for length in lengths]
+    return Reference(asked, answers(started.alone.url, asked))
 
 
+@pytest.mark.parametrize("at_once", [1, 32])
 @pytest.mark.parametrize("transport", transports())
-def test_tokens_are_those_of_one_server_and_the_kv_came(transport: str, started: Started, reference: Reference) -> None:
+def test_tokens_are_those_of_one_server_and_the_kv_came(
+    transport: str, at_once: int, started: Started, reference: Reference
+) -> None:
     pair = started.pairs[transport]
     before = num_received(pair.decode)
-    found = answers(pair.router.url, reference.prompts, at_once=1)
-    wrong = sum(ours != theirs for ours, theirs in zip(found, reference.tokens, strict=True))
-    print(f"{transport}: {wrong} of {len(found)} answers differ")
+    found = answers(pair.router.url, reference.prompts, at_once=at_once)
+    wrong = [f"{ours} {theirs}" for ours, theirs in zip(found, reference.tokens, strict=True) if ours != theirs]
+    assert not wrong, f"{len(wrong)} of {len(found)} answers differ"
     assert num_received(pair.decode) - before >= reference.num_prompt_tokens - len(found)
     kind = "cuda_ipc" if transport == "auto" else transport
     assert pair.decode.metric(METRIC + "_taken_bytes_total", kind=kind) > 0
-    assert wrong == 0
-    require_nothing_kept(pair.prefill, pair.decode)
-
-
-@pytest.mark.parametrize("transport", transports())
-def test_many_at_once(transport: str, started: Started) -> None:
-    """A batch's shape may change a token that is nearly tied with another, so that only most can be the same."""
-    source = random.Random(8)
-    asked = [[source.randrange(5, 4000) for _ in range(source.randrange(1, 1500))] for _ in range(64)]
-    expected = answers(started.alone.url, asked)
-    pair = started.pairs[transport]
-    found = answers(pair.router.url, asked, at_once=32)
-    wrong = sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
-    print(f"{transport}: {wrong} of {len(found)} answers differ in batches")
-    assert wrong < len(found) / 4
-    assert all(len(tokens) == 8 for tokens in found)
     require_nothing_kept(pair.prefill, pair.decode)
 
 

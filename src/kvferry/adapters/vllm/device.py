@@ -1,7 +1,7 @@
 """When the KV of a layer is written, on the device where the model runs.
 
 On the CPU, a layer is computed when its call returns. On a GPU, vLLM only queues the work in a stream; a mark in the
-stream tells when everything queued before it is done. Marks on devices have never been run.
+stream tells when everything queued before it is done. Marks on devices have been run with CUDA only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Host:
 
 
 class Accelerator:
-    """CUDA, ROCm, XPU: marks are PyTorch's events. Never run."""
+    """CUDA, ROCm, XPU: marks are PyTorch's events. Run with CUDA only."""
 
     runs_behind = True
 

@@ -9,7 +9,7 @@ Owns the worker side. In one step, vLLM calls in this order:
 
 On the CPU, a step's work begins with whichever of these calls comes first, so that layers are announced while the model
 runs. On a GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after
-the model has been queued the layers are announced one by one, as the device reaches their marks. Never run on a GPU.
+the model has been queued the layers are announced one by one, as the device reaches their marks.
 """
 
 from __future__ import annotations

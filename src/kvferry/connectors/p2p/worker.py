@@ -221,7 +221,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
 
 
 def _device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for the kernels queued on the device; None for host memory. Never run on a GPU."""
+    """A function that waits for the kernels queued on the device; None for host memory."""
     if device == "cpu":
         return None
     import torch  # where KV is on a device, the engine beside has it

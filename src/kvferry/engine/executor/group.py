@@ -1,4 +1,4 @@
-"""The process group of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run there).
+"""The process group of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run so).
 
 The ranks find each other through rank 0 (`store`). On one machine they communicate over the loopback interface, so that
 other machines cannot reach them; otherwise over the interface of the address at which the other ranks reach each. What

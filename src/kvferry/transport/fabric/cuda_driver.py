@@ -1,8 +1,6 @@
 """The few calls of the CUDA driver that sharing device memory between processes needs, through ctypes.
 
 Owns one retained primary context and one stream. Every call makes the context current, so any thread may call.
-
-Never run on a GPU.
 """
 
 from __future__ import annotations

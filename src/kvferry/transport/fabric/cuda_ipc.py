@@ -2,7 +2,7 @@
 
 As with shared memory, a read may go on after the peer has died; the lookup buffer's fence decides what may be used.
 
-Never run on a GPU.
+Run between processes that share one GPU; never between several.
 """
 
 from __future__ import annotations

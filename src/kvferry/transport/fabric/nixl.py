@@ -7,7 +7,7 @@ the connection works, and that it reaches the instance that described itself.
 UCX cannot cancel a read, so it is waited for. If the medium needs the peer's help (TCP) and the peer hangs, only
 closing the local agent ends the read. So one agent serves, and another one reads, which can be closed and made anew.
 
-Never run on a GPU or on RDMA hardware.
+Never run on RDMA hardware.
 """
 
 from __future__ import annotations
