@@ -23,7 +23,7 @@ from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import Whole, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
-from kvferry.router.instances.instance import Instance, Unasked, VllmFacts
+from kvferry.router.instances.instance import Instance, InstanceState, Unasked, VllmFacts
 from kvferry.router.request.delivery import Delivery
 from kvferry.router.request.hand_off import HandOff, PrefillOutcome
 from kvferry.router.request.leg import Leg, LegState, retry_after_s
@@ -31,7 +31,7 @@ from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
 from kvferry.router.request.services import Services
-from kvferry.router.request.waking import wait_for_instances
+from kvferry.router.request.waking import wait_for_first_look, wait_for_instances
 
 
 class Answer(NamedTuple):
@@ -114,6 +114,8 @@ class Exchange:
             ticket              failed, or not called yet                 D, or another one, is called with the ticket
         """
         placement, legs, record = self._placement, self._legs, self._record
+        if prefill.state is InstanceState.NEW:
+            await wait_for_first_look(self._services, prefill)
         form = placement.form(prefill)
         if isinstance(form, str):
             record.failed_instance(prefill, form)

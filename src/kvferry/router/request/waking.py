@@ -1,13 +1,16 @@
-"""A fleet whose controller has stopped all instances starts them again for who asks: until then, requests wait here."""
+"""Where requests wait for instances: until one is started, if a fleet's controller has stopped all of them; and until
+one that has just come has said what it is."""
 
 from __future__ import annotations
 
 import asyncio
 
 from kvferry.http.server.response import Response
+from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.router.request.services import Services
 
 _LOOK_AGAIN_S, _TELL_AGAIN_S = 0.1, 5.0
+_LOOK_SOON_S = 0.01
 _STARTS, _MORE_S = 3.0, 60.0
 """A start is waited for so many times as long as one usually takes, and so many seconds more."""
 
@@ -33,3 +36,11 @@ async def wait_for_instances(services: Services, response: Response, *, streams:
             await asyncio.sleep(_LOOK_AGAIN_S)
     finally:
         traffic.num_waiting -= 1
+
+
+async def wait_for_first_look(services: Services, prefill: Instance) -> None:
+    """Return once `Health` has looked at an instance that has just come, which takes milliseconds, or when it has taken
+    too long. Until then nobody knows which protocol it speaks."""
+    deadline = services.clock.monotonic() + services.config.health_timeout_s
+    while prefill.state is InstanceState.NEW and services.clock.monotonic() < deadline:  # noqa: ASYNC110 - as rare
+        await asyncio.sleep(_LOOK_SOON_S)
