@@ -20,8 +20,8 @@ from kvferry.router.choice.decisions import PrefillUsage
 from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import make_plan
 from kvferry.router.choice.policies.table import POLICIES
-from kvferry.router.choice.work import Work
 from kvferry.router.config import RouterConfig
+from kvferry.router.instances.load import Work
 from kvferry.router.request.services import Services
 from report import save
 

@@ -33,8 +33,7 @@ from kvferry.router.choice.policies.base import Asked, Options, PolicyContext
 from kvferry.router.choice.policies.table import POLICIES, make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
-from kvferry.router.choice.work import Work
-from kvferry.router.instances.load import InstanceLoad, LoadTable
+from kvferry.router.instances.load import InstanceLoad, LoadTable, Work
 from report import save
 
 BLOCK = 512

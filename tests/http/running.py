@@ -17,7 +17,6 @@ from kvferry.http.client.origin import Origin
 from kvferry.http.relay import Pattern
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
-from kvferry.http.server.keys import Access
 from kvferry.http.server.limits import HttpLimits
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
@@ -38,8 +37,8 @@ class Handlers:
         fallback = None
         return Routes(
             [
-                Route("GET", "/health", self.ok, Access.OPEN),
-                Route("GET", "/metrics", self.ok, Access.PROBE),
+                Route("GET", "/health", self.ok, "open"),
+                Route("GET", "/metrics", self.ok, "probe"),
                 Route("GET", "/ok", self.ok),
                 Route("POST", "/echo", self.echo),
                 Route("GET", "/stream", self.stream),

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferError
-from kvferry.http.client.call import Call, CallState
+from kvferry.http.client.call import Call
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.errors import AnswerTimeout, Unreachable
@@ -404,7 +404,7 @@ async def test_a_connection_that_the_end_of_an_answer_paused_is_read_again() -> 
 
     async def whole(request: HttpRequest, response: Response) -> None:
         answer = await opened(client, origin, "GET", "/", [])
-        while answer.state is not CallState.COMPLETE:
+        while answer.state != "complete":
             await answer.changed()
         (caller,) = front.server.service.connections
         caller._writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvferry.router.instances.load import Candidates, InstanceLoad, LoadTable, candidates
+from kvferry.router.instances.load import Candidates, InstanceLoad, LoadTable, Work, candidates
 from kvferry.testing.policy import One, instances
 
 
@@ -18,7 +18,8 @@ def test_the_weighed_load_of_each_is_the_sum_of_its_parts() -> None:
     chance, everyone = random.Random(1), instances("decode", 20)
     for one in everyone:
         for _ in range(chance.randrange(5)):
-            one.load.sent(chance.randrange(1000), 10.0, computes=chance.random() < 0.5, decodes=chance.random() < 0.5)
+            computes, decodes = chance.random() < 0.5, chance.random() < 0.5
+            Work(one.load, chance.randrange(1000), 10.0, computes=computes, decodes=decodes)
     some = Candidates(chance.sample(everyone, 9))
     found = some.weighed(prefill_tokens=2, num_prefills=3, num_decodes=5, recent_tokens=7, now=10.0, constant=11)
     for one, weighed in zip(some, found, strict=True):
@@ -44,7 +45,7 @@ def test_the_row_of_one_that_is_gone_is_used_again_and_begins_with_nothing() -> 
     table = LoadTable()
     for _ in range(1000):
         load = InstanceLoad(table)
-        load.sent(100, 5.0, computes=True, decodes=True)
+        Work(load, 100, 5.0, computes=True, decodes=True)
         load.last_turn = 9
         del load
     assert len(table.numbers) == 8

@@ -25,7 +25,7 @@ from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
-from kvferry.http.server.keys import Access, Guard
+from kvferry.http.server.keys import Guard
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
@@ -45,12 +45,12 @@ class Instance:
 
     def __init__(self, **more: Any) -> None:
         routes = [
-            Route("GET", "/health", self.take, Access.OPEN),
-            Route("GET", "/kvferry/instance", self.take, Access.PROBE),
-            Route("GET", "/metrics", self.take, Access.PROBE),
-            Route("POST", "/kvferry/release", self.take, Access.RELEASE),
-            Route("POST", "/kvferry/kept", self.take, Access.OPERATE),
-            Route("POST", "/v1/completions", self.take, Access.KEY),
+            Route("GET", "/health", self.take, "open"),
+            Route("GET", "/kvferry/instance", self.take, "probe"),
+            Route("GET", "/metrics", self.take, "probe"),
+            Route("POST", "/kvferry/release", self.take, "release"),
+            Route("POST", "/kvferry/kept", self.take, "operate"),
+            Route("POST", "/v1/completions", self.take, "key"),
         ]
         keys = {"api_key": ("key-of-an-instance",), "admin_key": ("key-of-its-operator",), "secret": SECRET}
         self.server = HttpServer(Routes(routes), HttpConfig(port=0, shutdown_grace_s=1, **{**keys, **more}))
@@ -288,7 +288,7 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         one.server.lifecycle.drain()
         with pytest.raises(PeerLost, match="503"):
             await status()
-        one.server.lifecycle._draining = False
+        one.server.lifecycle.draining = False
         assert await status() == 200
         one.server.service.guard = Guard.from_config(replace(one.server.config, name="after a restart"))
         assert await status() == 200

@@ -39,7 +39,7 @@ def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]
         value = _ANYTHING.decode(data)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
         return None
-    if not isinstance(value, dict) or (b"\\u" in data and _SURROGATE.search(data)):
+    if not isinstance(value, dict) or (data.count(b"\\u") and _SURROGATE.search(data)):
         return None
     num_names = len(value) + _look_through(value, refused_within)
     return value if num_names == len(_NAME_END.findall(data)) else None

@@ -23,6 +23,8 @@ class MessageParser:
         self._parser: Any = parser(self)
         self._most_overhead = most
         self.headers: RawHeaders = []
+        self.first: dict[bytes, bytes] = {}
+        """Of each header, the first value."""
         self.in_head = False
         self.num_overhead = 0
         """Bytes received since the last head, piece of a body, or end of a message."""
@@ -33,19 +35,23 @@ class MessageParser:
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises `ProtocolError`, or the error with which a message was refused."""
         self.num_overhead += len(data)
-        self._parse(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[int(upgrade.args[0]) :]
+            self.num_overhead -= len(rest)
+            self._upgrade(rest)
+        except httptools.HttpParserError as error:
+            refused = error.__context__
+            raise (refused if isinstance(refused, KvferryError) else ProtocolError(str(error))) from None
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
         if self.num_overhead > self._most_overhead:
             raise self._too_much()
 
-    def _parse(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._upgrade(data[int(upgrade.args[0]) :])
-        except httptools.HttpParserError as error:
-            refused = error.__context__
-            raise (refused if isinstance(refused, KvferryError) else ProtocolError(str(error))) from None
+    def close(self) -> None:
+        """Nothing more is fed. The parser and this object refer to each other: without it, only the garbage collector
+        could free them."""
+        self._parser = None
 
     def _upgrade(self, rest: bytes) -> None:
         """The other side requests a change of protocol, and the parser has stopped before `rest`."""
@@ -57,7 +63,9 @@ class MessageParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer, which is ignored."""
         if self.in_head:
-            self.headers.append((name.lower(), value))
+            name = name.lower()
+            self.headers.append((name, value))
+            self.first.setdefault(name, value)
         elif not self._replaying and name.lower() in FRAMING:
             raise ProtocolError("it says behind its body how long that was")
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from kvferry.core.compiled import NotCompiled, compiled
 from kvferry.core.errors import ProtocolError, TransferError
-from kvferry.http.client.call import Call, CallState
+from kvferry.http.client.call import Call
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.server.response import Response
 
@@ -72,7 +72,7 @@ async def relay(call: Call, response: Response, reader: Reader) -> None:
         except TransferError as error:
             call.fail(error)
             raise
-    if call.state is CallState.COMPLETE:
+    if call.state == "complete":
         return
     stream = None
     call.pass_to(write)

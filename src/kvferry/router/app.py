@@ -20,7 +20,7 @@ from kvferry.core.messages.openai import internal_error
 from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.keys import Access, Guard
+from kvferry.http.server.keys import Guard
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
@@ -167,7 +167,7 @@ class Router:
             if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
                 headers = [one for one in headers if one[0] != b"authorization"]
             asked = ClientRequest(
-                request.method, path, query, headers, request.first, body, request.id.encode(), arrived
+                request.method, request.target, path, headers, request.first, body, request.id.encode(), arrived
             )
             parsed = self.endpoints.read(asked, public)
             if path in PROMPT_FIELDS:
@@ -223,13 +223,13 @@ class Router:
     def table(self) -> list[Route]:
         """The paths that the router answers itself."""
         return [
-            Route("GET", "/health", self.show_health, Access.OPEN),
-            Route("GET", OPENAPI_PATH, self.show_api, Access.OPEN),
-            Route("GET", "/metrics", self.show_metrics, Access.PROBE),
-            Route("GET", INSTANCES_PATH, self.show_instances, Access.PROBE),
-            Route("GET", DECISIONS_PATH, self.show_decisions, Access.PROBE),
-            Route("GET", TRAFFIC_PATH, self.show_traffic, Access.PROBE),
-            Route("GET", PLAN_PATH, self.show_plan, Access.PROBE),
+            Route("GET", "/health", self.show_health, "open"),
+            Route("GET", OPENAPI_PATH, self.show_api, "open"),
+            Route("GET", "/metrics", self.show_metrics, "probe"),
+            Route("GET", INSTANCES_PATH, self.show_instances, "probe"),
+            Route("GET", DECISIONS_PATH, self.show_decisions, "probe"),
+            Route("GET", TRAFFIC_PATH, self.show_traffic, "probe"),
+            Route("GET", PLAN_PATH, self.show_plan, "probe"),
             *Admin(self.membership, self.show_instances).routes(),
             *self.registrations.routes(),
         ]

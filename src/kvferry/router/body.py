@@ -49,14 +49,16 @@ class RequestBody:
         """
         values = read_object(data, () if trust_tickets else TICKET_FIELDS)
         fields = _FIELDS.decode(data)
-        for name in fields.keys() & TICKET_FIELDS:
-            if bytes(fields[name])[:1] not in (b"{", b"n"):
-                raise InvalidRequest(f"{name} must be an object or null", param=name)
         for name, one in values.items():
             if type(one) not in _SCALARS and not (type(one) is str and len(one) < _SHORT):
                 values[name] = fields[name]
         body = cls(fields, data, values)
-        return body if trust_tickets or _NOT_FROM_CLIENTS.isdisjoint(fields) else body._without(_NOT_FROM_CLIENTS)
+        if _NOT_FROM_CLIENTS.isdisjoint(fields):
+            return body
+        for name in fields.keys() & TICKET_FIELDS:
+            if bytes(fields[name])[:1] not in (b"{", b"n"):
+                raise InvalidRequest(f"{name} must be an object or null", param=name)
+        return body if trust_tickets else body._without(_NOT_FROM_CLIENTS)
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields

@@ -94,5 +94,7 @@ def for_client(headers: RawHeaders, *, with_length: bool = True) -> RawHeaders:
 def _of_the_connection(headers: RawHeaders, more: frozenset[bytes]) -> frozenset[bytes]:
     """`more`, which has all names that are always of one connection only, and the names that a message says are
     (RFC 9110, 7.6.1)."""
+    if b"connection" not in dict(headers):
+        return more
     named = [value for name, value in headers if name == b"connection"]
-    return more.union(token.strip().lower() for value in named for token in value.split(b",")) if named else more
+    return more.union(token.strip().lower() for value in named for token in value.split(b","))

@@ -20,7 +20,6 @@ from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.headers import find_header
-from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route, Routes
@@ -70,9 +69,7 @@ class Others:
         """For the other routers, and for who looks after this process: about this router alone, and what the fleet's
         controller declares."""
         table = self._router.table()
-        reads = [
-            replace(one, handler=self._for_others(one), access=Access.OPEN) for one in table if one.method == "GET"
-        ]
+        reads = [replace(one, handler=self._for_others(one), access="open") for one in table if one.method == "GET"]
         return Routes([*reads, *(one for one in table if one.method == "PUT")])
 
     def _for_others(self, route: Route) -> Handler:
@@ -82,7 +79,7 @@ class Others:
                 raise UnknownRoute(f"Invalid URL ({request.method} {request.path[:200]})")
             await route.handler(request, response)
 
-        return route.handler if route.access is Access.OPEN else handle
+        return route.handler if route.access == "open" else handle
 
     async def show_metrics(self, request: HttpRequest, response: Response) -> None:
         """GET /metrics: of all routers together."""

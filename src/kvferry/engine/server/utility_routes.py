@@ -24,7 +24,6 @@ from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import Body, decode
 from kvferry.engine.server.prompts import require_encodable, require_known_tokens
 from kvferry.engine.statistics import EngineSnapshot
-from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route
@@ -51,14 +50,14 @@ class UtilityRoutes:
             Route("GET", "/v1/models/*", self.model),
             Route("POST", "/tokenize", self.tokenize),
             Route("POST", "/detokenize", self.detokenize),
-            Route("GET", "/health", self.health, Access.OPEN),
-            Route("GET", "/version", self.version, Access.OPEN),
-            Route("GET", OPENAPI_PATH, self.openapi, Access.OPEN),
-            Route("GET", "/metrics", self.metrics, Access.PROBE),
-            Route("POST", "/kvferry/release", self.release, Access.RELEASE),
-            Route("POST", "/kvferry/kept", self.kept, Access.OPERATE),
-            Route("GET", "/kvferry/instance", self.instance, Access.PROBE),
-            Route("GET", "/kvferry/check", self.check, Access.PROBE),
+            Route("GET", "/health", self.health, "open"),
+            Route("GET", "/version", self.version, "open"),
+            Route("GET", OPENAPI_PATH, self.openapi, "open"),
+            Route("GET", "/metrics", self.metrics, "probe"),
+            Route("POST", "/kvferry/release", self.release, "release"),
+            Route("POST", "/kvferry/kept", self.kept, "operate"),
+            Route("GET", "/kvferry/instance", self.instance, "probe"),
+            Route("GET", "/kvferry/check", self.check, "probe"),
         ]
 
     async def models(self, request: HttpRequest, response: Response) -> None:

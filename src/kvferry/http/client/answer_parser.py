@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import httptools
+import msgspec
 
 from kvferry.core.errors import ProtocolError
 from kvferry.http.headers import RawHeaders
@@ -15,7 +13,7 @@ _ANSWER_OVERHEAD = 64 * 1024
 """Most bytes of an answer's head, of a chunk's size or of trailers."""
 
 
-class AnswerHead(NamedTuple):
+class AnswerHead(msgspec.Struct, frozen=True):
     """All of an answer but its body. `first`: of each header, the first value."""
 
     status: int
@@ -23,42 +21,51 @@ class AnswerHead(NamedTuple):
     first: dict[bytes, bytes]
     chunked: bool
     keep_alive: bool
+    """Whether another answer may come on the same connection."""
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether it is a stream of server-sent events to which an event can be added."""
+        kind = self.first.get(b"content-type", b"").partition(b";")[0]
+        return kind.rstrip() == b"text/event-stream" and b"content-encoding" not in self.first
 
 
 class AnswerParser(MessageParser):
-    """One answer after the other; `next` says when another may come. `begin` is called with each answer once its head
-    has arrived, and returns whether a body follows."""
+    """One answer after the other; `next` says when another may come."""
 
-    def __init__(self, begin: Callable[[AnswerHead], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__(httptools.HttpResponseParser, _ANSWER_OVERHEAD)
-        self._begin = begin
+        self.head: AnswerHead | None = None
+        """Of the answer, once it is here."""
         self.pieces: list[bytes] = []
         """Received bytes of the body, until they are taken."""
-        self.complete = False
+        self.complete = self._bodiless = False
 
-    def next(self) -> None:
-        """Another answer may come."""
-        self.complete, self.in_head, self.num_overhead = False, False, 0
+    def next(self, *, bodiless: bool) -> None:
+        """Another answer may come; `bodiless`: without a body, whatever its headers say."""
+        self.complete, self.in_head, self.num_overhead, self._bodiless, self.head = False, False, 0, bodiless, None
 
     def on_message_begin(self) -> None:
         """The status line begins."""
         if self.complete:
             raise ProtocolError("more than one answer came")
-        self.in_head, self.headers = True, []
+        self.in_head, self.headers, self.first = True, [], {}
 
     def on_headers_complete(self) -> None:
         """The head is here."""
-        status, headers = self._parser.get_status_code(), self.headers
+        status, headers, first = self._parser.get_status_code(), self.headers, self.first
         if status < 100 or status == 101:
             raise ProtocolError(f"its status is {status}")
-        codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
-        if codings and (codings != [b"chunked"] or self._parser.get_http_version() != "1.1"):
-            raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
+        if chunked := b"transfer-encoding" in first:
+            codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+            if codings != [b"chunked"] or self._parser.get_http_version() != "1.1":
+                raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
         if status < 200:
             return  # of an interim answer; another head follows
-        self.num_overhead, self.in_head, self._in_chunk = 0, False, False
-        keep_alive = bool(self._parser.should_keep_alive())
-        self.complete = not self._begin(AnswerHead(status, headers, dict(reversed(headers)), bool(codings), keep_alive))
+        self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, self._bodiless
+        # After a bodiless one, the parser would wait for the body.
+        keep_alive = self._parser.should_keep_alive() and not self._bodiless
+        self.head = AnswerHead(status, headers, first, chunked, keep_alive)
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Literal, Protocol
+
+import msgspec
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
 from kvferry.http.client.answer_parser import AnswerHead
@@ -25,18 +26,14 @@ _BUFFERED_BYTES = 256 * 1024
 """Bytes of a body that nobody reads yet; beyond this, the instance has to wait."""
 
 
-class CallState(Enum):
-    """The state of a call, as in the module's docstring."""
-
-    CONNECTING = auto()
-    SENT = auto()
-    ANSWERING = auto()
-    COMPLETE = auto()
-    LOST = auto()
-    CLOSED = auto()
+CallState = Literal["connecting", "sent", "answering", "complete", "lost", "closed"]
+"""The state of a call, as in the module's docstring."""
 
 
-class SentRequest(NamedTuple):
+_OVER: frozenset[CallState] = frozenset(("complete", "lost", "closed"))
+
+
+class SentRequest(msgspec.Struct, frozen=True):
     """What is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
     closed; `bodiless`: the answer has no body."""
 
@@ -78,7 +75,7 @@ class Call:
     def __init__(self, pool: Pool, request: SentRequest) -> None:
         self._pool, self._request = pool, request
         self._on_change: Callable[[], None] | None = None
-        self.state = CallState.CONNECTING
+        self.state: CallState = "connecting"
         self.error: TransferError | None = None
         self.head = NO_HEAD
         self.num_received = 0
@@ -100,32 +97,28 @@ class Call:
             self._connect(fresh=False)
 
     def _connect(self, *, fresh: bool) -> None:
-        self.state = CallState.CONNECTING
+        self.state = "connecting"
         self._task = asyncio.get_running_loop().create_task(self._wait_for_connection(fresh=fresh))
 
     async def _wait_for_connection(self, *, fresh: bool) -> None:
         try:
             connection = await self._pool.take(self._request.connect_s, fresh=fresh)
         except TransferError as error:
-            self._end(CallState.LOST, error)
+            self._end("lost", error)
             return
         self._send(connection)
 
     def _send(self, connection: ClientConnection) -> None:
-        self.connection, self.state = connection, CallState.SENT
-        connection.begin(self, self._request.data)
+        self.connection, self.state = connection, "sent"
+        connection.begin(self, self._request.data, bodiless=self._request.bodiless)
 
     # Called by the connection.
 
-    def begin(self, head: AnswerHead) -> bool:
-        """Status and headers are here; returns whether a body comes."""
-        self.head = head
-        return not self._request.bodiless
-
-    def receive(self, payload: bytes, num_bytes: int) -> None:
-        """More of the answer has arrived."""
+    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, *, complete: bool) -> None:
+        """More of the answer has arrived: so many bytes, with this part of its body."""
         connection = self.connection
         assert connection is not None
+        self.head = head
         self.num_received += num_bytes
         if payload:
             if self._sink is not None:
@@ -141,10 +134,10 @@ class Call:
                     return
                 if not self._most and len(self._kept) > _BUFFERED_BYTES:
                     self.pause_reading()
-            if self.state is CallState.SENT:
-                self.state = CallState.ANSWERING
-        if connection.is_complete:
-            self._end(CallState.COMPLETE, None)
+            if self.state == "sent":
+                self.state = "answering"
+        if complete:
+            self._end("complete", None)
         elif self._sink is None:
             self._changed()
 
@@ -152,25 +145,26 @@ class Call:
         """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
         was_idle = self.connection is not None and self.connection.num_calls > 1
-        untouched = self.state is CallState.SENT and was_idle and not self.num_received
+        untouched = self.state == "sent" and was_idle and not self.num_received
         if untouched and self._request.repeatable and isinstance(error, PeerLost):
             self.connection = None
             self._connect(fresh=True)
             return
-        self._end(CallState.LOST, error)
+        self._end("lost", error)
 
     def _end(self, state: CallState, error: TransferError | None) -> None:
-        if self.is_over:
+        if self.state in _OVER:
             return
         connection, self.connection = self.connection, None
         self.state, self.error = state, error
         if self._bypass is not None:
             self._bypass.stop()
         if connection is not None:
-            if self.paused and state is CallState.COMPLETE and connection.transport is not None:
+            if self.paused and state == "complete" and connection.transport is not None:
                 connection.transport.resume_reading()
             self._pool.give_back(connection)
         self._changed()
+        self._on_change = None  # which refers to whoever has this call
 
     def _changed(self) -> None:
         waiter = self._waiter
@@ -204,13 +198,7 @@ class Call:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
-        return self.state is CallState.COMPLETE or self.state is CallState.LOST or self.state is CallState.CLOSED
-
-    @property
-    def is_event_stream(self) -> bool:
-        """Whether it is a stream of server-sent events to which an event can be added."""
-        kind = self.first.get(b"content-type", b"")
-        return kind.startswith(b"text/event-stream") and b"content-encoding" not in self.first
+        return self.state in _OVER
 
     @property
     def num_received_so_far(self) -> int:
@@ -233,7 +221,7 @@ class Call:
     async def begun(self) -> None:
         """Wait until the body's first bytes, or its end, are here: until then another instance may answer instead.
         Raises the `TransferError` because of which it will not."""
-        while self.state is not CallState.ANSWERING and self.state is not CallState.COMPLETE:
+        while self.state != "answering" and self.state != "complete":
             if self.error is not None:
                 raise self.error
             await self.changed()
@@ -241,7 +229,7 @@ class Call:
     async def read(self, max_bytes: int) -> bytes:
         """The whole body. Raises `ProtocolError` if it is longer than `max_bytes`, and what ended the call early."""
         self.collect(max_bytes)
-        while self.state is not CallState.COMPLETE:
+        while self.state != "complete":
             if self.error is not None:
                 raise self.error
             await self.changed()
@@ -254,7 +242,7 @@ class Call:
         while True:
             if piece := self.take():
                 yield piece
-            elif self.state is CallState.COMPLETE:
+            elif self.state == "complete":
                 return
             elif self.error is not None:
                 raise self.error
@@ -301,12 +289,12 @@ class Call:
 
     def fail(self, error: TransferError) -> None:
         """End it because of `error`."""
-        self._request = self._request._replace(repeatable=False)
+        self._request = msgspec.structs.replace(self._request, repeatable=False)
         if self._task is not None:
             self._task.cancel()
         if self.connection is not None:
             self.connection.close(error)
-        self._end(CallState.LOST, error)
+        self._end("lost", error)
 
     def close(self) -> None:
         """End the call: its answer is not needed any more. May be called several times."""
@@ -315,7 +303,7 @@ class Call:
             return
         if self._task is not None:
             self._task.cancel()
-        connection, self.connection, self.state = self.connection, None, CallState.CLOSED
+        connection, self.connection, self.state = self.connection, None, "closed"
         if self._bypass is not None:
             self._bypass.stop()
         if connection is not None:

@@ -19,11 +19,8 @@ from kvferry.http.tls import advice, closed_at_once
 class Receiver(Protocol):
     """A call, as its connection uses it."""
 
-    def begin(self, head: AnswerHead) -> bool:
-        """Status and headers are here; returns whether a body comes."""
-
-    def receive(self, payload: bytes, num_bytes: int) -> None:
-        """More of the answer has arrived."""
+    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, *, complete: bool) -> None:
+        """More of the answer has arrived: so many bytes, with this part of its body."""
 
     def lose(self, error: TransferError) -> None:
         """The connection is closed."""
@@ -41,10 +38,8 @@ class ClientConnection(asyncio.Protocol):
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
         self.free_since = 0.0
-        self._parser = AnswerParser(self._head_is_here)
+        self._parser = AnswerParser()
         self._call: Receiver | None = None
-        self._head: AnswerHead | None = None
-        self._reusable = True
 
     @property
     def is_usable(self) -> bool:
@@ -53,29 +48,23 @@ class ClientConnection(asyncio.Protocol):
         return self.error is None and self._call is None and transport is not None and not transport.is_closing()
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all of the answer is here."""
-        return self._parser.complete
-
-    @property
     def between_chunks(self) -> bool:
         """Whether a chunk would begin with the next byte."""
         return self._parser.between_chunks
 
-    def begin(self, call: Receiver, data: tuple[bytes, ...]) -> None:
-        """Send a request; `call` receives its answer."""
+    def begin(self, call: Receiver, data: tuple[bytes, ...], *, bodiless: bool) -> None:
+        """Send a request; `call` receives its answer, which is `bodiless` or not."""
         assert self.transport is not None
         self._call = call
-        self._parser.next()
+        self._parser.next(bodiless=bodiless)
         self.num_calls += 1
         for part in data:
             self.transport.write(part)
 
     def release(self) -> bool:
         """The call is over; returns whether the connection can take another one."""
-        self._call = self._head = None
-        self.free_since = self._loop.time()
-        return self._parser.complete and self._reusable and self.is_usable
+        self._call, self.free_since, head = None, self._loop.time(), self._parser.head
+        return self._parser.complete and head is not None and head.keep_alive and self.error is None
 
     def close(self, error: TransferError | None = None) -> None:
         """Close it, because of `error`; the instance notices, and stops its work."""
@@ -109,30 +98,21 @@ class ClientConnection(asyncio.Protocol):
         except ProtocolError as error:
             self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
             return
-        if pieces := parser.pieces:
-            parser.pieces = []
-            call.receive(pieces[0] if len(pieces) == 1 else b"".join(pieces), len(data))
-        elif not parser.in_head:
-            call.receive(b"", len(data))
-
-    def _head_is_here(self, head: AnswerHead) -> bool:
-        self._head, self._reusable = head, head.keep_alive
-        assert self._call is not None
-        if self._call.begin(head):
-            return True
-        self._reusable = False  # the parser would wait for a body
-        return False
+        if parser.head is not None:
+            pieces, parser.pieces = parser.pieces, []
+            payload = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            call.receive(parser.head, payload, len(data), complete=parser.complete)
 
     def eof_received(self) -> None:
         """The instance sends no more, which is the end of an answer without a length; the transport closes itself."""
-        call, head = self._call, self._head
+        call, head = self._call, self._parser.head
         if call is not None and head is not None and not head.chunked and b"content-length" not in head.first:
-            self._parser.complete, self._reusable = True, False
-            call.receive(b"", 0)
+            call.receive(head, b"", 0, complete=True)  # to the parser it is not, so that no other answer may follow
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
         why = "the connection was closed" if error is None else advice(error, self._name, self._who)
-        if error is None and self.num_calls == 1 and self._call is not None and self._head is None:
+        if error is None and self.num_calls == 1 and self._call is not None and self._parser.head is None:
             why += f" ({closed_at_once(self._name, self._who)})"
         self.close(PeerLost(f"{self._name} broke off: {why}"))
+        self._parser.close()

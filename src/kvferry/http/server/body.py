@@ -48,10 +48,11 @@ class Body:
         self._on_bytes = on_bytes or _any_length
         if self._content:
             self._on_bytes(len(self._content))
-        self._on_read()
-        if not self.complete and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        if not self.complete:
+            self._on_read()
+            if self._error is None:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         if self._error is not None:
             raise self._error
         whole, self._content = bytes(self._content), bytearray()

@@ -19,20 +19,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from enum import IntEnum, auto
 from functools import lru_cache
 from math import inf
-from typing import cast
+from typing import Literal, cast
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.core.messages.openai import error_envelope, internal_error
 from kvferry.http.errors import BadHttp, RequestTimeout
-from kvferry.http.headers import response_head
+from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body
 from kvferry.http.server.keys import Side
 from kvferry.http.server.limits import HttpLimits
 from kvferry.http.server.request import HttpRequest
-from kvferry.http.server.request_parser import RequestHead, RequestParser, origin_form
+from kvferry.http.server.request_parser import RequestParser, origin_form
 from kvferry.http.server.response import Response, answer_headers
 from kvferry.http.server.service import Service
 from kvferry.http.server.writer import ClientWriter
@@ -50,35 +49,26 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 4 * 1024 * 1024
 
 
-class State(IntEnum):
-    """What the connection waits for; see the module."""
+State = Literal["handshake", "opened", "idle", "head", "body", "running", "closing", "lingering", "lost"]
+"""What the connection waits for; see the module."""
 
-    HANDSHAKE = 0
-    OPENED = auto()
-    IDLE = auto()
-    HEAD = auto()
-    BODY = auto()
-    RUNNING = auto()
-    CLOSING = auto()
-    LINGERING = auto()
-    LOST = auto()
+_OVER: tuple[State, ...] = ("closing", "lingering", "lost")
 
 
 @lru_cache
-def _seconds_of(limits: HttpLimits) -> list[float]:
+def _seconds_of(limits: HttpLimits) -> dict[State, float]:
     """How long the client may take, by state."""
-    seconds = {
-        State.OPENED: limits.http_header_s,
-        State.IDLE: limits.http_idle_s,
-        State.HEAD: limits.http_header_s,
-        State.BODY: limits.http_body_gap_s,
-        State.CLOSING: limits.http_stall_s,
-        State.LINGERING: _LINGER_S,
+    return {
+        "handshake": inf,
+        "opened": limits.http_header_s,
+        "idle": limits.http_idle_s,
+        "head": limits.http_header_s,
+        "body": limits.http_body_gap_s,
+        "running": inf,
+        "closing": limits.http_stall_s,
+        "lingering": _LINGER_S,
+        "lost": inf,
     }
-    return [seconds.get(state, inf) for state in State]
-
-
-_OVER = (State.CLOSING, State.LINGERING, State.LOST)
 
 
 class ServerConnection(asyncio.Protocol):
@@ -89,7 +79,8 @@ class ServerConnection(asyncio.Protocol):
         self._seconds = _seconds_of(service.config.limits)
         self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
         self._writer: ClientWriter
-        self._state, self._deadline = State.HANDSHAKE, inf
+        self._state: State = "handshake"
+        self._deadline = inf
         self._unfed = b""  # received bytes that are not parsed yet
         self._is_reading = True
         self._broken: RequestError | None = None  # why nothing more can be read
@@ -100,7 +91,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _enter(self, state: State) -> None:
         """The only writer of the state; sets the deadline too."""
-        self._state, self._deadline = state, asyncio.get_running_loop().time() + self._seconds[state]
+        self._state, self._deadline = state, self._service.loop.time() + self._seconds[state]
         if state in _OVER:
             self._waiting.clear()
             self._unfed = b""
@@ -124,16 +115,16 @@ class ServerConnection(asyncio.Protocol):
             handler = self._service.handler_of(request, self._side, self._writer.transport)
             name_request(request.id)
             await handler(request, response)
-            if response.started:
-                response.cut()  # unless it is complete
-            else:
+            if response.started and not response.ended:
+                response.cut()
+            elif not response.started:
                 logger.error("request %s: the handler returned without an answer", request.id)
                 response.fail(internal_error(request.id))
         except RequestError as error:
             response.fail(error)
         except asyncio.CancelledError:  # the client has left, or the grace period is over
             was_cancelled, lifecycle = True, self._service.lifecycle
-            if self._state is not State.LOST:
+            if self._state != "lost":
                 response.fail(lifecycle.abort_reason() if lifecycle.draining else internal_error(request.id))
         except Exception:  # the edge: a fault of a handler ends its request, and nothing else
             logger.exception("request %s failed", request.id)
@@ -155,8 +146,8 @@ class ServerConnection(asyncio.Protocol):
         """The next request to answer, once the client has read most of its earlier answers: a client that only sends
         requests must not fill the memory with answers. None if there is no other."""
         if not self._waiting:
-            if self._state is State.RUNNING and self._broken is None:
-                self._enter(State.HEAD if self._parser.num_overhead else State.IDLE)
+            if self._state == "running" and self._broken is None:
+                self._enter("head" if self._parser.num_overhead else "idle")
             self._resume()
         while self._state not in _OVER:
             if self._waiting and self._writer.is_writable:
@@ -165,7 +156,7 @@ class ServerConnection(asyncio.Protocol):
                 return self._turn
             if self._broken is not None and not self._waiting:
                 break
-            self._wake = asyncio.get_running_loop().create_future()
+            self._wake = self._service.loop.create_future()
             await self._wake
         return None
 
@@ -183,12 +174,12 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
-        if self._state is State.LOST:
+        if self._state == "lost":
             cast(asyncio.Transport, transport).abort()
             return
         self._writer = ClientWriter(cast(asyncio.Transport, transport))
-        self._enter(State.OPENED)
-        self._task = asyncio.get_running_loop().create_task(self._serve())
+        self._enter("opened")
+        self._task = self._service.loop.create_task(self._serve())
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests have arrived."""
@@ -205,18 +196,19 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The client is gone; its work is cancelled, unless it has its whole answer."""
-        if self._state is State.LOST:
+        if self._state == "lost":
             return
-        if self._state is not State.HANDSHAKE:
+        if self._state != "handshake":
             self._writer.lose()
-        self._enter(State.LOST)
+        self._enter("lost")
+        self._parser.close()
         self._service.forget(self)
         if self._turn is not None and not self._turn.ended and self._task is not None:
             self._task.cancel()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than we write."""
-        self._writer.pause(asyncio.get_running_loop().time())
+        self._writer.pause(self._service.loop.time())
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -241,9 +233,9 @@ class ServerConnection(asyncio.Protocol):
         self._unfed = data[place:] if self._broken is None else b""
         body = self._parser.body
         if self._broken is None and body is not None:
-            self._enter(State.BODY)
-        elif data and (self._state is State.IDLE or self._state is State.OPENED):
-            self._enter(State.HEAD)
+            self._enter("body")
+        elif data and (self._state == "idle" or self._state == "opened"):
+            self._enter("head")
         full = self._unfed or len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
         if full and self._is_reading:
             self._is_reading = False
@@ -253,27 +245,28 @@ class ServerConnection(asyncio.Protocol):
     def _resume(self) -> None:
         if self._unfed:
             self._feed()
-        if not (self._is_reading or self._unfed) and self._state is not State.LOST:
+        if not (self._is_reading or self._unfed) and self._state != "lost":
             self._is_reading = True
             self._writer.transport.resume_reading()
 
-    def _head_is_here(self, head: RequestHead) -> Body:
+    def _head_is_here(self, method: str, target: bytes, headers: RawHeaders, version: str, keep_alive: bool) -> Body:
         """A request begins, though its body may be still to come."""
-        now, config = asyncio.get_running_loop().time(), self._service.config
+        now, config = self._service.loop.time(), self._service.config
         body = Body(config.max_body_bytes, self._body_is_wanted)
-        target = origin_form(head.target.decode("latin-1"))
-        request = HttpRequest(head.method, target, head.headers, body, self.client, now)
+        request = HttpRequest(
+            method, origin_form(target.decode("latin-1")), headers, self._parser.first, body, self.client, now
+        )
         if (declared := request.first.get(b"content-length")) is not None:
             body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
-        lifecycle, is_1_0 = self._service.lifecycle, head.version == "1.0"
-        response = Response(self._writer, request, lifecycle, version_1_0=is_1_0, keep_alive=head.keep_alive)
+        lifecycle, is_1_0 = self._service.lifecycle, version == "1.0"
+        response = Response(self._writer, request, lifecycle, version_1_0=is_1_0, keep_alive=keep_alive)
         body.until = now + config.limits.http_body_s
         body.is_asked_for = is_1_0 or request.first.get(b"expect", b"").lower() != b"100-continue"
         self._waiting.append(response)
         return body
 
     def _body_is_here(self) -> None:
-        self._enter(State.RUNNING)
+        self._enter("running")
 
     def _body_is_wanted(self) -> None:
         """The handler reads the body: let the client send."""
@@ -284,15 +277,15 @@ class ServerConnection(asyncio.Protocol):
                 self._writer.write(_CONTINUE)
         coming = self._parser.body
         if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and not (coming and coming.failed):
-            if self._state is State.BODY:
-                self._enter(State.BODY)
+            if self._state == "body":
+                self._enter("body")
             self._resume()
 
     def _break(self, error: RequestError) -> None:
         """Nothing more can be read from this client."""
         self._broken = self._broken or error
-        if self._state is State.BODY:
-            self._enter(State.RUNNING)
+        if self._state == "body":
+            self._enter("running")
         if self._parser.body is not None:
             self._parser.body.fail(self._broken)
         self._go_on()
@@ -309,7 +302,7 @@ class ServerConnection(asyncio.Protocol):
 
     def end_idle(self) -> None:
         """Close the connection if no request is running on it; otherwise it closes after the answer."""
-        if self._turn is None and not self._waiting and self._state is not State.HANDSHAKE:
+        if self._turn is None and not self._waiting and self._state != "handshake":
             self._close()
 
     def abort_request(self) -> None:
@@ -319,20 +312,20 @@ class ServerConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close the connection now. A handshake in progress ends with its task."""
-        if self._state not in (State.HANDSHAKE, State.LOST):
-            self._enter(State.CLOSING)
+        if self._state not in ("handshake", "lost"):
+            self._enter("closing")
             self._writer.transport.abort()
 
     def _close(self) -> None:
         if self._state not in _OVER:
-            self._enter(State.CLOSING)
+            self._enter("closing")
             self._writer.transport.close()
 
     def _close_lingering(self) -> None:
         """Close the connection to a client that may still be sending: a reset would discard the answer."""
         if self._state in _OVER:
             return
-        self._enter(State.LINGERING)
+        self._enter("lingering")
         self._resume()
         transport = self._writer.transport
         if not transport.can_write_eof():
@@ -346,15 +339,15 @@ class ServerConnection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Enforce the client's deadlines. Called by the server several times a second."""
         limits = self._service.config.limits
-        if self._state is not State.HANDSHAKE and self._writer.stalled_s(now) >= limits.http_stall_s:
+        if self._state != "handshake" and self._writer.stalled_s(now) >= limits.http_stall_s:
             self.abort()
-        elif self._state is State.BODY:
+        elif self._state == "body":
             self._check_body(now)
         elif now >= self._deadline:
             match self._state:
-                case State.HEAD:
+                case "head":
                     self._refuse(RequestTimeout(f"the header did not come within {limits.http_header_s:g} s"))
-                case State.CLOSING | State.LINGERING:
+                case "closing" | "lingering":
                     self.abort()
                 case _:
                     self._close()
@@ -362,14 +355,14 @@ class ServerConnection(asyncio.Protocol):
     def _check_body(self, now: float) -> None:
         turn = self._waiting[-1] if self._waiting else self._turn
         if not self._is_reading:
-            self._enter(State.BODY)  # it is we who do not read
+            self._enter("body")  # it is we who do not read
         elif turn is not None and now >= min(self._deadline, turn.request.body.until):
             self._break(RequestTimeout("the body did not come in time"))
 
     def _log(self, response: Response) -> None:
         request = response.request
         gone = not response.ended or response.was_cut
-        milliseconds = (asyncio.get_running_loop().time() - request.arrived) * 1000
+        milliseconds = (self._service.loop.time() - request.arrived) * 1000
         fields = {
             "client": self.client, "method": request.method, "target": request.target, "status": response.status,
             "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,

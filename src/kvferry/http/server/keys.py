@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from enum import Enum
 from typing import Literal
 from urllib.parse import parse_qs
 
@@ -31,23 +30,14 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.request import Caller, HttpRequest
 from kvferry.http.server.response import Response
 
-
-class Access(Enum):
-    """What a route requires."""
-
-    OPEN = "open"
-    KEY = "key"
-    PROBE = "probe"
-    RELEASE = "release"
-    OPERATE = "operate"
-    REGISTER = "register"
-
+Access = Literal["open", "key", "probe", "release", "operate", "register"]
+"""What a route requires."""
 
 Side = Literal["public", "admin", "all"]
 """Which listener a request came in by: the clients', the admin's, or the only one there is."""
 
-_ON_BOTH = (Access.OPEN, Access.REGISTER)
-_OPENED_BY_OPERATORS = (Access.KEY, Access.PROBE, Access.OPERATE)
+_ON_BOTH = ("open", "register")
+_OPENED_BY_OPERATORS = ("key", "probe", "operate")
 _LONGEST_NONCE = 128
 
 
@@ -70,29 +60,29 @@ class Guard:
     def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
         """Who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the other
         listener."""
-        if access not in _ON_BOTH and side == ("admin" if access is Access.KEY else "public"):
+        if access not in _ON_BOTH and side == ("admin" if access == "key" else "public"):
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         header = request.first.get(b"authorization", b"")
         if header.startswith(SCHEME.encode() + b" ") and self._verifier is not None:
             return self._signed(access, header.decode("latin-1"), request, self._verifier)
-        if access is not Access.REGISTER and not (self._api or self._admin):
+        if access != "register" and not (self._api or self._admin):
             return request.caller
         digest = _presented(header)
         is_operator, is_client = _has(self._admin, digest), _has(self._api, digest)
-        if access is Access.REGISTER:
+        if access == "register":
             raise Unauthorized("A registration must be signed: give all processes the same KVFERRY_AUTH_TOKEN")
         if self._needs_key(access):
             if digest is None:
                 raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
-            if not (is_operator or (is_client and (access is Access.KEY or not self._admin))):
+            if not (is_operator or (is_client and (access == "key" or not self._admin))):
                 raise Unauthorized("The key in the Authorization header is not valid")
         if digest is None or not (is_client or is_operator):
             return request.caller
         return Caller(digest, is_known=True, is_operator=is_operator)
 
     def _needs_key(self, access: Access) -> bool:
-        if access in (Access.OPEN, Access.KEY):
-            return access is Access.KEY and bool(self._api)
+        if access in ("open", "key"):
+            return access == "key" and bool(self._api)
         return bool(self._admin or self._api)
 
     def _signed(self, access: Access, header: str, request: HttpRequest, verifier: Verifier) -> Caller:
@@ -102,8 +92,8 @@ class Guard:
         except AuthenticationFailed as error:
             raise Unauthorized(str(error)) from error
         is_operator = purpose == "operate"
-        opens = purpose == access.value or (is_operator and access in _OPENED_BY_OPERATORS)
-        if not opens and (access is Access.REGISTER or self._needs_key(access)):
+        opens = purpose == access or (is_operator and access in _OPENED_BY_OPERATORS)
+        if not opens and (access == "register" or self._needs_key(access)):
             raise Unauthorized(f"The request is signed for another purpose ({purpose})")
         request.body.require(body_sha256)
         return Caller(request.client.encode(), is_known=True, is_signed=True, is_operator=is_operator)

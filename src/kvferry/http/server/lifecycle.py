@@ -10,21 +10,17 @@ class Lifecycle:
 
     def __init__(self, noun: str = "server") -> None:
         self._noun = noun
-        self._draining = False
-
-    @property
-    def draining(self) -> bool:
+        self.draining = False
         """Whether no new requests are accepted."""
-        return self._draining
 
     def require_accepting(self) -> None:
         """Raise `Unavailable` if the server is shutting down."""
-        if self._draining:
+        if self.draining:
             raise Unavailable(f"the {self._noun} is shutting down")
 
     def drain(self) -> None:
         """Accept no new requests."""
-        self._draining = True
+        self.draining = True
 
     def abort_reason(self) -> Unavailable:
         """The error for a request that is aborted because the grace period is over."""

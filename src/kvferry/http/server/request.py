@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
 from urllib.parse import unquote
 
+import msgspec
+
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, sane_request_id
-from kvferry.http.headers import RawHeaders, first_values
+from kvferry.http.headers import RawHeaders
 from kvferry.http.server.body import Body
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
 
 
-class Caller(NamedTuple):
+class Caller(msgspec.Struct, frozen=True):
     """Who sent a request. `name`: the digest of the key that was presented, if it is one of this server's; otherwise
     the address. `is_known`: whether the `Authorization` header is for this server, and goes no further; `is_signed`:
     whether it is the signature of a process of the deployment; `is_operator`: whether it is an admin key, or an
@@ -32,11 +33,20 @@ class HttpRequest:
 
     __slots__ = ("arrived", "body", "caller", "client", "first", "headers", "id", "method", "path", "rest", "target")
 
-    def __init__(self, method: str, target: str, headers: RawHeaders, body: Body, client: str, arrived: float) -> None:
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        headers: RawHeaders,
+        first: dict[bytes, bytes],
+        body: Body,
+        client: str,
+        arrived: float,
+    ) -> None:
         self.method = method
         self.target = target
         self.headers = headers
-        self.first = first_values(headers)
+        self.first = first
         self.body = body
         self.client = client
         self.arrived = arrived

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, cast
 
 import httptools
 
@@ -25,31 +24,31 @@ _AUTHORITY_END = re.compile(rb"[/?#]")
 _NAME = itemgetter(0)
 
 
-class RequestHead(NamedTuple):
-    """All of a request but its body."""
-
-    method: str
-    target: bytes
-    headers: RawHeaders
-    version: str
-    keep_alive: bool
+Begin = Callable[[str, bytes, RawHeaders, str, bool], Body]
+"""Called with a request's method, target, headers, version, and whether its connection is kept; returns the body to
+fill."""
 
 
 class RequestParser(MessageParser):
-    """Requests, one after the other. `begin` is called with each request once its head has arrived, and returns the
-    body to fill; `end` is called once the body has arrived."""
+    """Requests, one after the other. `begin` is called with each request once its head has arrived, `end` once its body
+    has."""
 
-    def __init__(self, limits: HttpLimits, begin: Callable[[RequestHead], Body], end: Callable[[], None]) -> None:
+    def __init__(self, limits: HttpLimits, begin: Begin, end: Callable[[], None]) -> None:
         super().__init__(httptools.HttpRequestParser, limits.http_header_bytes)
         self._limits, self._begin, self._end = limits, begin, end
         self._url = b""
         self.body: Body | None = None
         """The body of the request whose head has arrived and whose end has not."""
 
+    def close(self) -> None:
+        """As above; whose methods it calls refers to it, too."""
+        super().close()
+        del self._begin, self._end
+
     def on_message_begin(self) -> None:
         """The request line begins."""
         if not self._replaying:
-            self.in_head, self.headers, self._url = True, [], b""
+            self.in_head, self.headers, self.first, self._url = True, [], {}, b""
 
     def on_url(self, part: bytes) -> None:
         """The target, or a part of it."""
@@ -67,13 +66,14 @@ class RequestParser(MessageParser):
         if (error := head_error(version, self._url, headers)) is not None:
             raise error
         self.num_overhead, self.in_head = 0, False
-        method, keep_alive = self._parser.get_method().decode(), bool(self._parser.should_keep_alive())
-        self.body = self._begin(RequestHead(method, self._url, headers, version, keep_alive))
+        parser = self._parser
+        self.body = self._begin(parser.get_method().decode(), self._url, headers, version, parser.should_keep_alive())
 
     def on_body(self, piece: bytes) -> None:
         """A part of the body."""
+        assert self.body is not None
         self.num_overhead = 0
-        cast(Body, self.body).feed(piece)
+        self.body.feed(piece)
 
     def on_message_complete(self) -> None:
         """The body is here."""
@@ -102,7 +102,7 @@ class RequestParser(MessageParser):
             self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % lines)
             self._replaying = False
         if rest:
-            self._parse(rest)
+            self.feed(rest)
 
     def _too_much(self) -> KvferryError:
         if self.in_head:

@@ -163,21 +163,13 @@ class Response:
         """The body is complete, with `data` as its last piece. The connection can then take the next request."""
         if self.ended:
             return
+        self.num_bytes += len(data)
         if self.framing == "chunked":
-            self.num_bytes += len(data)
             data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK) if data else _LAST_CHUNK
-            self._transmit(data)
-        else:
-            self.write(data)
-            if self._head:
-                self._transmit(b"")
-        self._finish()
-
-    def _finish(self) -> None:
+        self._transmit(b"" if self.framing == "none" else data)
         # A body of another length than was said would have the client take the next answer for a part of this one.
         if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
             self.cut()
-            return
         self.ended = True
 
     @property

@@ -24,7 +24,7 @@ class Route:
     method: str
     path: str
     handler: Handler
-    access: Access = Access.KEY
+    access: Access = "key"
 
 
 class Routes:

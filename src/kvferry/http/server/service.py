@@ -14,7 +14,7 @@ from kvferry.core.keys import CHALLENGE_PATH
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.errors import Unauthorized
 from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.keys import Access, Guard, Side
+from kvferry.http.server.keys import Guard, Side
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.routes import Handler, Routes
@@ -47,7 +47,7 @@ class Service:
     """Owns the numbers of connections and of running handlers. `quiet` is set when a server that ends has neither."""
 
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
-        self.config, self.lifecycle = config, lifecycle
+        self.config, self.lifecycle, self.loop = config, lifecycle, asyncio.get_running_loop()
         self._routes, self.guard = routes, guard
         self.connections: OrderedSet[ConnectedClient] = OrderedSet()
         self.running: OrderedSet[ConnectedClient] = OrderedSet()
@@ -107,7 +107,7 @@ class Service:
         route = self._routes.find(request)
         request.caller = self.guard.admit(route.access, side, request)
         is_known = request.caller.is_signed or not self.config.tls_verify_clients
-        if not (is_known or route.access is Access.OPEN or transport.get_extra_info("peercert")):
+        if not (is_known or route.access == "open" or transport.get_extra_info("peercert")):
             raise Unauthorized("This server needs a client certificate of an authority in its --tls-ca")
         return route.handler
 

@@ -9,7 +9,6 @@ import msgspec
 from kvferry.core.errors import ConfigError, InvalidRequest
 from kvferry.core.messages.traffic import FleetPlan
 from kvferry.http.errors import Unauthorized
-from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route
@@ -85,8 +84,8 @@ class Admin:
     def routes(self) -> list[Route]:
         """Served beside the router's other routes."""
         handlers = {"add": self.add, "drain": self.drain, "remove": self.remove, "role": self.change_role}
-        changes = [Route("POST", f"{INSTANCES_PATH}/{name}", one, Access.OPERATE) for name, one in handlers.items()]
-        return [Route("PUT", INSTANCES_PATH, self.declare, Access.OPERATE), *changes]
+        changes = [Route("POST", f"{INSTANCES_PATH}/{name}", one, "operate") for name, one in handlers.items()]
+        return [Route("PUT", INSTANCES_PATH, self.declare, "operate"), *changes]
 
     async def declare(self, request: HttpRequest, response: Response) -> None:
         """The instances of a fleet, all of them. May be repeated; answers as GET does."""

@@ -20,7 +20,7 @@ from kvferry.router.headers import JSON, REQUEST_ID, content_type, for_instance
 from kvferry.router.instances.instance import Instance
 from kvferry.router.paths import PROMPT_FIELDS, PublicPath, PublicPaths
 from kvferry.router.request.exchange import Exchange
-from kvferry.router.request.leg import LegChanges, LegState
+from kvferry.router.request.leg import LegChanges
 from kvferry.router.request.services import Services
 
 _READS = frozenset({"GET", "HEAD"})
@@ -70,9 +70,9 @@ class Endpoints:
         for instance in self._candidates(request):
             leg = services.legs.send(instance, request.method, request.target, headers, body, changes)
             try:
-                while leg.state is LegState.SENT:
+                while leg.state == "sent":
                     await changes.wait()
-                if leg.state is not LegState.LOST or leg.first_byte_at:
+                if leg.state != "lost" or leg.first_byte_at:
                     await services.relay.send(leg, response)
                     return
             finally:

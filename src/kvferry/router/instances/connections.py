@@ -8,7 +8,6 @@ from typing import Any, Self
 from kvferry.core.errors import TransferTimeout
 from kvferry.core.keys import Purpose
 from kvferry.http.client.access import InstanceAccess
-from kvferry.http.client.call import Call
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient, bearer
 from kvferry.http.errors import AnswerTimeout
@@ -25,9 +24,6 @@ disagree by seconds about when it became idle."""
 _LONGEST_OWN_ANSWER = 2**20
 """Bytes of an answer to a request of the router's own."""
 
-_CONNECT_S = 5.0
-"""Seconds to wait for a connection to an instance."""
-
 _KEYLESS = frozenset({"/health", "/version", "/query"})
 """Open to all at every engine, and so asked without any key."""
 
@@ -43,35 +39,24 @@ class Connections:
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """For requests of clients, in place of the client's own; empty: the client's own goes on."""
         self._relays = Relays() if fast_path else None
-        self._http = HttpClient(
+        self.http = HttpClient(
             access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, who="the router"
         )
-        self._signed = SignedClient(self._http, http.secret, key)
+        """For the legs of clients' requests."""
+        self._signed = SignedClient(self.http, http.secret, key)
 
     async def __aenter__(self) -> Self:
         if self._relays is not None:
             await self._relays.__aenter__()
-        await self._http.__aenter__()
+        await self.http.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+        await self.http.__aexit__(kind, error, trace)
         if self._relays is not None:
             await self._relays.__aexit__()
-
-    def start(self, instance: Instance, method: str, target: str, headers: bytes, body: bytes | None) -> Call:
-        """Send a client's request, with these lines of headers. Raises `ValueError` for what cannot be sent."""
-        return self._http.start(
-            instance.address.origin,
-            method,
-            instance.address.base_path + target,
-            headers,
-            body,
-            connect_s=_CONNECT_S,
-            repeatable=True,  # nothing had come of it
-        )
 
     async def ask(
         self,
@@ -96,7 +81,7 @@ class Connections:
                 )
             else:
                 sent += [] if target in _KEYLESS else self.authorization or headers or []
-                asked = self._http.ask(origin, method, path + target, headers=sent, **limits)
+                asked = self.http.ask(origin, method, path + target, headers=sent, **limits)
             status, _, answer = await asked
         except AnswerTimeout as error:
             raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
@@ -108,5 +93,5 @@ class Connections:
 
     def close(self, instance: Instance) -> None:
         """Close the connections to an instance that is gone for good."""
-        self._http.forget(instance.address.origin)
+        self.http.forget(instance.address.origin)
         self._signed.forget(instance.address.origin)

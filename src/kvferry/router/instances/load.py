@@ -23,6 +23,7 @@ _MOST_HALF_LIVES = 64
 """After which `LoadTable` scales its column anew, long before a number is too large."""
 
 _PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _ONE = range(6)
+_NUM_COLUMNS = 6
 
 
 class LoadTable:
@@ -32,10 +33,10 @@ class LoadTable:
     def __init__(self) -> None:
         self._since = 0.0
         self._num_rows, self._free = 0, list[int]()
-        self.numbers = np.zeros((8, 6))
+        self.numbers = np.zeros((8, _NUM_COLUMNS))
         self.numbers[:, _ONE] = 1.0
-        self.cells: Any = self.numbers.data
-        """The same numbers: single ones are read and written faster here."""
+        self.cells: Any = self.numbers.reshape(-1).data
+        """The same numbers, row after row: single ones are read and written faster here."""
 
     def take_row(self) -> int:
         """A row of zeros."""
@@ -47,7 +48,7 @@ class LoadTable:
         if self._num_rows > len(self.numbers):
             self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)])
             self.numbers[:, _ONE] = 1.0
-            self.cells = self.numbers.data
+            self.cells = self.numbers.reshape(-1).data
         return self._num_rows - 1
 
     def free_row(self, row: int) -> None:
@@ -65,24 +66,26 @@ class LoadTable:
 
 def _cell(column: int, about: str) -> Any:
     def get(load: InstanceLoad) -> float:
-        number: float = load.table.cells[load.row, column]
+        number: float = load.table.cells[load.at + column]
         return number
 
     def put(load: InstanceLoad, value: float) -> None:
-        load.table.cells[load.row, column] = value
+        load.table.cells[load.at + column] = value
 
     return property(get, put, doc=about)
 
 
 class InstanceLoad:
-    """The work that the router has given to one instance: a row of a table, and two counts that no policy asks for.
-    Written by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator."""
+    """What the router has given one instance to do: a row of a table, and two counts that no policy asks for. Written
+    by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator."""
 
-    __slots__ = ("num_legs", "num_tickets", "row", "table")
+    __slots__ = ("at", "num_legs", "num_tickets", "row", "table")
 
     def __init__(self, table: LoadTable | None = None) -> None:
         self.table = table or LoadTable()
         self.row = self.table.take_row()
+        self.at = self.row * _NUM_COLUMNS
+        """Where its cells begin."""
         self.num_legs = 0
         """Legs that are under way there."""
         self.num_tickets = 0
@@ -96,44 +99,60 @@ class InstanceLoad:
     num_decodes = _cell(_NUM_DECODES, "Answers that it writes or is to write.")
     last_turn = _cell(_LAST_TURN, "The number of the last choice that was this instance; 0: none.")
 
-    def sent(self, uncached: int, now: float, *, computes: bool, decodes: bool) -> float:
-        """A leg is sent to the instance, whose cache takes in this many more tokens, computed or handed over. Returns
-        how many were still to be computed there before."""
-        cells, row = self.table.cells, self.row
-        self.num_legs += 1
-        ahead: float = cells[row, _PREFILL_TOKENS]
-        if decodes:
-            cells[row, _NUM_DECODES] += 1.0
-        if computes:
-            cells[row, _NUM_PREFILLS] += 1.0
-            cells[row, _PREFILL_TOKENS] += uncached
-        scale = self.table.scale(now)  # first: it may scale the column
-        cells[row, _RECENT] += uncached * scale
-        return ahead
-
-    def answered(self, computed: int | None) -> float:
-        """A leg is answered, or given up: so many tokens of its prompt are to be computed no longer (None: they never
-        were). Returns how many answers run there."""
-        cells, row = self.table.cells, self.row
-        if computed is not None:
-            cells[row, _NUM_PREFILLS] -= 1.0
-            cells[row, _PREFILL_TOKENS] -= computed
-        running: float = cells[row, _NUM_DECODES]
-        return running
-
-    def ended(self, *, decodes: bool) -> None:
-        """A leg is over."""
-        self.num_legs -= 1
-        if decodes:
-            self.table.cells[self.row, _NUM_DECODES] -= 1.0
-
     def note_taken(self, num_tokens: float, now: float) -> None:
         """At `now` on the policy's clock, the instance's cache takes in this many more tokens."""
         scale = self.table.scale(now)  # first: it may scale the column
-        self.table.cells[self.row, _RECENT] += num_tokens * scale
+        self.table.cells[self.at + _RECENT] += num_tokens * scale
 
     def __repr__(self) -> str:
         return f"InstanceLoad({self.table.numbers[self.row]})"
+
+
+class Work:
+    """What one leg adds to the load of its instance, from when it is sent until it is over. `uncached`: tokens of the
+    prompt that the instance probably does not have, and takes in, computed or handed over; `computes`: it will compute
+    them; `decodes`: it will answer. `ahead`: tokens that were still to be computed there before. `now` is on the
+    policy's clock."""
+
+    __slots__ = ("_computing", "_load", "_over", "ahead", "computes", "decodes", "num_beside", "uncached")
+
+    def __init__(self, load: InstanceLoad, uncached: int, now: float, *, computes: bool, decodes: bool) -> None:
+        self._load, self.uncached, self.computes, self.decodes = load, uncached, computes, decodes
+        self.num_beside = 0.0
+        """Answers that ran on the instance meanwhile, this one included: when it began, in the end the mean with the
+        end."""
+        self._computing, self._over = computes, False
+        cells, at = load.table.cells, load.at
+        load.num_legs += 1
+        self.ahead: float = cells[at + _PREFILL_TOKENS]
+        if decodes:
+            cells[at + _NUM_DECODES] += 1.0
+        if computes:
+            cells[at + _NUM_PREFILLS] += 1.0
+            cells[at + _PREFILL_TOKENS] += uncached
+        load.note_taken(uncached, now)
+
+    def answered(self) -> None:
+        """The answer has begun, or is given up: the prompt is not to be computed any more."""
+        cells, at = self._load.table.cells, self._load.at
+        if self._computing:
+            self._computing = False
+            cells[at + _NUM_PREFILLS] -= 1.0
+            cells[at + _PREFILL_TOKENS] -= self.uncached
+        self.num_beside = cells[at + _NUM_DECODES]
+
+    def end(self) -> None:
+        """It is over, however it ended. May be called several times."""
+        if self._over:
+            return
+        self._over, before, load = True, self.num_beside, self._load
+        if self._computing:
+            self.answered()
+        cells, at = load.table.cells, load.at
+        self.num_beside = (before + cells[at + _NUM_DECODES]) / 2
+        load.num_legs -= 1
+        if self.decodes:
+            cells[at + _NUM_DECODES] -= 1.0
 
 
 class Target(Protocol):

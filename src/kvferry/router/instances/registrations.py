@@ -25,7 +25,6 @@ from kvferry.core.errors import (
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
 from kvferry.http.server.body import AtMost
-from kvferry.http.server.keys import Access
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route
@@ -66,7 +65,7 @@ class Registrations:
 
     def routes(self) -> list[Route]:
         """Served beside the router's other routes."""
-        return [Route("POST", REGISTER_PATH, self.register, Access.REGISTER)]
+        return [Route("POST", REGISTER_PATH, self.register, "register")]
 
     async def register(self, request: HttpRequest, response: Response) -> None:
         """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""

@@ -14,9 +14,9 @@ from kvferry.router.choice.decisions import Decision
 from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import Split, make_plan
 from kvferry.router.choice.policies.base import Asked
-from kvferry.router.choice.work import Work
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.instances.instance import Instance
+from kvferry.router.instances.load import Work
 from kvferry.router.paths import PROMPT_FIELDS
 from kvferry.router.request.leg import LONGEST_BUSY_S, retry_after_s
 from kvferry.router.request.services import Services

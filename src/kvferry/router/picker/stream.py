@@ -77,7 +77,7 @@ class ProcessedRequest:
         self._note_modes(message)
         request = _read_head(message, router.services.clock.wall())
         self._path, self._id = request.path, request.request_id.decode()
-        public = router.endpoints.admit(request.method, request.path, request.query)
+        public = router.endpoints.admit(request.method, request.path, request.target.partition("?")[2])
         client = _client_of(request)
         self._slot = router.admission.hold(client)
         has_body, has_trailers = not message.request_headers.end_of_stream, False
@@ -182,10 +182,12 @@ def _read_head(message: messages.Message, arrived: float) -> ClientRequest:
     headers = messages.read_headers(message.request_headers)
     pseudo = {name: value.decode("latin-1") for name, value in headers if name.startswith(b":")}
     others = [one for one in headers if not one[0].startswith(b":")]
-    path, _, query = pseudo.get(b":path", "").partition("?")
+    target = pseudo.get(b":path", "")
     first = first_values(others)
     request_id = sane_request_id(first.get(REQUEST_ID, b"").decode("latin-1") or None).encode()
-    return ClientRequest(pseudo.get(b":method", ""), path, query, others, first, b"", request_id, arrived)
+    return ClientRequest(
+        pseudo.get(b":method", ""), target, target.partition("?")[0], others, first, b"", request_id, arrived
+    )
 
 
 def _client_of(request: ClientRequest) -> str:

@@ -23,7 +23,7 @@ from kvferry.router.headers import SERVER_TIMING, TIMING_WANTED
 from kvferry.router.instances.instance import Facts, Instance, SglangFacts, Unasked, VllmFacts
 from kvferry.router.protocols.choose import alike
 from kvferry.router.request.hand_off import HandOff
-from kvferry.router.request.leg import Leg, LegState
+from kvferry.router.request.leg import Leg
 from kvferry.router.request.progress import EventPassage, Progress
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.relay import lost_within
@@ -63,21 +63,21 @@ class Delivery:
         response, relay, conversation = self._response, self._services.relay, self._legs.conversation
         if TIMING_WANTED in response.request.first:
             response.add_header(SERVER_TIMING, self._record.decision.server_timing())
-        if answer.head.status < 300:
+        head = answer.head
+        if head.status < 300:
             self._like = answer.instance.facts
             if (passage := self._passage_of(answer)) is not None:
                 return await self._stream(answer, passage)
-            is_whole = answer.head.status == 200 and not answer.is_event_stream
-            if conversation is not None and conversation.keeps and is_whole:
+            if conversation is not None and conversation.keeps and head.status == 200 and not head.is_event_stream:
                 content = await relay.read(answer, _LONGEST_READ)
                 content = conversation.without_ticket(answer.instance, content, events=False)
-                response.send(answer.head.status, content, relay.headers(answer, with_length=False))
+                response.send(head.status, content, relay.headers(answer, with_length=False))
                 return True
-        return await relay.send(answer, response) and answer.head.status < 400
+        return await relay.send(answer, response) and head.status < 400
 
     def _passage_of(self, answer: Leg) -> EventPassage | None:
         """What another instance would need to continue this answer; None: no instance could."""
-        if answer.head.status != 200 or not answer.is_event_stream:
+        if answer.head.status != 200 or not answer.head.is_event_stream:
             return None
         if answer.is_marked:
             return Progress()
@@ -166,11 +166,11 @@ class Delivery:
     async def _ask(self, instance: Instance, body: bytes) -> Leg | None:
         """The instance's answer, unless it failed or refused, which is noted here, or is busy."""
         leg = await self._legs.again(instance, body)
-        if leg.state is not LegState.LOST and leg.head.status < 300:
+        if leg.state != "lost" and leg.head.status < 300:
             return leg
         if leg.has_failed:
             self._record.failed(leg)
-        if leg.state is LegState.LOST or leg.verdict != "busy":
+        if leg.state == "lost" or leg.verdict != "busy":
             self._failed(instance)
         leg.close()
         return None

@@ -12,7 +12,8 @@ changes, and the story goes on.
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+
+import msgspec
 
 from kvferry.core.errors import PeerLost, RequestError
 from kvferry.core.messages.instance_facts import InstanceFacts
@@ -25,8 +26,8 @@ from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
 from kvferry.router.instances.instance import Instance, InstanceState, Unasked, VllmFacts
 from kvferry.router.request.delivery import Delivery
-from kvferry.router.request.hand_off import HandOff, PrefillOutcome
-from kvferry.router.request.leg import Leg, LegState, retry_after_s
+from kvferry.router.request.hand_off import HandOff
+from kvferry.router.request.leg import Leg, retry_after_s
 from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
@@ -34,7 +35,7 @@ from kvferry.router.request.services import Services
 from kvferry.router.request.waking import wait_for_first_look, wait_for_instances
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """The leg whose answer is the client's; `hand_off`: from which it has its KV."""
 
     leg: Leg
@@ -82,7 +83,8 @@ class Exchange:
                 num_bytes = self._response.num_bytes
                 if answer.hand_off is not None:
                     answer.hand_off.settle()  # D has fetched all that P kept for it, or has given it up
-                    await legs.prefill_ends(answer.hand_off)
+                    if answer.hand_off.outcome == "waiting":
+                        await legs.prefill_ends(answer.hand_off)
         except RequestError as error:
             self._response.fail(error)
         finally:
@@ -137,35 +139,35 @@ class Exchange:
             if at_once and d is None:
                 if self._is_final(last):
                     hand_off.leg.close()
-                    if last is None or last.state is LegState.LOST:
+                    if last is None or last.state == "lost":
                         return await self._from_any_instance()
                     return Answer(last)
                 if form.meets_in_a_room:
-                    if hand_off.outcome is PrefillOutcome.FAILED:
+                    if hand_off.outcome == "failed":
                         placement.failed(prefill)
                     hand_off.abandon()
                     return None
             match hand_off.outcome:
-                case PrefillOutcome.WAITING:
+                case "waiting":
                     await legs.changes.wait()
-                case PrefillOutcome.TICKET if d is not None and hand_off.is_as_promised:
+                case "ticket" if d is not None and hand_off.is_as_promised:
                     d.restart(self._services.clock.monotonic())
                     await legs.changes.wait()
-                case PrefillOutcome.TICKET:
+                case "ticket":
                     if d is not None:
                         d.close()
                         placement.forgive_decodes()
                     return await self._with_ticket(hand_off, last)
-                case PrefillOutcome.NOTHING if not at_once:
+                case "nothing" if not at_once:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
                     return await self._decode(hand_off)  # which may find it in a store
                 case outcome:
                     if (early := d or last) is not None:
                         early.close()
                     hand_off.give_up()
-                    if outcome is PrefillOutcome.REFUSED:
+                    if outcome == "refused":
                         return Answer(hand_off.leg)
-                    if outcome is PrefillOutcome.NOTHING:
+                    if outcome == "nothing":
                         record.failed(hand_off.leg, "no_ticket")
                     self._give_up(prefill)
                     return None
@@ -191,16 +193,16 @@ class Exchange:
         """The first good answer of a decode instance, after a pause if all are full; otherwise the last bad answer, so
         that the client sees what was wrong. Raises `RequestError` when there is none."""
         placement, legs, prefill = self._placement, self._legs, None if hand_off is None else hand_off.prefill
-        last = None if last is None or last.state is LegState.LOST else last
+        last = None if last is None or last.state == "lost" else last
         while True:
             while (instance := placement.next_decode(prefill)) is not None:
                 leg = legs.whole(instance) if hand_off is None else legs.decode(instance, hand_off)
-                while leg.state is LegState.SENT:
+                while leg.state == "sent":
                     await legs.changes.wait()
                 if leg.has_served:
                     return Answer(leg, hand_off)
                 self._decode_failed(leg, hand_off)
-                if leg.state is not LegState.LOST:
+                if leg.state != "lost":
                     if last is not None:
                         last.close()
                     last = leg
@@ -238,6 +240,6 @@ class Exchange:
         not the cause."""
         if self._placement.has_other_decode():
             return False
-        if d is None or d.state is LegState.LOST:
+        if d is None or d.state == "lost":
             return isinstance(self._lost_decode, Unreachable)
         return d.verdict == "busy" and self._busy_left_s <= 0

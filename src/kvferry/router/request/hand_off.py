@@ -5,8 +5,7 @@ Owns P's leg and what it says. Does not know to whom the ticket goes.
 
 from __future__ import annotations
 
-from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,21 +18,14 @@ from kvferry.router.choice.decisions import PrefillUsage
 from kvferry.router.instances.instance import Unasked, VllmFacts
 from kvferry.router.instances.pools import RolePool
 from kvferry.router.protocols.form import Form
-from kvferry.router.request.leg import Leg, LegState
+from kvferry.router.request.leg import Leg
 from kvferry.router.request.next_turn import Conversation, Kept
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.releases import Releases
 
-
-class PrefillOutcome(Enum):
-    """What P's leg has come to. `NOTHING`: P has computed, and keeps nothing for another instance; `REFUSED`: it found
-    an error in the request, and its answer is the client's."""
-
-    WAITING = auto()
-    TICKET = auto()
-    NOTHING = auto()
-    REFUSED = auto()
-    FAILED = auto()
+PrefillOutcome = Literal["waiting", "ticket", "nothing", "refused", "failed"]
+"""What P's leg has come to. `nothing`: P has computed, and keeps nothing for another instance; `refused`: it found an
+error in the request, and its answer is the client's."""
 
 
 class HandOff:
@@ -50,7 +42,7 @@ class HandOff:
     ) -> None:
         self.prefill, self.form, self.leg = leg.instance, form, leg
         self._kept, self._conversation, self._record = kept, conversation, record
-        self.outcome = PrefillOutcome.WAITING
+        self.outcome: PrefillOutcome = "waiting"
         self.ticket: Any = form.early
         """What D is sent: the early ticket, if there is one, and P's once that has come."""
         self.is_as_promised, self.is_without_kv = True, False
@@ -62,16 +54,16 @@ class HandOff:
     def _look(self) -> None:
         """Take in what has become of P's leg."""
         leg = self.leg
-        if self.outcome is not PrefillOutcome.WAITING:
+        if self.outcome != "waiting":
             return
         if leg.has_failed:
             self._fail(leg.failure)
             if leg.was_unreachable:
                 self.settle()
-        elif leg.state is LegState.ENDED and leg.head.status >= 400:
-            self.outcome = PrefillOutcome.REFUSED
+        elif leg.state == "ended" and leg.head.status >= 400:
+            self.outcome = "refused"
             self.settle()
-        elif leg.state is LegState.ENDED:
+        elif leg.state == "ended":
             try:
                 self._read(leg.take())
             except ProtocolError:
@@ -83,10 +75,10 @@ class HandOff:
         prefill, facts = self.prefill, self.prefill.facts
         params = self.form.read_ticket(answer, from_kvferry=isinstance(facts, InstanceFacts))
         if params is None:
-            self.outcome = PrefillOutcome.NOTHING
+            self.outcome = "nothing"
             self.settle()
         else:
-            self.outcome, self.ticket = PrefillOutcome.TICKET, params
+            self.outcome, self.ticket = "ticket", params
             origin, self.is_without_kv = about_ticket(params)
             early = self.form.early
             if early is not None and origin is not None:
@@ -98,7 +90,7 @@ class HandOff:
         self._record.prefilled(self.leg, prefill_usage(answer))
 
     def _fail(self, reason: str) -> None:
-        self.outcome = PrefillOutcome.FAILED
+        self.outcome = "failed"
         self._record.failed(self.leg, reason)
 
     # What becomes of what P holds.
@@ -114,7 +106,7 @@ class HandOff:
     def abandon(self) -> None:
         """P's leg is of no use any more, and P holds nothing."""
         self.leg.close()
-        self.outcome = PrefillOutcome.FAILED
+        self.outcome = "failed"
         self.settle()
 
     def settle(self) -> bool:
@@ -125,14 +117,14 @@ class HandOff:
 
     def release(self, releases: Releases, decodes: RolePool, client_headers: RawHeaders) -> None:
         """Have P free what nobody will fetch. Returns at once."""
-        if self.outcome is PrefillOutcome.WAITING and self._kept is not None:
+        if self.outcome == "waiting" and self._kept is not None:
             self.give_up()
         if not self.settle():
             return
         match self.form.released_by:
             case "p":
                 releases.start(self.prefill, self.form.transfer_id)
-            case "d" if self.outcome is PrefillOutcome.TICKET and not self.given and (one := decodes.pick()):
+            case "d" if self.outcome == "ticket" and not self.given and (one := decodes.pick()):
                 releases.refuse(one, self.ticket, client_headers)
 
 

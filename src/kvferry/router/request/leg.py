@@ -20,7 +20,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable
-from enum import Enum, auto
 from typing import Literal
 
 import msgspec
@@ -28,18 +27,18 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
-from kvferry.http.client.call import NO_HEAD, Call, CallState
+from kvferry.http.client.call import NO_HEAD, Call
 from kvferry.http.errors import AnswerTimeout, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.relay import Reader, relay
 from kvferry.http.server.response import Response
 from kvferry.observe.tracing import Span
-from kvferry.router.choice.work import Work
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent, UnreadableStream, failure
-from kvferry.router.headers import PROGRESS, content_type
+from kvferry.router.headers import PROGRESS
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import LATE_BEFORE_DOWN, Instance
+from kvferry.router.instances.load import Work
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +75,8 @@ def retry_after_s(headers: RawHeaders) -> float:
     return max(_LEAST_PAUSE_S, float(told) if told.isdigit() and len(told) < 9 else _USUAL_PAUSE_S)
 
 
-class LegState(Enum):
-    """How far a leg is; see the module."""
-
-    SENT = auto()
-    BEGUN = auto()
-    ENDED = auto()
-    LOST = auto()
+LegState = Literal["sent", "begun", "ended", "lost"]
+"""How far a leg is; see the module."""
 
 
 class Patience(msgspec.Struct):
@@ -142,7 +136,7 @@ class Leg:
         self._legs, self._call, self._changes = legs, call, changes
         self.instance, self.work, self.patience = instance, work, patience
         self.on_change: Callable[[], None] | None = None
-        self.state = LegState.SENT
+        self.state: LegState = "sent"
         self.head = NO_HEAD
         """Status and headers of the answer, once it has begun."""
         self.verdict: Verdict | None = None
@@ -166,12 +160,12 @@ class Leg:
     @property
     def has_served(self) -> bool:
         """Whether an answer for the client has begun."""
-        return self.verdict == "served" and self.state is not LegState.LOST
+        return self.verdict == "served" and self.state != "lost"
 
     @property
     def has_failed(self) -> bool:
         """Whether it was lost, or the answer reports load or a fault."""
-        return self.state is LegState.LOST or self.verdict in ("busy", "fault")
+        return self.state == "lost" or self.verdict in ("busy", "fault")
 
     @property
     def was_unreachable(self) -> bool:
@@ -179,30 +173,25 @@ class Leg:
         return isinstance(self.error, Unreachable)
 
     @property
-    def is_event_stream(self) -> bool:
-        """Whether the answer is a stream of server-sent events to which an event can be added."""
-        return self._call.is_event_stream and content_type(self.head.headers) == b"text/event-stream"
-
-    @property
     def is_marked(self) -> bool:
         """Whether the answer's events say how far it has come (`core.messages.continuation`)."""
-        return self.is_event_stream and self.head.status == 200 and PROGRESS in self.head.first
+        return self.head.is_event_stream and self.head.status == 200 and PROGRESS in self.head.first
 
     def _changed(self) -> None:
         """For its call: more has come, or it is over."""
         call, state = self._call, self.state
         try:
             match call.state:
-                case CallState.COMPLETE:
-                    if state is LegState.SENT:
+                case "complete":
+                    if state == "sent":
                         self._begin(call)
-                    self._end(LegState.ENDED)
-                case CallState.ANSWERING if state is LegState.SENT:
+                    self._end("ended")
+                case "answering" if state == "sent":
                     self._begin(call)
-                case CallState.LOST if state is LegState.SENT or state is LegState.BEGUN:
+                case "lost" if state == "sent" or state == "begun":
                     assert call.error is not None
                     self._lose(call.error)
-                case CallState.ANSWERING if call.is_event_stream or state is LegState.LOST:
+                case "answering" if call.head.is_event_stream or state == "lost":
                     return  # nobody waits for single pieces of a stream
             if self.on_change is not None:
                 self.on_change()
@@ -211,11 +200,11 @@ class Leg:
             # The edge: a fault of ours is this request's, and not its connection's.
             logger.exception("a leg to %s is given up", self.instance)
             self.error = PeerLost(f"the answer of {self.instance} cannot be taken: {error}")
-            self._end(LegState.LOST)
+            self._end("lost")
             self._changes.fail(error)
 
     def _begin(self, call: Call) -> None:
-        self.state, self.head = LegState.BEGUN, call.head
+        self.state, self.head = "begun", call.head
         self.first_byte_at = self.instance.last_sign = now = self._legs.now()
         self.work.answered()
         patience = self.patience
@@ -238,10 +227,10 @@ class Leg:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
                     instance.lost_request()
-        self._end(LegState.LOST)
+        self._end("lost")
 
     def _end(self, state: LegState) -> None:
-        if self.state is LegState.ENDED or self.state is LegState.LOST:
+        if self.state == "ended" or self.state == "lost":
             return
         self.state, self.ended_at = state, self._legs.now()
         self._legs.open.pop(self, None)
@@ -278,7 +267,7 @@ class Leg:
     def restart(self, now: float) -> None:
         """The instance beside whose progress counted is done; from here on only its own counts."""
         patience = self.patience
-        if self.state is LegState.SENT and patience.beside is not None:
+        if self.state == "sent" and patience.beside is not None:
             patience.progress_at, patience.beside = max(patience.progress_at, now), None
 
     def silent_for(self, now: float) -> float:
@@ -303,8 +292,9 @@ class Leg:
     def close(self) -> None:
         """Nobody wants it any more, or all of it was used. May be called several times."""
         self.on_change = None  # which may refer to whoever has this leg
-        self._call.close()
-        self._end(LegState.LOST)
+        if self.state != "ended":
+            self._call.close()
+            self._end("lost")
 
 
 class Legs:
@@ -343,7 +333,9 @@ class Legs:
         `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
         sent."""
         try:
-            call = self._connections.start(instance, method, target, headers, body)
+            call = self._connections.http.start(
+                instance.address.origin, method, instance.address.base_path + target, headers, body, repeatable=True
+            )  # repeatable if nothing has come of it
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be sent on: {error}") from error
         now = self.now()

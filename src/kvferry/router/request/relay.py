@@ -19,7 +19,7 @@ from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silen
 from kvferry.router.headers import for_client
 from kvferry.router.instances.instance import Instance, VllmFacts
 from kvferry.router.instances.pools import Pools
-from kvferry.router.request.leg import Leg, LegState
+from kvferry.router.request.leg import Leg
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class Relay:
         """
         if 300 <= leg.head.status < 400:
             raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
-        is_stream = leg.is_event_stream
+        is_stream = leg.head.is_event_stream
         if leg.head.status >= 400 and not is_stream:
             content = await self.read(leg, _LONGEST_ERROR)
             response.send(leg.head.status, self.hide(content), self.headers(leg, with_length=False))
             return True
         response.start(leg.head.status, self.headers(leg))
-        if leg.state is LegState.ENDED and not is_stream:
+        if leg.state == "ended" and not is_stream:
             response.end(leg.take())
             return True
         try:

@@ -19,9 +19,9 @@ from kvferry.router.client_request import ClientRequest
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
 from kvferry.router.instances.instance import Absent, Instance, SglangFacts, VllmFacts
 from kvferry.router.protocols.form import HAND_OFF_FIELD, Form
-from kvferry.router.request.hand_off import HandOff, PrefillOutcome
-from kvferry.router.request.leg import Leg, LegChanges, LegState
-from kvferry.router.request.next_turn import Conversation
+from kvferry.router.request.hand_off import HandOff
+from kvferry.router.request.leg import Leg, LegChanges
+from kvferry.router.request.next_turn import Conversation, Kept
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.services import Services
 
@@ -55,8 +55,7 @@ class RequestLegs:
         self._seed = shared_seed(body)
         self.may_continue = body.values.get("stream") is True and not services.config.trust_client_tickets
         """Whether the answer may go on from another instance, if that can be done exactly."""
-        self._is_of_one = is_of_one(request.path, body)
-        self._marked = self.may_continue and self._is_of_one
+        self._marked = self.may_continue and is_of_one(request.path, body)
         self._headers: LegHeaders | None = None
         self.changes = LegChanges()
         """Waited for by the request's task."""
@@ -67,12 +66,13 @@ class RequestLegs:
 
     def prefill(self, instance: Instance, form: Form) -> HandOff:
         """Ask P to compute the prompt and keep its KV."""
-        kept, seed = None, dict[str, int]()
+        kept: Kept | None = None
+        seed: dict[str, int] = {}
         if form.shares_seed:
             seed = self._seed
             if self.conversation is not None:
                 kept = self.conversation.take(instance)
-                if self._is_of_one and not self._services.config.trust_client_tickets:
+                if is_of_one(self._request.path, self._body) and not self._services.config.trust_client_tickets:
                     self.conversation.goes_on(self._services.pools.decode.instances)
         body = prefill_body(self._body, form, seed, None if kept is None else kept.params)
         leg = self._send("prefill", instance, body, _NOT_COMPRESSED + form.prefill_headers, computes=True)
@@ -111,7 +111,7 @@ class RequestLegs:
     async def again(self, instance: Instance, body: bytes) -> Leg:
         """A leg that gives a whole answer, or the rest of one, once it has begun to or has failed."""
         leg = self._send("continuation", instance, body, computes=True, decodes=True)
-        while leg.state is LegState.SENT:
+        while leg.state == "sent":
             await self.changes.wait()
         return leg
 
@@ -166,11 +166,9 @@ class RequestLegs:
 
     async def prefill_ends(self, hand_off: HandOff) -> None:
         """In a concurrent hand-off P's own answer comes at any moment once the client has D's."""
-        if hand_off.outcome is not PrefillOutcome.WAITING:
-            return
         try:
             async with asyncio.timeout(_LATE_PREFILL_S):
-                while hand_off.outcome is PrefillOutcome.WAITING:
+                while hand_off.outcome == "waiting":
                     await self.changes.wait()
         except TimeoutError:
             return
