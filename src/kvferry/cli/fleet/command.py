@@ -12,7 +12,8 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from kvferry.cli.fleet.life import COMMANDS, control
+from kvferry.cli.fleet.controllers import control
+from kvferry.cli.fleet.life import COMMANDS
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret

@@ -1,0 +1,178 @@
+"""The controller of a fleet: run in the foreground, or started in the background where a fleet has none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from kvferry.cli.fleet_settings import grace_of, local_recipe
+from kvferry.cli.serve import serve
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token, users_token
+from kvferry.core.settings.options import unknown_key
+from kvferry.fleet.backends.local.member import ERROR_PREFIX
+from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
+from kvferry.fleet.control.controller import Controller, End, EndAsked, LetGo, Superseded
+from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.leftovers import remove_leftovers
+from kvferry.fleet.places import fleet_names, ledger_of, running_folder
+from kvferry.fleet.process import PROGRAM
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import TEXT, set_up_logging
+
+LOOK_S = 0.2
+_BEGIN_S = 20.0
+"""How long a controller may take to begin."""
+_KILLED_S = 10.0
+"""Seconds to wait for a killed controller to end."""
+_LOG = "controller.log"
+_MOST_LOG_BYTES = 16 * 2**20
+
+Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.")]
+
+
+def control(
+    name: Fleet,
+    *,
+    wait: Annotated[bool, Parameter(help="Wait until a controller that looks after it already has ended.")] = True,
+) -> int:
+    """Run a fleet's controller in the foreground. `apply` runs it in the background; SIGTERM ends it, and the fleet
+    keeps running. A second controller waits until the first has ended."""
+    set_up_logging(TEXT, "controller")
+    DigestCache()
+    remove_leftovers()
+    return asyncio.run(_control(existing_ledger(name), waits=wait))
+
+
+async def _control(ledger: Ledger, *, waits: bool) -> int:
+    """Until it is told to end. One that was not heard for so long that another may act begins anew, and waits."""
+    while isinstance(await _look_after(ledger, waits=waits), Superseded):
+        waits = True
+    return 0
+
+
+async def _look_after(ledger: Ledger, *, waits: bool) -> End:
+    fleet, display = ledger.wanted().fleet, PlainDisplay()
+    backend = make_backend(running_folder(ledger), fleet)
+    async with Front(backend.context.token) as front:
+        controller = Controller(
+            ledger, backend, front, display, SYSTEM_CLOCK, waits=waits, grace_s=grace_of(fleet, serve)
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, controller.end, LetGo())
+        try:
+            end = await controller.run()
+            if isinstance(end, EndAsked):
+                await controller.bring_down()
+            return end
+        finally:
+            await backend.close()
+            controller.close()
+
+
+def existing_ledger(name: str) -> Ledger:
+    """What is kept of the fleet of this name. Raises `ConfigError` if there is none."""
+    names = fleet_names()
+    if name not in names:  # which is also the answer to a name that is a path
+        if not names:
+            raise ConfigError(f"there is no fleet {name}, nor any other; `kvferry fleet apply SPEC` makes one")
+        raise ConfigError(unknown_key(f"fleet {name}", name, names))
+    return ledger_of(name)
+
+
+def make_backend(folder: Path, fleet: WantedFleet) -> FleetBackend:
+    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
+    token = _token()
+    make_recipe = partial(local_recipe, token=token, command=serve)
+    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
+    backend = backend_class(fleet.backend.kind)(context)
+    backend.use(fleet)
+    return backend
+
+
+def _token() -> str:
+    """The token that all controllers of a fleet share: a new one would lock out the next controller."""
+    token = shared_token() or users_token()
+    if not token:
+        raise ConfigError("no token can be kept for this user; set KVFERRY_AUTH_TOKEN")
+    return token
+
+
+def require_controller(ledger: Ledger, name: str) -> None:
+    """Start a controller in the background unless the fleet has one. One that hangs is killed: the members keep
+    running, and the next controller finds them."""
+    _end_hung(ledger, name)
+    if ledger.has_controller:
+        return
+    path = ledger.folder / _LOG
+    if path.exists() and path.stat().st_size > _MOST_LOG_BYTES:
+        path.replace(path.with_suffix(".log.old"))
+    with open(path, "ab", opener=_private) as log:
+        process = subprocess.Popen(
+            [*PROGRAM, "fleet", "control", name, "--no-wait"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = SYSTEM_CLOCK.monotonic() + _BEGIN_S
+    while not ledger.has_controller:
+        if process.poll() is not None and not ledger.has_controller:
+            raise ConfigError(f"the controller of {name} ended at once: {why_ended(ledger)}")
+        if SYSTEM_CLOCK.monotonic() > deadline:
+            raise ConfigError(f"the controller of {name} does not begin; see {path}")
+        time.sleep(LOOK_S)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _end_hung(ledger: Ledger, name: str) -> None:
+    holder = ledger.controller
+    if holder is None or not holder.hangs:
+        return
+    who = f"the controller of {name} (process {holder.pid})"
+    sys.stderr.write(f"kvferry: {who} has hung for {holder.silent_s:.0f} s; it is ended, and another one takes over\n")
+    holder.kill()
+    deadline = SYSTEM_CLOCK.monotonic() + _KILLED_S
+    while ledger.has_controller:
+        if SYSTEM_CLOCK.monotonic() > deadline:
+            raise ConfigError(f"{who} hangs, and cannot be ended")
+        time.sleep(LOOK_S)
+
+
+def last_error(ledger: Ledger) -> str:
+    """The last controller's final log line, if it was an error."""
+    try:
+        last = (ledger.folder / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
+    except OSError:
+        return ""
+    return next((one.removeprefix(ERROR_PREFIX) for one in last if one.startswith(ERROR_PREFIX)), "")
+
+
+def why_ended(ledger: Ledger) -> str:
+    """The last controller's final error, or where to look for it."""
+    return last_error(ledger) or f"see {ledger.folder / _LOG}"
+
+
+def is_ending(ledger: Ledger) -> bool:
+    """Whether the fleet is being deleted, or has been."""
+    try:
+        return not ledger.exists or ledger.wanted().deleted
+    except ConfigError:  # it cannot be read, so no controller would end its members
+        return False

@@ -1,0 +1,114 @@
+"""What a fleet is, and which steps a change would take, as text."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from kvferry.cli.fleet.controllers import existing_ledger, last_error
+from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.ledger import Event, Ledger
+from kvferry.fleet.control.rehearsal import rehearse
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.places import fleet_names
+
+
+def status(
+    name: Annotated[str | None, Parameter(help="Name of the fleet. Default: all.")] = None,
+    *,
+    history: Annotated[bool, Parameter(help="Show each step that was taken, and why.", negative=())] = False,
+    json: Annotated[bool, Parameter(help="Print JSON.", negative=())] = False,
+) -> int:
+    """Show a fleet: per role how many are wanted, ready, of the current revision and draining, and what failed."""
+    names = fleet_names() if name is None else [name]
+    if not names:
+        sys.stderr.write("kvferry: there are no fleets; `kvferry fleet apply SPEC` makes one\n")
+    for one in names:
+        ledger = existing_ledger(one)
+        if json:
+            shown = {"wanted": ledger.wanted(), "status": ledger.status(), "has_controller": ledger.has_controller}
+            events = {"history": list(ledger.history())} if history else {}
+            sys.stdout.buffer.write(msgspec.json.encode({**shown, **events}) + b"\n")
+            continue
+        for line in _history(ledger) if history else _overview(one, ledger):
+            sys.stdout.write(line + "\n")
+    return 0
+
+
+def _history(ledger: Ledger) -> list[str]:
+    return [f"{_when(one.at)} {event_text(one)}" for one in ledger.history()]
+
+
+def _when(at: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # the file was changed from outside
+        return f"{at:g}"
+
+
+def event_text(event: Event) -> str:
+    """A step or an event, in one line."""
+    return " ".join(filter(None, (event.what, event.name))) + (f": {event.why}" if event.why else "")
+
+
+def _overview(name: str, ledger: Ledger) -> list[str]:
+    wanted, seen = ledger.wanted(), ledger.status()
+    fleet = wanted.fleet
+    head = f"{name}  {fleet.model}  {fleet.mode}  revision {fleet.revision}"
+    lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if wanted.deleted else "")]
+    if not ledger.has_controller:
+        then = f"{'delete' if wanted.deleted else 'resume'} {name}"
+        why = f" ({last})" if (last := last_error(ledger)) else ""
+        lines.append(f"  no controller looks after it{why}; `kvferry fleet {then}` starts one")
+    elif (holder := ledger.controller) is not None and holder.hangs:
+        what = f"its controller (process {holder.pid}) has hung for {holder.silent_s:.0f} s"
+        lines.append(f"  {what}; `kvferry fleet resume {name}` replaces it")
+    if seen is None:
+        return lines
+    if seen.url:
+        lines.append(f"  {seen.url}")
+    if seen.decided:
+        lines.append(f"  {'would be ' if fleet.scale and fleet.scale.recommend else ''}scaled: {seen.decided}")
+    lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
+    for role, one in seen.roles.items():
+        figures = f"{one.desired:>6} {one.ready:>6} {one.updated:>8} {one.starting:>9} {one.draining:>9}"
+        lines.append(f"  {role:<9} {figures}" + (f"  failed: {one.failed}" if one.failed else ""))
+    for member in seen.members:
+        detail = f"  {member.detail}" if member.detail else ""
+        unit = f"  {member.unit}" if member.unit else ""
+        lines.append(
+            f"    {member.name:<14} {member.role:<8} {member.phase:<9} {member.revision}  {member.url}{unit}{detail}"
+        )
+    return lines
+
+
+def show_steps(ledger: Ledger, fleet: WantedFleet) -> int:
+    """Print the steps that it would take to make the fleet this; change nothing. Raises `ConfigError`."""
+    seen = ledger.status() if ledger.has_controller else None
+    members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
+    steps = rehearse(fleet, members)
+    for step in steps:
+        sys.stdout.write(f"{_step(step)}\n")
+    if not steps:
+        sys.stdout.write("nothing would change\n")
+    return 0
+
+
+def _observed(member: MemberStatus) -> Observed:
+    return Observed(member.name, member.role, member.revision, Phase(member.phase), -member.for_s, member.unit)
+
+
+def _step(step: Step) -> str:
+    match step:
+        case Start(name, role, revision, why):
+            return f"+ start {name} ({role}, revision {revision}): {why}"
+        case Drain(name, why):
+            return f"- drain {name}: {why}"
+        case StopMember(name, why):
+            return f"- stop {name}: {why}"
+        case SwitchRole(name, role, why):
+            return f"~ {name} becomes {role}: {why}"
