@@ -131,7 +131,8 @@ def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, t
     assert "maximum context length" in long["error"]
     assert "a block of KV is 16" in short["error"]
     assert "out of vocabulary" in strange["error"]
-    assert not [one for one in psutil.Process().children(recursive=True) if str(folder) in " ".join(one.cmdline())]
+    everything = psutil.process_iter(["cmdline"])  # which may end meanwhile
+    assert not [one for one in everything if str(folder) in " ".join(one.info["cmdline"] or ())]
 
 
 def test_a_store_that_is_too_small_is_told(model_maker: ModelMaker, tmp_path: Path, document: Path) -> None:
