@@ -10,14 +10,13 @@ from typing import Literal, get_args
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.seeds.faults import OUTSIDE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest
-from kvferry.sim.seeds.scenario import AUDITED_EVERY, SETTLES_S, Report, draw
+from kvferry.sim.seeds.invariants import Violation
+from kvferry.sim.seeds.scenario import Report, draw, judged, require_finished
 from kvferry.sim.world import RequestSpec, WorldSpec
 
 ChangeKind = Literal["scale", "swap", "roll", "kill", "controller"]
 KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 _BECOMES_SO_S = 120.0
-_LOOKED_AT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,9 @@ class _Changes:
         self._world, self._counts, self._stamp = world, counts, 0
         self.num_open = 0
 
-    def schedule(self, changes: list[Change], begins: float) -> None:
-        """Each at its time."""
+    def schedule(self, changes: list[Change]) -> None:
+        """Each at its time, counted from now."""
+        begins = self._world.simulation.now
         self.num_open += len(changes)
         for change in changes:
             self._world.network.loop.call_at(begins + change.at_s, self._happen, change)
@@ -135,38 +135,14 @@ class _Changes:
 def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
     """Let it happen, and look whether everything held that must."""
     world = FleetWorld(scenario.world, fleet_of(*scenario.counts), scenario.seed, keep_log=keep_log)
-    report, moves = Report(scenario.seed), 0
-    violations = report.violations
-
-    def audit() -> None:
-        nonlocal moves
-        moves += 1
-        if moves % AUDITED_EVERY == 0 and not violations:
-            violations.extend(of_blocks(world) + of_leases(world))
-
-    with world.running():
-        simulation, changes, breaker = world.simulation, _Changes(world, scenario.counts), FaultInjector(world)
-        simulation.after_callbacks = audit
-        begins = simulation.now
+    with judged(world, scenario) as report:
+        changes, breaker = _Changes(world, scenario.counts), FaultInjector(world)
         if not world.is_settled:
-            violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
-        world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
-        changes.schedule([one for one in scenario.faults if isinstance(one, Change)], begins)
+            report.violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
+        changes.schedule([one for one in scenario.faults if isinstance(one, Change)])
         breaker.schedule([one for one in scenario.faults if isinstance(one, Fault)])
-        if not world.finish():
-            violations.append(Violation("nothing waits without an end", "requests do"))
+        require_finished(world, report)
         if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _BECOMES_SO_S):
             seen = world.ledger.status()
-            violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
-        settled_by = simulation.now + SETTLES_S
-        while of_rest(world) and simulation.now < settled_by:
-            world.run_for(_LOOKED_AT_EVERY_S)
-        violations += of_requests(world.results, has_faults=not scenario.loses_nothing)
-        violations += of_rest(world)
-        if not world.end():
-            violations.append(Violation("everything can be shut down", f"left: {sorted(world.started)}"))
-        if world.network.num_open:
-            violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
-        violations += of_code(world)
-        report.end(world)
+            report.violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
     return report

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Protocol
 
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.network import NetworkSpec
@@ -98,7 +100,6 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             "lease_s": LEASE_S,
             "timeout_s": LEASE_S,
             "unsealed_s": 4 * LEASE_S,
-            **({"bidirectional_kv_xfer": False}),
         },
     )
     late = random.choice((0.0, 0.001, 0.02))
@@ -149,39 +150,59 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
 def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
     """Let it happen, and look whether everything held that must."""
     world = World(scenario.world, scenario.seed, keep_log=keep_log)
-    report = Report(scenario.seed)
+    with judged(world, scenario) as report:
+        breaker = FaultInjector(world)
+        breaker.schedule(scenario.faults)
+        require_finished(world, report)
+        world.run_until(lambda: not breaker.lasting, 100.0)
+    return report
+
+
+class Judged(Protocol):
+    """A scenario of one deployment or of a fleet."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def requests(self) -> list[RequestSpec]: ...
+    @property
+    def loses_nothing(self) -> bool: ...
+
+
+@contextmanager
+def judged(world: World, scenario: Judged) -> Iterator[Report]:
+    """Run the world with the scenario's requests. The body lets happen what happens beside them; then the world has
+    time to settle, is shut down, and the report has what came of it all."""
+    report, moves = Report(scenario.seed), 0
     violations = report.violations
+
+    def audit() -> None:
+        nonlocal moves
+        moves += 1
+        if moves % AUDITED_EVERY == 0 and not violations:
+            violations.extend(of_blocks(world) + of_leases(world))
+
     with world.running():
-        simulation, breaker = world.simulation, FaultInjector(world)
-        moves = 0
-
-        def audit() -> None:
-            nonlocal moves
-            moves += 1
-            if moves % AUDITED_EVERY == 0 and not violations:
-                violations.extend(of_blocks(world) + of_leases(world))
-
+        simulation = world.simulation
         simulation.after_callbacks = audit
         begins = simulation.now
-        world.submit([_moved(one, begins) for one in scenario.requests])
-        breaker.schedule(scenario.faults)
-        if not world.finish():
-            waiting = [one.number for one in world.results if not one.ends]
-            violations.append(Violation("nothing waits without an end", f"requests {waiting}"))
-        world.run_until(lambda: not breaker.lasting, 100.0)
+        world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
+        yield report
         settled_by = simulation.now + SETTLES_S
         while of_rest(world) and simulation.now < settled_by:
             world.run_for(_LOOKED_AT_EVERY_S)
         violations += of_requests(world.results, has_faults=not scenario.loses_nothing)
         violations += of_rest(world)
         if not world.end():
-            violations.append(Violation("everything can be shut down", "tasks are left"))
+            violations.append(Violation("everything can be shut down", "tasks or members are left"))
         if world.network.num_open:
             violations.append(Violation("no connection is left", f"{world.network.num_open} ends are open"))
         violations += of_code(world)
         report.end(world)
-    return report
 
 
-def _moved(request: RequestSpec, by_s: float) -> RequestSpec:
-    return replace(request, at_s=request.at_s + by_s)
+def require_finished(world: World, report: Report) -> None:
+    """Run until all requests have ended; a violation if some do not."""
+    if not world.finish():
+        waiting = [one.number for one in world.results if not one.ends]
+        report.violations.append(Violation("nothing waits without an end", f"requests {waiting}"))
