@@ -139,7 +139,7 @@ class LookupBufferContract:
         ends.producer.table.drop("k")
         with pytest.raises(LeaseEnded, match="withdrew"):
             await fetching
-        assert ends.producer.table.ended() == [("k", "dropped")]
+        assert ends.producer.table.why_over("k") == "dropped"
 
     async def test_one_of_two_consumers_has_it(self, ends: Ends) -> None:
         region, other = await ends.another_consumer()
@@ -158,7 +158,7 @@ class LookupBufferContract:
         ends.clock.advance(BOUNDS.lease_s)
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
-        assert ends.producer.table.ended() == [("k", "expired")]
+        assert ends.producer.table.why_over("k") == "expired"
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
 
@@ -177,7 +177,6 @@ class LookupBufferContract:
         assert [type(error) for error in found] == [LeaseEnded] * 2
         assert "withdrew" in str(found[0])
         assert "released" in str(found[1])
-        assert ends.producer.table.ended() == []
         ends.producer.table.check()
 
     async def test_who_gives_up_leaves_the_key_to_others(self, ends: Ends) -> None:
@@ -307,15 +306,9 @@ class Ends:
         return asyncio.ensure_future(fetching)
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
-        """The producer learns that the key has ended, and nothing else, perhaps later than the consumer's take."""
-        found: list[tuple[str, EndReason]] = []
-
-        def has_ended() -> bool:
-            found.extend(self.producer.table.ended())
-            return bool(found)
-
-        await until(has_ended)
-        assert found in [[(key, reason)] for reason in reasons]
+        """The producer learns that the key has ended for one of these reasons, perhaps later than the consumer's take."""
+        await until(lambda: self.producer.table.over([key]) == [key])
+        assert self.producer.table.why_over(key) in reasons
 
     async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
         """A block of a layer is where it belongs."""

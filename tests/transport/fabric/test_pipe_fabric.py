@@ -77,7 +77,7 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
             block_id = "abcd".index(key)
             taken = await consumer.drop_select(Want(key, source, [block_id], soon()))
             assert taken.fabric == ("unix" if pipe == "example" else pipe)
-            assert producer.table.ended() == [(key, "taken")]
+            assert producer.table.why_over(key) == "taken"
             assert ours.blocks([block_id]) == theirs.blocks([block_id])
 
 

@@ -69,9 +69,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._written: list[int] = []
         """Layers that were saved in this step and wait for the device."""
         self._held: dict[str, str] = {}
-        """The requests whose blocks are under `Hold`, by transfer id."""
-        self._over: set[str] = set()
-        """Transfer ids of hand-offs that have ended and are not reported yet."""
+        """The requests whose blocks are under `Hold`, by transfer id, until the table has no such key any more."""
 
     # Life.
 
@@ -159,16 +157,14 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._written, self._saves = [], []
 
     def _begin(self, save: Save) -> None:
-        if save.opens and not self.table.open(save.transfer_id):
-            self._over.add(save.transfer_id)
-        elif save.block_ids:
+        if save.opens:
+            self.table.open(save.transfer_id)
+        if save.block_ids:
             self._saves.append(save)
 
     def _seal(self, seal: Seal) -> None:
         if seal.kept_blocks:
-            if not self.table.open(seal.transfer_id):
-                self._over.add(seal.transfer_id)
-                return
+            self.table.open(seal.transfer_id)
             self.table.insert(seal.transfer_id, Part(0, self.context.layout.num_layers, 0, seal.kept_blocks))
         self.table.seal(seal.transfer_id, seal.meta, seal.lease_s)
 
@@ -185,7 +181,6 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         """Withdraw a hand-off: from here on nobody can take it. If even that fails, its lease expires."""
         self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
         self.table.drop(transfer_id)
-        self._over.add(transfer_id)
 
     def poll(self) -> TransferReport:
         """Loads that ended, and blocks that are no longer needed. Raises `ConnectorLost` when the transfer thread's
@@ -195,11 +190,8 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
-        self._over.update(transfer_id for transfer_id, _ in self.table.ended())
-        released = [transfer_id for transfer_id in self._held if transfer_id in self._over]
-        self._over.difference_update(released)
-        arrived = self._overdue.checked(self.reports.take())
-        return [*(Released(self._held.pop(transfer_id)) for transfer_id in released), *arrived]
+        released = [Released(self._held.pop(transfer_id)) for transfer_id in self.table.over(self._held)]
+        return [*released, *self._overdue.checked(self.reports.take())]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
@@ -216,7 +208,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     def check(self) -> None:
         """Raise `LeakError` when a hand-off, a load or a report is left."""
         self.table.check()
-        if self._held or self._over or self.reports or not self._arrivals.is_empty():
+        if self._held or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,12 +76,13 @@ class EntryTable:
     def __init__(self, geometry: BlockGeometry, clock: Clock, bounds: EntryBounds) -> None:
         self.bounds = bounds
         self.on_end: Callable[[], None] = lambda: None
-        """Called when `ended` has something to return."""
+        """Called after keys have ended."""
         self._geometry, self._clock = geometry, clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._over: OrderedDict[str, tuple[EndReason, float]] = OrderedDict()  # until when it is known; oldest first
-        self._ended: list[tuple[str, EndReason]] = []
+        self._has_ended = False
+        """Whether keys have ended since `on_end` was called last."""
         self._generations = itertools.count()
         self._num_bytes = 0
         self._counts: Counter[str] = Counter()
@@ -161,12 +162,15 @@ class EntryTable:
                 self._remember(key, "released")
             self._end_or_remember(key, "dropped")
 
-    def ended(self) -> list[tuple[str, EndReason]]:
-        """Keys that ended since the last call, whose blocks may be reused. Keys whose lease is over expire now."""
-        self.expire()
-        with self._lock:
-            ended, self._ended = self._ended, []
-            return ended
+    def over(self, keys: Iterable[str]) -> list[str]:
+        """Those of these keys that are not open, whose blocks may be reused. Keys whose lease is over expire now."""
+        with self._expiring():
+            return [key for key in keys if key not in self._entries]
+
+    def why_over(self, key: str) -> EndReason | None:
+        """Why a key has ended, or will not come, as long as that is remembered. Keys whose lease is over expire now."""
+        with self._expiring():
+            return self._why_over(key)
 
     # The consumer, through the lookup buffer that serves it.
 
@@ -258,32 +262,32 @@ class EntryTable:
     def _expiring(self) -> Iterator[None]:
         """Keys whose time is over end before the body; listeners are called only if there were any."""
         with self._lock:
-            num_before = len(self._ended)
-            self._expire()
-            has_ended = len(self._ended) != num_before
+            has_expired = self._expire()
             yield
-        if has_ended:
+        if has_expired:
             self._notify()
 
     def _notify(self) -> None:
         for listener in self._listeners:
             listener()
-        if self._ended:
+        if self._has_ended:
+            self._has_ended = False
             self.on_end()
 
     def _new_entry(self, lease_s: float) -> _Entry:
         return _Entry(next(self._generations), self._clock.monotonic() + self.bounds.unsealed_s, lease_s)
 
-    def _expire(self) -> None:
-        if not self._entries:
-            return
+    def _expire(self) -> bool:
+        """End the keys whose time is over; returns whether there were any."""
         now = self._clock.monotonic()
-        for key in [key for key, entry in self._entries.items() if entry.deadline <= now]:
+        expired = [key for key, entry in self._entries.items() if entry.deadline <= now]
+        for key in expired:
             self._end(key, "expired")
+        return bool(expired)
 
     def _end(self, key: str, reason: EndReason) -> None:
         self._num_bytes -= self._entries.pop(key).num_bytes
-        self._ended.append((key, reason))
+        self._has_ended = True
         self._counts[reason] += 1
         self._remember(key, reason)
 
