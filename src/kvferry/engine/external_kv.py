@@ -1,4 +1,4 @@
-"""KV that comes from outside of the engine, or is kept for somebody outside: the scheduler's dealings with a connector.
+"""KV that is loaded from outside the engine, or held for a peer: all that the scheduler does with the connector.
 
 Owns which requests wait for a load, which blocks are held for peers, and what the connector has yet to be told. It does
 not know the queues, the token budget or the order of requests: it answers the scheduler, which acts on the answer.
@@ -142,8 +142,8 @@ class ExternalKV:
         return hit.layerwise or sequence.load.meeting is not None
 
     def meet(self, sequence: Sequence) -> int | None:
-        """Look whether all before the meeting is computed now, and all behind it loaded: if so, returns how many tokens
-        have their KV. None if not; a sequence that has computed its part then waits for its KV."""
+        """Check whether everything before the meeting point is computed and everything behind it loaded. If so, return
+        how many tokens have their KV; else None, and a sequence that has computed its part waits for the load."""
         meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:
@@ -169,8 +169,8 @@ class ExternalKV:
 
     @staticmethod
     def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
-        """Turn a layerwise load of the step that came in part only, or is missing in the report, into a failed one: the
-        step computed on that KV. All other events stay as they are."""
+        """Report a layerwise load of this step as failed if it is incomplete, or missing in the report: the step has
+        used its KV. All other events stay as they are."""
         promised = {
             chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.load.layerwise_base is not None
         }

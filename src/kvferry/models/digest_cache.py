@@ -1,8 +1,8 @@
 """Digests of large files, remembered from one start to the next in a small file of the user's.
 
-A file is the same as before when its path, device, inode, size, and times of change are. The cache is a help only:
-where it cannot be written, is not ours alone, or is damaged, files are read again. In a fleet the supervisor logs it,
-once for all its processes.
+A file counts as unchanged while its path, device, inode, size and timestamps are the same. The cache only saves time:
+if it cannot be written, may have been written by another user, or is damaged, files are read again. In a fleet, the
+supervisor logs this once for all its processes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 MAX_FILES = 4096
 MAX_BYTES = 16 * 2**20
 LOCK_WAIT_S = 120.0
-"""For another process that reads the same files, as the ranks of one instance do; then we read them ourselves."""
+"""How long to wait for another process that reads the same files, as the ranks of one instance do."""
 SETTLED_S = 2.0
-"""A file changed just now may change once more without a change of its times."""
+"""A file that was changed less than this ago (s) may change again without a new timestamp: its digest is not kept."""
 
 
 class FileState(NamedTuple):
@@ -45,7 +45,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Now, of what a link leads to. Raises `OSError`."""
+        """The present state; links are followed. Raises `OSError`."""
         real = path.resolve()
         found = real.stat()
         return cls(str(real), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -65,7 +65,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestCache:
-    """Digests by file, as they are on disk when it is opened. What is wrong with the cache is logged then."""
+    """Digests by file, read from disk when this is made; problems with the cache are logged then."""
 
     def __init__(self) -> None:
         self._path = _cache_path()
@@ -74,7 +74,7 @@ class DigestCache:
     @classmethod
     @contextmanager
     def locked(cls) -> Iterator[DigestCache]:
-        """For one process at a time, as far as that can be had."""
+        """Open the cache while no other process does; without that guarantee if the lock cannot be had."""
         with ExitStack() as stack:
             if (path := _cache_path()) is not None:
                 with suppress(OSError):
@@ -82,12 +82,12 @@ class DigestCache:
             yield cls()
 
     def find_all(self, states: Iterable[FileState]) -> dict[FileState, str]:
-        """The digests of those files that are as they were."""
+        """The digests of those files that have not changed."""
         known = {state: self._known.get(state.path) for state in states}
         return {state: one.digest for state, one in known.items() if one is not None and one.state == state[1:]}
 
     def keep(self, digests: Mapping[FileState, str]) -> None:
-        """Remember digests of files that are still what they were before they were read."""
+        """Store digests, but not those of files that changed while they were read."""
         kept = {state.path: _Entry(state[1:], digest) for state, digest in digests.items() if state.is_settled()}
         if self._path is None or not kept:
             return
@@ -99,7 +99,7 @@ class DigestCache:
 
 
 def _cache_path() -> Path | None:
-    """In the first place that can be written to; None where there is none."""
+    """The file in the first folder that can be written to; None if there is none."""
     for place in lasting_places():
         with suppress(OSError):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _say(level: int, message: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All or nothing, readable by us alone."""
+    """Replace the file atomically, readable by this user only."""
     descriptor, name = tempfile.mkstemp(dir=path.parent)  # with mode 600
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -141,7 +141,7 @@ def _load(path: Path) -> dict[str, _Entry]:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held until the block ends, or not at all where another holds it for too long. Raises `OSError`."""
+    """Hold the lock while the body runs; if another has it for `LOCK_WAIT_S`, go on without. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = SYSTEM_CLOCK.monotonic() + LOCK_WAIT_S

@@ -100,7 +100,7 @@ def _azure(path: Path) -> Iterator[Arrival]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, with their lines."""
+    """The rows that are not empty, with their line numbers."""
 
     def lines() -> Iterator[str]:
         with path.open(encoding="utf-8", newline="") as file:
@@ -125,7 +125,7 @@ def _require_columns(where: str, row: list[str]) -> None:
 
 
 def _time(where: str, text: str) -> float:
-    """Seconds of such a time. Azure writes seven digits of a second, of which Python takes six."""
+    """Seconds since the epoch. Azure writes seven digits after the point, of which Python accepts six."""
     whole, _, fraction = text.partition(".")
     try:
         moment = datetime.strptime(f"{whole}+0000", "%Y-%m-%d %H:%M:%S%z").timestamp()
@@ -152,7 +152,7 @@ def _arrival(where: str, at_s: float, prompt: int, answer: int, blocks: tuple[in
 class TracePrompt(Sequence[int]):
     """The tokens of a trace's prompt, made when they are read: a trace of a day would not fit into memory.
 
-    `number`: the request's, of which its tokens follow where the trace names no blocks.
+    `number`: the request's number, from which its tokens are derived if the trace names no blocks.
     """
 
     __slots__ = ("_arrival", "_number", "_seed", "_vocab_size")

@@ -306,7 +306,7 @@ class Ends:
         return asyncio.ensure_future(fetching)
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
-        """The producer learns that the key has ended for one of these reasons, perhaps later than the consumer's take."""
+        """The producer learns that the key has ended, for one of these reasons, perhaps after the consumer's take."""
         await until(lambda: self.producer.table.over([key]) == [key])
         assert self.producer.table.why_over(key) in reasons
 

@@ -37,7 +37,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 
 @dataclass(frozen=True, kw_only=True)
 class Warm:
-    """What to do with which documents."""
+    """Where documents are computed, and where and how their KV is kept."""
 
     url: str | None = None
     """A running instance that keeps KV, or a router, whose prefill instances then share the documents."""
@@ -61,7 +61,7 @@ class Warm:
     """The cache_salt of the prompts that are to find the KV; a line's own `cache_salt` takes precedence."""
 
     admin_key: str | None = None
-    """Admin key of the instance or router. Default: as of `kvferry fleet`."""
+    """Admin key of the instance or router. Default: as for `kvferry fleet`."""
 
     tls_ca: Path | None = None
     """Certificate authorities (PEM) of https:// URLs. Default: the system's authorities."""
@@ -182,7 +182,7 @@ def _told(what: Warm, engine: Any, log: LogConfig) -> Told:
 
 @dataclass
 class _Report:
-    """Bars while it runs, on standard error where that is a terminal; a table at the end."""
+    """Shows bars meanwhile, if standard error is a terminal, and a table at the end."""
 
     as_json: bool
     outcomes: list[Outcome] = field(default_factory=list)
@@ -197,19 +197,19 @@ class _Report:
         bars.update(self._tasks[document], completed=num_kept)
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """A document is done with."""
+        """A document is finished: remove its bar."""
         self.outcomes.append(outcome)
         task = self._tasks.pop(outcome.document, None)
         if task is not None and self._bars is not None:
             self._bars.remove_task(task)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the bars."""
         if self._bars is not None:
             self._bars.stop()
 
     def print(self) -> int:
-        """What became of all; the exit code."""
+        """Print what became of each document. Returns the exit code."""
         if self.as_json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(self.outcomes)) + b"\n")
         else:

@@ -58,7 +58,8 @@ def control(
 
 
 async def _control(ledger: Ledger, *, waits: bool) -> int:
-    """Until it is told to end. One that was not heard for so long that another may act begins anew, and waits."""
+    """Run until told to end. A controller that was silent for so long that another may have taken over starts again,
+    and waits for that one."""
     while isinstance(await _look_after(ledger, waits=waits), Superseded):
         waits = True
     return 0
@@ -85,7 +86,7 @@ async def _look_after(ledger: Ledger, *, waits: bool) -> End:
 
 
 def existing_ledger(name: str) -> Ledger:
-    """What is kept of the fleet of this name. Raises `ConfigError` if there is none."""
+    """The ledger of the fleet of this name. Raises `ConfigError` if there is none."""
     names = fleet_names()
     if name not in names:  # which is also the answer to a name that is a path
         if not names:

@@ -32,9 +32,9 @@ from kvferry.router.config import RouterConfig
 from kvferry.sim.times import MachineTimes, write_times
 
 HANDED_OVER = 512
-"""Tokens from which on the router of a calibration hands over; shorter prompts show what the router itself costs."""
+"""During a calibration, prompts of at least this many tokens are handed off; shorter ones show what a router costs."""
 UNKNOWN_START_S = 5.0
-"""Calibrate from an instance that is already running."""
+"""Assumed for an instance that was already running, whose start could not be measured."""
 _NAME = "calibrated"
 
 

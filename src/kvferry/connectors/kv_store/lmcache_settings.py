@@ -1,4 +1,4 @@
-"""What a user sets for `LMCacheConnector`: LMCache's own words for its tiers, read as stores of kvferry's."""
+"""The settings of `LMCacheConnector`: LMCache's own names for its tiers, translated to kvferry's stores."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Without effect: KV is kept in blocks of the engine's size."""
 
     def way(self) -> str:
-        """LMCache's words name the stores where no other key does."""
+        """LMCache's keys name the stores, unless another key does."""
         other = super().way()
         return other if other in ("store", "shared_storage_path", "num_cpu_blocks") else "lmcache.*"
 
     def keys_read(self) -> Collection[str]:
-        """`lmcache.chunk_size` has no effect in any way."""
+        """`lmcache.chunk_size` never has an effect, so it is accepted beside all other keys."""
         if self.way() != "lmcache.*":
             return (*super().keys_read(), "lmcache.chunk_size")
         words = [one.encode_name for one in msgspec.structs.fields(type(self))]

@@ -1,7 +1,7 @@
 """The hand-offs that this instance makes: which blocks are announced, and how long they stay. No tensors.
 
-Owns the list of hand-offs that are being made or are under lease here. It does not know whether anybody fetches one, or
-how: the worker sides report when blocks are free again.
+Owns the hand-offs that are being made or are under lease here. It does not know whether or how one is fetched: the
+worker sides report when its blocks are free again.
 
 A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. If a step
 computes tokens again whose blocks were announced, as after a load that failed, everything announced of that hand-off is

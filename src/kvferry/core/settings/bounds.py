@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from kvferry.core.errors import ConfigError
 
 MOST_SECONDS = 1e9
-"""Thirty years: with some on top it is still fewer than clocks, threads and `time_t` can count."""
+"""Thirty years. A little more still fits into what clocks, threads and `time_t` can represent."""
 
 MOST_COUNT = 2**31 - 1
 MOST_BYTES = 2**63
@@ -31,7 +31,7 @@ class Bounds:
 
     def require(self, what: str, value: float) -> None:
         """Raise `ConfigError` that names `what` if the value is not within the bounds."""
-        if value != value:  # what math.isnan says, which takes no integer beyond a float's range
+        if value != value:  # as math.isnan, which raises for integers beyond the range of a float
             raise ConfigError(f"{what} must be a number, got nan")
         if value < self.least or (self.above and value == self.least) or value > self.most:
             raise ConfigError(f"{what} must {self._in_words(value)}, got {_short(value)}")

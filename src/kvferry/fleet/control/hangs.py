@@ -18,18 +18,18 @@ _ASKS_PER_TIMEOUT = 4
 _ASK_EVERY_S = 5.0
 
 OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
-"""Called with the name of a member that hangs, and with what it does not do."""
+"""Called with the name of a member that hangs, and the reason."""
 
 
 class HangWatch:
-    """Asks each member that serves for its health, for as long as it does; owns these tasks."""
+    """Checks the health of each member that serves; owns a task for each."""
 
     def __init__(self, clock: Clock, on_hung: OnHung) -> None:
         self._clock, self._on_hung = clock, on_hung
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, members: Sequence[Member], timeout_s: float, group: asyncio.TaskGroup) -> None:
-        """Look after these members, and no others. `timeout_s` 0: after none."""
+        """Check these members from now on, and no others; none if `timeout_s` is 0."""
         serving = {one.name: one for one in members if one.state is MemberState.SERVING and timeout_s}
         for name in [name for name, task in self._asking.items() if name not in serving or task.done()]:
             self._asking.pop(name).cancel()
@@ -38,15 +38,15 @@ class HangWatch:
                 self._asking[name] = group.create_task(self._ask(member, timeout_s, group))
 
     def end(self) -> None:
-        """Look after none any more."""
+        """Stop checking."""
         for task in self._asking.values():
             task.cancel()
         self._asking.clear()
 
     async def _ask(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
-        """Report a member once it has left its health unanswered for so long. One whose health may be elsewhere is
-        judged only after it has answered; and only the time during checks counts, so that a machine that was suspended
-        does not take its own pause for its members'."""
+        """Report the member once its health checks have failed for `timeout_s`. A member without a `health_url` must
+        have answered once before, since its health may be served elsewhere. Only time spent in checks counts, so that
+        a machine that was suspended does not blame its members for the pause."""
         every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
         silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
         while silent_s < timeout_s:
