@@ -14,7 +14,7 @@ from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.policies.base import Asked, Choice
 from kvferry.router.choice.prompt import Prefix
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Facts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.instance import Facts, SglangFacts, VllmFacts
 from kvferry.router.instances.pools import Pools
 
 BODY_OF_MODEL = Asked(model="m")
@@ -99,8 +99,8 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
         prefill.learn(facts)
         assert prefill.facts is facts, "by which it is known that it was asked again"
     assert pools.revision == before + 1
-    prefill.lost_request()
-    assert (pools.revision, prefill.model_names) == (before + 2, [])
+    prefill.doubt()
+    assert (pools.revision, prefill.model_names) == (before + 1, ["m"]), "it is the same until it says otherwise"
 
 
 def test_the_same_ticket_origin_again_is_nothing_new() -> None:
@@ -110,9 +110,9 @@ def test_the_same_ticket_origin_again_is_nothing_new() -> None:
     prefill.learn(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
     before = pools.revision
     for origin in origins * 3:
-        prefill.learn(prefill.facts.with_origin(origin))
+        prefill.amend(prefill.facts.with_origin(origin))
     assert pools.revision == before
-    prefill.learn(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
+    prefill.amend(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
     assert [one.engine_id for one in prefill.facts.origins] == ["c", "b"]
     assert pools.revision > before
 
@@ -124,7 +124,7 @@ def test_a_new_process_at_an_address_has_an_empty_cache() -> None:
     asked = Asked(model="m", prefix=Prefix((1, 2), (100, 200)))
     choose(chooser, pools, asked)
     assert chooser.index.match(asked.prefix)[decode] == 200
-    decode.learn(Unasked())
+    decode.doubt()
     decode.learn(InstanceFacts(engine_id="one"))
     choose(chooser, pools, Asked(model="m"))
     assert chooser.index.match(asked.prefix)[decode] == 200, "it was only asked again"

@@ -40,7 +40,8 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
         p.healthy = False
         await health.look(pools)
         assert not prefill.usable
-        assert isinstance(prefill.facts, Unasked)
+        assert isinstance(prefill.facts, InstanceFacts)
+        assert isinstance(prefill.confirmed, Unasked)
         p.healthy, p.facts = True, None
         await health.look(pools)
         assert prefill.usable

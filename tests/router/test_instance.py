@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.router.instances.instance import Instance
+from kvferry.router.instances.instance import UNASKED, Instance
 from kvferry.router.instances.instance import InstanceState as State
 
 OTHER = Instance("decode", "http://other:1", name="decode-1")
@@ -75,6 +75,17 @@ def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
     for expected in (State.LATE, State.LATE, State.DOWN):
         one.is_late("it is late")
         assert one.state is expected
+
+
+@pytest.mark.parametrize("failure", ["down", "silent", "doubt"])
+def test_what_it_is_stays_known_and_who_it_is_does_not_until_it_is_asked(failure: str) -> None:
+    one, facts = in_state(State.UP), InstanceFacts(engine_id="e")
+    {**EVENTS, "doubt": lambda one: one.doubt()}[failure](one)
+    assert (one.facts, one.confirmed) == (facts, UNASKED)
+    one.amend(InstanceFacts(engine_id="e", stores_take_kv=False))
+    assert one.confirmed is UNASKED, "a request has shown that, and nobody has asked"
+    one.learn(facts)
+    assert one.confirmed is facts
 
 
 @pytest.mark.parametrize("began_before_it", [False, True])

@@ -188,7 +188,7 @@ async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequenti
     ):
         assert (await post(url))[0] == 200
         pair.engine_ids = ["engine-after-restart"]
-        router.services.pools.prefill.instances[0].lost_request()
+        router.services.pools.prefill.instances[0].doubt()
         await router.health.look(router.services.pools)
         assert [(await post(url))[0] for _ in range(2)] == [200] * 2
     assert pair.early == (["engine-after-restart"] if hand_off == "concurrent" else [])

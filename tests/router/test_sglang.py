@@ -14,7 +14,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.instances.instance import SglangFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from kvferry.router.protocols.sglang import sglang
-from router.peers import Peer, answer, failing, instances, routing
+from router.peers import Peer, answer, cut, failing, instances, routing
 from router.test_hand_off import BODY, get, post
 
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -119,6 +119,25 @@ async def test_leaving_ends_both() -> None:
         task.cancel()
         await p.disconnected.wait()
         await d.disconnected.wait()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_has_lost_a_request_is_still_known_as_what_it_is(role: str) -> None:
+    """Nobody looks at its health before the next request comes."""
+    p, d = pair(port=9001)
+    async with instances(p, d), routing([p.url], [d.url]) as (router, url):
+        peer = p if role == "prefill" else d
+        peer.answering = cut
+        await post(url)
+        found = router.services.pools.find(peer.url)
+        assert found is not None
+        assert found.is_doubted
+        peer.answering = answer
+        for one in (p, d):
+            one.calls.clear()
+        assert (await post(url))[0] == 200
+    assert [set(MEETING) <= one.body.keys() for one in (*p.calls, *d.calls)] == [True, True]
+    assert "kv_transfer_params" not in p.calls[0].body
 
 
 def test_rooms_and_pairs() -> None:

@@ -17,7 +17,7 @@ from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, B
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 from kvferry.router.choice.prefix_index import PrefixIndex
-from kvferry.router.instances.instance import Instance, Unasked, normalise_url
+from kvferry.router.instances.instance import Instance, normalise_url
 from kvferry.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,6 @@ class EventFeeds:
         if instance.url in self._configured:
             return self._configured[instance.url]
         facts = instance.facts
-        if isinstance(facts, Unasked) and instance in self._tasks:
-            return self._tasks[instance][0]  # It is away for a moment, and may be the same as before.
         if not isinstance(facts, InstanceFacts) or facts.kv_events is None:
             return None
         return facts.kv_events.reachable_at(instance.address.host)

@@ -66,7 +66,7 @@ class Pairing:
         readers = self.readers(prefill, self._pools.decode.instances)
         if not readers:
             return "no_pair"
-        return choose_form(self._config, prefill, [one.facts for one in readers if one.usable]) or "no_bootstrap"
+        return choose_form(self._config, prefill, [one.confirmed for one in readers if one.usable]) or "no_bootstrap"
 
     def _look_again(self) -> None:
         """Instances came, went, or have said something new about themselves."""

@@ -111,16 +111,18 @@ class Health:
         if status != 200:
             instance.is_down(f"it answers GET /health with {status}")
             return
-        if isinstance(instance.facts, Unasked) or not instance.stores_take_kv:
+        if isinstance(instance.confirmed, Unasked) or not instance.stores_take_kv:
             try:
-                instance.learn(await ask_about(instance, self._connections, self._config.protocol, timeout_s))
+                facts = await ask_about(instance, self._connections, self._config.protocol, timeout_s)
             except ProtocolError as error:
                 instance.is_down(str(error))
                 return
-            self._warn_of_role(instance)
-            if isinstance(instance.facts, Unasked) and self._config.protocol != "mooncake":
+            if not isinstance(facts, Unasked):
+                instance.learn(facts)
+            elif self._config.protocol != "mooncake":
                 self._is_late(instance)  # its health is all that it answers
                 return
+            self._warn_of_role(instance)
         instance.is_well()
         instance.is_twin_of(self._twin(instance))
 

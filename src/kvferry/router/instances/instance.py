@@ -24,7 +24,7 @@ BOOTSTRAP_PORT = 8998
 
 
 class Unasked(msgspec.Struct, frozen=True):
-    """The instance has not been asked yet, or has failed since then; it will be asked."""
+    """The instance has not been asked yet, or could not answer."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +117,8 @@ class InstanceState(Enum):
     """Nothing is left of its requests."""
 
 
+UNASKED = Unasked()
+
 LATE_BEFORE_DOWN = 3
 """How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
 
@@ -149,7 +151,8 @@ class HealthLooks:
 
 class Instance:
     """An instance and its state, as far as the router knows it. The methods under "what happens to it" alone write
-    `state`, `looks`, `busy_until` and `facts`, and log what operators want to know of it; all in one thread."""
+    `state`, `looks`, `busy_until`, `facts` and `is_doubted`, and log what operators want to know of it; all in one
+    thread."""
 
     def __init__(
         self,
@@ -183,7 +186,11 @@ class Instance:
         self.busy_until = 0.0
         """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
-        self.facts: Facts = Unasked()
+        self.facts: Facts = UNASKED
+        """What it said when it was asked last."""
+        self.is_doubted = False
+        """Whether it has failed since it was asked: another process may be at its address. What kind of server is there
+        stays known until a look shows otherwise; what is this process's alone does not hold (`confirmed`)."""
         self.load = InstanceLoad(loads)
         """What the router has given it to do."""
 
@@ -209,21 +216,22 @@ class Instance:
             self._enter(InstanceState.LATE)
 
     def is_down(self, trouble: str) -> None:
-        """It refuses connections, says that it is not well, or was late too often. What was known may be about a
-        process that is gone."""
+        """It refuses connections, says that it is not well, or was late too often."""
         self.looks.trouble = trouble
-        self.learn(Unasked())
+        self.doubt()
         if self.state.usable or self.state in (InstanceState.MUTE, InstanceState.TWIN):
             self._enter(InstanceState.DOWN)
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
-    def lost_request(self) -> None:
-        """A request broke off there: another process may be at its address when it is asked next."""
-        self.learn(Unasked())
+    def doubt(self) -> None:
+        """A request broke off there, or was answered by an unknown process: `Health` is to ask it again."""
+        if not self.is_doubted:
+            self.is_doubted = True
+            self._revision.states += 1
 
     def is_silent(self) -> None:
         """It gave a request no answer, and no sign of work."""
-        self.learn(Unasked())
+        self.doubt()
         if self.state.usable:
             self._enter(InstanceState.MUTE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
@@ -256,7 +264,8 @@ class Instance:
 
     def takes_after(self, before: Instance, state: InstanceState) -> None:
         """It is the process of `before`, in another role; that one was in `state`."""
-        self.learn(before.facts)
+        self.amend(before.facts)
+        self.is_doubted = before.is_doubted
         self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
         self._enter(state)
 
@@ -270,7 +279,14 @@ class Instance:
         self._revision.states += 1
 
     def learn(self, facts: Facts) -> None:
-        """This is what is known about it from now on."""
+        """It was asked, and says this of itself."""
+        if self.is_doubted:
+            self.is_doubted = False
+            self._revision.states += 1
+        self.amend(facts)
+
+    def amend(self, facts: Facts) -> None:
+        """This is what is known about it from now on, which a request has shown: nobody has asked it."""
         took, before, self.facts = self.stores_take_kv, self.facts, facts
         if facts != before:
             if isinstance(facts, InstanceFacts) and took != facts.stores_take_kv:
@@ -279,6 +295,11 @@ class Instance:
             self._revision.grow()
 
     # What is asked.
+
+    @property
+    def confirmed(self) -> Facts:
+        """What is known about the process that is there now."""
+        return UNASKED if self.is_doubted else self.facts
 
     @property
     def usable(self) -> bool:

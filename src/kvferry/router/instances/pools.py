@@ -67,7 +67,7 @@ class RolePool:
         """A prefill instance's stores take no KV: split no requests over it until `Health` hears that they do, or for a
         while."""
         if isinstance(instance.facts, InstanceFacts):
-            instance.learn(msgspec.structs.replace(instance.facts, stores_take_kv=False))
+            instance.amend(msgspec.structs.replace(instance.facts, stores_take_kv=False))
         else:
             self.leave_out(instance, _WITHOUT_KV_S)
 

@@ -28,12 +28,15 @@ _MOST_REMEMBERED = 1024
 
 def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Facts]) -> MakeForm | None:
     """What makes the form of each hand-off from this prefill instance, as long as nothing new is known of any instance.
-    None: P cannot hand off now, because its bootstrap server, which the protocol needs, has not answered."""
+    None: P cannot hand off now, because its bootstrap server, which the protocol needs, has not answered, or
+    P has failed since then."""
     facts, told = prefill.facts, config.protocol
     if isinstance(facts, SglangFacts):
         port = facts.bootstrap_port or prefill.address.bootstrap_port
         return partial(sglang, host=prefill.address.host, bootstrap_port=port)
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
+        if prefill.is_doubted:
+            return None  # its engines may have other ids by now
         return partial(mooncake, bootstrap=facts.bootstrap, at_once=config.hand_off != "sequential")
     if told == "mooncake":
         return None
@@ -56,7 +59,7 @@ def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMod
     """
     if mode == "sequential":
         return None
-    match prefill.facts:
+    match prefill.confirmed:
         case InstanceFacts(connector=connector) as facts if mode == "concurrent" or connector in CONCURRENT_CONNECTORS:
             same = all(isinstance(one, InstanceFacts) and one.connector == connector for one in decodes)
             return facts.origin(prefill.address.host) if same else None

@@ -20,7 +20,7 @@ from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.pairing import with_model
 from kvferry.router.headers import SERVER_TIMING, TIMING_WANTED
-from kvferry.router.instances.instance import Facts, Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.instance import UNASKED, Facts, Instance, SglangFacts, VllmFacts
 from kvferry.router.protocols.choose import alike
 from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg
@@ -51,7 +51,7 @@ class Delivery:
     ) -> None:
         self._services, self._response, self._body = services, response, body
         self._legs, self._record = legs, record
-        self._like: Facts = Unasked()
+        self._like: Facts = UNASKED
         """Of the instance whose answer is forwarded: only one of the same kind can continue it."""
         self._spread_s = 0.0
         self._lost: dict[Instance, Facts] = {}
@@ -186,7 +186,7 @@ class Delivery:
         return min(trusted, key=lambda one: (one.role, one.load.num_legs), default=None)  # "decode" comes first
 
     def _is_able(self, instance: Instance, kind: type[Facts]) -> bool:
-        facts = instance.facts
+        facts = instance.confirmed
         if not instance.usable or not isinstance(facts, kind) or self._lost.get(instance) is facts:
             return False
         is_free = not instance.busy_until or instance.busy_until + self._spread_s <= self._services.clock.monotonic()

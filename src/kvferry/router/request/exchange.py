@@ -24,7 +24,7 @@ from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import Whole, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
-from kvferry.router.instances.instance import Instance, InstanceState, Unasked, VllmFacts
+from kvferry.router.instances.instance import Instance, InstanceState, VllmFacts
 from kvferry.router.request.delivery import Delivery
 from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg, retry_after_s
@@ -186,7 +186,7 @@ class Exchange:
                 return Answer(whole, hand_off)
         answer = await self._decode(hand_off, last)
         if answer.leg.verdict == "fault" and isinstance(prefill.facts, VllmFacts):
-            prefill.learn(Unasked())  # Another process may be at its address now; `Health` asks it.
+            prefill.doubt()  # Another process may be at its address now.
         return answer
 
     async def _decode(self, hand_off: HandOff | None, last: Leg | None = None) -> Answer:

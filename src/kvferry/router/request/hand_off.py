@@ -15,7 +15,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
 from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
 from kvferry.router.choice.decisions import PrefillUsage
-from kvferry.router.instances.instance import Unasked, VllmFacts
+from kvferry.router.instances.instance import VllmFacts
 from kvferry.router.instances.pools import RolePool
 from kvferry.router.protocols.form import Form
 from kvferry.router.request.leg import Leg
@@ -84,9 +84,9 @@ class HandOff:
             if early is not None and origin is not None:
                 self.is_as_promised = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
             if isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
-                prefill.learn(Unasked())  # Another process is at this address now; `Health` asks it.
+                prefill.doubt()  # Another process is at this address now.
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
-                prefill.learn(facts.with_origin(origin))
+                prefill.amend(facts.with_origin(origin))
         self._record.prefilled(self.leg, prefill_usage(answer))
 
     def _fail(self, reason: str) -> None:

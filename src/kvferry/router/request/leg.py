@@ -226,7 +226,7 @@ class Leg:
             case _:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
-                    instance.lost_request()
+                    instance.doubt()
         self._end("lost")
 
     def _end(self, state: LegState) -> None:

@@ -78,7 +78,7 @@ class NextTurns:
         if kept is None or kept.until <= self._clock.monotonic() or _is_another(kept):
             return None
         facts = prefill.facts
-        if isinstance(kept.decode.facts, Unasked) or not isinstance(facts, InstanceFacts) or not _fits(kept, facts):
+        if isinstance(kept.decode.confirmed, Unasked) or not isinstance(facts, InstanceFacts) or not _fits(kept, facts):
             self.release(kept)
             return None
         return kept
@@ -182,7 +182,7 @@ class NextTurns:
         return b"".join(left)
 
     def _keep(self, session: str, decode: Instance, ticket: bytes) -> None:
-        facts = decode.facts
+        facts = decode.confirmed
         try:
             told = msgspec.json.decode(ticket, type=_Ticket)
             params = msgspec.json.decode(ticket, type=dict[str, Any])
@@ -217,7 +217,7 @@ class Conversation:
     def goes_on(self, instances: list[Instance]) -> None:
         """The answer has one choice, whose KV D keeps if all `instances` from which it may come are kvferry's: only
         their tickets can be removed from it."""
-        known = [isinstance(one.facts, InstanceFacts) for one in instances if one.usable]
+        known = [isinstance(one.confirmed, InstanceFacts) for one in instances if one.usable]
         self.keeps = bool(known) and all(known)
 
     def take(self, prefill: Instance) -> Kept | None:
