@@ -23,7 +23,7 @@ from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, SPEC, Fleet, Load, require_clean, use_state_in
-from support.processes import begun, until
+from support.processes import begun, run, until
 from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
@@ -178,6 +178,30 @@ def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model
             until(lambda: load.num_answers > num_answers + 20, 30, fleet.log)
         assert load.wrong == []
         short_lived.cluster.shutdown()
+
+
+def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
+    """What serves goes on, nothing is started nor held against anybody, the fleet says why, and recovers."""
+    fleet.scale("decode=2")
+    service = psutil.Process(nodes.head.all_processes["gcs_server"][0].process.pid)
+    with Load(fleet.status.url) as load:
+        before = fleet.processes()
+        service.suspend()
+        try:
+            eventually(fleet, lambda: any("control service" in one for one in fleet.status.trouble), 60)
+            assert "control service (GCS) has not answered" in run("fleet", "status", NAME).stdout
+            os.kill(before["decode-1"][PROCESS], signal.SIGKILL)
+            eventually(fleet, lambda: fleet.names("decode") == ["decode-0"], 30)
+            num_answers = load.num_answers
+            until(lambda: load.num_answers > num_answers + 10, 30, fleet.log)
+        finally:
+            service.resume()
+        fleet.settle()
+        assert fleet.status.trouble == ()
+        assert len(fleet.names("decode")) == 2
+        assert fleet.processes()["decode-0"] == before["decode-0"]
+    assert load.wrong == []
+    require_clean(fleet)
 
 
 def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from kvferry.cli.common import http_settings
 from kvferry.cli.main import main
-from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.facts import RoleStatus
+from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.spec import read_fleet
 from kvferry.fleet.spec import Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
@@ -139,6 +140,20 @@ def test_why_the_last_controller_ended_is_said(state: Path, capsys: pytest.Captu
     (ledger.folder / "controller.log").write_text("kvferry: error: cannot listen on 127.0.0.1:1: Permission denied\n")
     assert main(["fleet", "status", "chat"]) == 0
     assert "no controller looks after it (cannot listen on 127.0.0.1:1: Permission denied);" in capsys.readouterr().out
+
+
+def test_what_keeps_a_fleet_from_what_it_is_to_be_is_said_once(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    failed = RoleStatus(desired=1, ready=0, updated=0, starting=0, draining=0, failed="failed once", given_up=True)
+    trouble = ("the control service does not answer", "decode: failed once")
+    ledger.write_status(
+        FleetStatus(at=1.0, pid=2, number=1, url="", roles={"decode": failed}, members=(), trouble=trouble)
+    )
+    assert main(["fleet", "status", "chat"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  the control service does not answer\n" in shown
+    assert shown.count("failed once") == 1
 
 
 def test_counts_are_checked_when_a_fleet_is_scaled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

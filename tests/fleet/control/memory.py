@@ -33,6 +33,13 @@ class MemoryBackend(FleetBackend):
         """Stamps of fleets that cannot be run."""
         self.num_opened = 0
         self.stop_takes_s = 0.0
+        self.trouble_now = ""
+        self.is_unreachable = False
+        """Which the next start finds out."""
+
+    @property
+    def trouble(self) -> str:
+        return self.trouble_now
 
     def use(self, fleet: WantedFleet) -> None:
         if fleet.stamp in self.cannot_run:
@@ -47,7 +54,9 @@ class MemoryBackend(FleetBackend):
 
     async def start(self, member: MemberSpec) -> None:
         self.starts.append((member.name, time.monotonic()))
-        if member.role in self.cannot_start:
+        if self.is_unreachable:
+            self.trouble_now = "it does not answer"
+        if member.role in self.cannot_start or self.trouble_now:
             raise NotStarted("there is no room")
         assert member.name not in self.here
         self.here[member.name] = Member(

@@ -165,6 +165,31 @@ async def test_what_cannot_be_started_counts_as_a_failure(tmp_path: Path) -> Non
     assert made.history("not started") == [DECODE, DECODE]
 
 
+async def test_while_the_backend_can_start_nobody_nothing_is_tried_nor_counted(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 2}))
+    async with made.running():
+        await made.settled()
+        made.backend.trouble_now = "the cluster does not answer"
+        made.backend.die(DECODE)
+        await made.until(lambda: made.trouble() == "the cluster does not answer" and not made.backend.here.get(DECODE))
+        num_starts = len(made.backend.starts)
+        await ticks(made.backend, 10)
+        assert len(made.backend.starts) == num_starts
+        made.backend.trouble_now = ""
+        await made.settled()
+        assert made.trouble() == ""
+
+
+async def test_a_start_that_finds_this_out_is_no_failure_of_a_member(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 1}))
+    made.backend.is_unreachable = True
+    async with made.running():
+        await made.until(lambda: made.trouble() == "it does not answer")
+        assert made.history("not started")
+        made.backend.is_unreachable, made.backend.trouble_now = False, ""
+        await made.settled()
+
+
 async def test_who_waits_is_told_at_once_that_it_cannot_come_up(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     made.backend.serves_at_once = False

@@ -71,6 +71,8 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
         return lines
     if seen.url:
         lines.append(f"  {seen.url}")
+    of_roles = {f"{role}: {one.failed}" for role, one in seen.roles.items()}  # which are in the table
+    lines += [f"  {one}" for one in seen.trouble if one not in of_roles]
     if seen.decided:
         lines.append(f"  {'would be ' if fleet.scale and fleet.scale.recommend else ''}scaled: {seen.decided}")
     lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")

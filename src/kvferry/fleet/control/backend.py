@@ -152,6 +152,12 @@ class FleetBackend(ABC):
         change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was wanted
         before holds then."""
 
+    @property
+    def trouble(self) -> str:
+        """What keeps every member from being started for now, and is no member's fault; empty: nothing. Those that run
+        go on."""
+        return ""
+
     async def lease(self) -> FleetLease | None:
         """Where the right to act is kept, if controllers on several machines can have this fleet. Called after
         `use`. Raises `ConfigError`. By default, all of them are on one machine, where the ledger has that right."""

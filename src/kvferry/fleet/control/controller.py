@@ -241,15 +241,18 @@ class Controller:
         self._hangs.follow(staying, seconds(fleet.failure.hang), running.group)
         is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
         is_stalled = not (steps or is_moving)
-        self._report(Sight(fleet, front, members, seen, self._failures, is_stalled, now), wanted.number)
+        trouble = self._backend.trouble
+        self._report(Sight(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
 
     # Steps.
 
     def _begin(self, step: Step, member: Member | None, running: Steps) -> bool:
-        """Take a step; False if it is being taken already."""
+        """Take a step; False if it is being taken already, or cannot be taken now."""
         name, observer = step.name, self._observer
         match step:
+            case Start() if self._backend.trouble:
+                return False
             case Start(role=role, revision=revision, unit=unit, why=why):
                 new = MemberSpec(name, role, revision, unit)
                 self._ledger.note("start", name, why)
@@ -291,7 +294,8 @@ class Controller:
             why = str(error) or type(error).__name__
             self._observer.starting.pop(member.name, None)
             self._ledger.note("not started", member.name, why)
-            self._remember(member.role, member.revision, why)
+            if not self._backend.trouble:
+                self._remember(member.role, member.revision, why)
             self._in_trouble(f"{member.name}: {why}")
             self._backend.changed.set()
 

@@ -27,7 +27,7 @@ _ANSWERING = ("decode", "both")
 @dataclass(frozen=True)
 class Sight:
     """What a controller has seen in one round. `instances` and `routers`: what they are to be. `is_stalled`: nothing
-    moves, and there is nothing to do."""
+    moves, and there is nothing to do. `trouble`: the backend's."""
 
     instances: WantedFleet
     routers: WantedFleet
@@ -35,6 +35,7 @@ class Sight:
     seen: Sequence[Observed]
     failures: Sequence[Failure]
     is_stalled: bool
+    trouble: str
     now: float
 
     @property
@@ -68,6 +69,8 @@ class StatusReporter:
             self._up(sight)
         given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
         stalled = [] if any(one.failed for one in roles.values()) else _why_stalled(sight)
+        refused_why = [f"the change is refused: {refused.why}"] if refused.number else []
+        of_backend = [sight.trouble] if sight.trouble else []
         return FleetStatus(
             at=self._clock.wall(),
             pid=os.getpid(),
@@ -75,7 +78,7 @@ class StatusReporter:
             url=sight.url,
             roles=roles,
             members=_member_status(sight),
-            trouble=(*([f"the change is refused: {refused.why}"] if refused.number else ()), *given_up, *stalled),
+            trouble=(*refused_why, *of_backend, *given_up, *stalled),
             decided=decided,
             settled=not refused.number and _is_settled(sight, roles),
         )

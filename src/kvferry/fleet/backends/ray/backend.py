@@ -46,8 +46,12 @@ _AGAIN_S, _AT_ONCE = 0.5, 32
 _GONE_S = 3.0
 """How long neither an actor nor its member that has served can be reached before both count as lost. Ray takes longer
 to say so of a node."""
+_SILENT_S = 50.0
+"""How much longer an actor of an earlier controller that does not answer may take to do so, before it is ended."""
 _LOOK_S = 5.0
 """How often it is looked whether Ray's control service answers."""
+_SERVICE = "Ray's control service (GCS)"
+_NO_SERVICE = f"{_SERVICE} has not answered for {_ASK_S:g} s; members go on, none is started"
 _SEVERAL_NODES = ("--nnodes", "--node-rank", "--master-addr", "--headless")
 """Flags of vLLM and SGLang for a server of which each node runs a part."""
 _ON_ONE_NODE = "on Ray, all ranks of a server that is not kvferry's are on one node"
@@ -82,6 +86,7 @@ class RayBackend(FleetBackend):
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
+        self._trouble = ""
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
         """Sets the actors apart that nobody is to find later."""
 
@@ -89,6 +94,11 @@ class RayBackend(FleetBackend):
     def num_routers(self) -> int:
         """As many as one machine has: they share an address on the controller's node."""
         return ROUTERS
+
+    @property
+    def trouble(self) -> str:
+        """Without Ray's control service (GCS), nothing can be started."""
+        return self._trouble
 
     def use(self, fleet: WantedFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
@@ -155,12 +165,14 @@ class RayBackend(FleetBackend):
                         .remote()
                     ),
                     _ASK_S,
+                    late=ray.kill,
                 )
         except (TimeoutError, RayError, ValueError) as error:
             self._forget(member.name, here)
+            if isinstance(error, TimeoutError):
+                self._control_service_is(there=False)
             await self._release_group(view)
-            why = f"Ray does not answer within {_ASK_S:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise NotStarted(f"no actor can be created: {why}") from error
+            raise NotStarted(f"no actor can be created: {self._trouble or error}") from error
         except BaseException:
             self._forget(member.name, here)
             raise
@@ -246,7 +258,9 @@ class RayBackend(FleetBackend):
             if key not in self._groups:
                 name = f"{self._namespace}/{key}.{entropy.token_hex(4)}"
                 self._groups[key] = await in_thread(
-                    lambda: make_group(fleet, member.role, name, outlives=outlives), _ASK_S
+                    lambda: make_group(fleet, member.role, name, outlives=outlives),
+                    _ASK_S,
+                    late=lambda made: remove_placement_group(made[0]),
                 )
             group, roles = self._groups[key]
             there = [one.bundle for one in self._members.values() if one.bundle and _placed_as(one.view) == key]
@@ -358,7 +372,7 @@ class RayBackend(FleetBackend):
 
     async def _find(self, name: str, at_once: asyncio.Semaphore) -> None:
         """Take up an actor. One that was never told what to run is ended; one that does not answer is taken up when it
-        does."""
+        does, or ended after `_SILENT_S`."""
         try:
             async with at_once:
                 actor = await in_thread(lambda: ray.get_actor(name, self._namespace), _ASK_S)
@@ -375,8 +389,14 @@ class RayBackend(FleetBackend):
             self._begin_task(self._take_up_later(name, actor, nonce, told))
 
     async def _take_up_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
+        """Its member is not known until then, and has been replaced: it must not go on by itself for ever, least of all
+        a router, which would hear of no instance any more."""
+        await asyncio.wait([told], timeout=_SILENT_S)
+        if not told.done():
+            logger.warning("the actor %s has not answered for %g s, and is ended", name, _SILENT_S + _ASK_S)
+            await self._kill(actor)
+            return
         with suppress(RayError, ConfigError):
-            await asyncio.wait([told])
             await self._take_up(name, actor, nonce, told.result())
 
     async def _take_up(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
@@ -413,25 +433,26 @@ class RayBackend(FleetBackend):
     async def _watch_control_service(self) -> None:
         """Say when Ray's control service is gone, and when it is back. Without it members go on, and none is started;
         what could not be ended is ended when it is back."""
-        was_there = True
         while True:
             await asyncio.sleep(_LOOK_S)
-            begun = SYSTEM_CLOCK.monotonic()
             try:
                 await in_thread(ray.nodes, _ASK_S)
-                is_there = True
             except (TimeoutError, RayError):
-                is_there = False
-            if is_there is not was_there:
-                was_there = is_there
-                after = f"has not answered for {SYSTEM_CLOCK.monotonic() - begun:.0f} s; members go on, none is started"
-                text = f"Ray's control service (GCS) {'answers again' if is_there else after}"
-                logger.warning("%s", text)
-                self.context.watcher.line("ray", text)
-            if is_there:
-                left, self._to_kill = self._to_kill, []
-                for actor in left:
-                    await self._kill(actor)
+                self._control_service_is(there=False)
+                continue
+            self._control_service_is(there=True)
+            left, self._to_kill = self._to_kill, []
+            for actor in left:
+                await self._kill(actor)
+
+    def _control_service_is(self, *, there: bool) -> None:
+        if there is not bool(self._trouble):
+            return
+        self._trouble = "" if there else _NO_SERVICE
+        text = f"{_SERVICE} answers again" if there else _NO_SERVICE
+        logger.warning("%s", text)
+        self.context.watcher.line("ray", text)
+        self.changed.set()
 
     def _begin_task(self, task: Coroutine[Any, Any, None]) -> None:
         begun = asyncio.create_task(task)

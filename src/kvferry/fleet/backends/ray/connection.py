@@ -65,16 +65,19 @@ class RayConnection:
                 await in_thread(ray.shutdown, _SHUTDOWN_S)
 
 
-async def in_thread(call: Callable[[], Result], within_s: float) -> Result:
+async def in_thread(
+    call: Callable[[], Result], within_s: float, *, late: Callable[[Result], object] | None = None
+) -> Result:
     """What `call` returns, called in a thread of its own. Raises what it raises, or `TimeoutError`; it then goes on
-    without anybody who waits for it."""
+    without anybody who waits for it, and what it returns is given to `late`, in a thread too."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
     def settle(result: Any, error: Exception | None) -> None:
         if future.done():
-            return
-        if error is None:
+            if late is not None and error is None:
+                threading.Thread(target=late, args=(result,), name="kvferry-ray", daemon=True).start()
+        elif error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
