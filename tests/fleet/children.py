@@ -90,6 +90,18 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 """Accepts connections, and answers nothing."""
 
+ANSWERING = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    writer.ready({"url": url, "health_url": url})
+    while True:
+        with server.accept()[0] as client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
+"""
+"""Answers everything with 200."""
+
 WRONG = """
 print("kvferry: error: the model is not there; name another", file=sys.stderr)
 sys.exit(2)

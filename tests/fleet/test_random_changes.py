@@ -13,51 +13,112 @@ import random
 import shutil
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from fleet.children import child
+from fleet.children import ANSWERING, child
 from fleet.control.memory import MemoryFront
-from fleet.fleets import Programs
+from fleet.fleets import Make, Programs
 from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
-from kvferry.fleet.control.backend import BackendContext
+from kvferry.fleet.backends.ray.folders import root_folder
+from kvferry.fleet.control.backend import BackendContext, backend_class
 from kvferry.fleet.control.controller import Controller, End, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, fleet_from
+from kvferry.fleet.control.spec import Backend, MemberRole, WantedFleet, fleet_from
 from kvferry.fleet.process import ProcessSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(4 * 3600)]
 
 NUM_CHANGES = max(100, int(os.environ.get("KVFERRY_FAULTS", "0")))
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
-SETTLES_S = 60.0
+NAME = "changes"
 MARK = "KVFERRY_TEST_CHANGES"
 ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
 
-MEMBER = """
-import socket
-with socket.create_server(("127.0.0.1", 0)) as server:
-    url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    writer.ready({"url": url, "health_url": url})
-    while True:
-        with server.accept()[0] as client:
-            client.recv(4096)
-            client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")
-"""
-"""Answers everything with 200."""
+
+@dataclass(frozen=True)
+class Recipe:
+    """Makes what runs the members, each of which is known by its `token`. Actors get it too."""
+
+    token: str
+
+    def __call__(self, fleet: WantedFleet) -> Programs:
+        makes: dict[MemberRole, Make] = dict.fromkeys((*ROLES, "router"), self._member)
+        return Programs(fleet, makes)
+
+    def _member(self, name: str) -> ProcessSpec:
+        return child(name, ANSWERING, environment={MARK: self.token})
 
 
-def wanted(dice: random.Random) -> WantedFleet:
+class Place:
+    """Where members are: on this machine, each in a folder of the fleet's."""
+
+    def __init__(self, folder: Path, dice: random.Random) -> None:
+        self.folder, self.dice = folder, dice
+        self.backend = Backend()
+        self.settles_s = 60.0
+
+    def member_folder(self, name: str) -> Path | None:
+        return self.folder / "memory" / "members" / name
+
+    def pid(self, name: str) -> int | None:
+        """Of the member."""
+        folder = self.member_folder(name)
+        return None if folder is None else MemberFolder(folder).pid()
+
+    def any_pid(self, name: str) -> int | None:
+        """Of the member, or of what owns it."""
+        return self.pid(name)
+
+    def kept(self) -> list[str]:
+        """The names of those of whom there is anything beside a process."""
+        return sorted(one.name for one in (self.folder / "memory" / "members").iterdir())
+
+
+class OnRay(Place):
+    """Members are actors on the nodes of a cluster."""
+
+    def __init__(self, folder: Path, dice: random.Random, nodes: Any) -> None:
+        super().__init__(folder, dice)
+        self.nodes = nodes
+        self.settles_s = 180.0  # an actor that is stopped may stay for a minute
+        self.backend = Backend(kind="ray", address=nodes.address)
+
+    def member_folder(self, name: str) -> Path | None:
+        for one in root_folder().glob("*/member"):
+            about = MemberFolder(one).about()
+            if about is not None and about.name == name:
+                return one
+        return None
+
+    def any_pid(self, name: str) -> int | None:
+        folder = self.member_folder(name)
+        actor = None if folder is None else int(folder.parent.name.partition("-")[0])
+        return self.dice.choice([actor, self.pid(name)])
+
+    def kept(self) -> list[str]:
+        import ray
+
+        found = ray.util.list_named_actors(all_namespaces=True)
+        return sorted(one["name"].rpartition(".")[0] for one in found if one["namespace"] == f"kvferry-{NAME}")
+
+    def to_lose(self) -> list[Any]:
+        """All nodes but that of Ray's control service, where the controller and the routers are."""
+        return [one for one in self.nodes.cluster.list_all_nodes() if one is not self.nodes.head]
+
+
+def wanted(dice: random.Random, backend: Backend) -> WantedFleet:
     counts = {role: {"count": dice.randint(0, 3), "max": 4} for role in ROLES}
     counts["prefill"]["can_be"], counts["decode"]["can_be"] = ["decode"], ["prefill"]
     told = {
-        "name": "changes",
+        "name": NAME,
         "model": dice.choice("mn"),
         "mode": "pooling",
         "role": counts,
@@ -65,24 +126,25 @@ def wanted(dice: random.Random) -> WantedFleet:
         "roll": {"surge": dice.randint(0, 2), "unavailable": dice.randint(1, 2)},
         "failure": {"backoff": ["10ms", "50ms"], "hang": "1s", "drain": "300ms", "crash_loop": 4000},
     }
-    return fleet_from(told)
+    return msgspec.structs.replace(fleet_from(told), backend=backend)
 
 
 class Changing:
     """A fleet, and one controller at a time."""
 
-    def __init__(self, folder: Path, dice: random.Random) -> None:
-        self.folder, self.dice = folder, dice
-        self.ledger, self.front = Ledger(folder / "ledger"), MemoryFront()
-        self.ledger.want(wanted(dice))
+    def __init__(self, place: Place) -> None:
+        self.place, self.dice = place, place.dice
+        self.ledger, self.front = Ledger(place.folder / "ledger"), MemoryFront()
+        self.ledger.want(wanted(self.dice, place.backend))
         self.token = f"{MARK}-{os.getpid()}-{id(self)}"
         self.running: asyncio.Task[End] | None = None
 
     # The controller.
 
     async def begin(self) -> None:
-        context = BackendContext(self.folder / "memory", self._recipe, RecordingDisplay())
-        self.backend = LocalBackend(context)
+        recipe, memory = Recipe(self.token), self.place.folder / "memory"
+        context = BackendContext(memory, recipe, RecordingDisplay(), token="a token")
+        self.backend = backend_class(self.place.backend.kind)(context)
         self.controller = Controller(self.ledger, self.backend, self.front, RecordingDisplay(), SYSTEM_CLOCK)
         self.running = asyncio.create_task(self.controller.run())
 
@@ -100,13 +162,6 @@ class Changing:
         await self.backend.close()
         self.controller.close()
 
-    def _recipe(self, fleet: WantedFleet) -> Programs:
-        makes = dict.fromkeys((*ROLES, "router"), self._member)
-        return Programs(fleet, makes)  # type: ignore[arg-type]
-
-    def _member(self, name: str) -> ProcessSpec:
-        return child(name, MEMBER, environment={MARK: self.token})
-
     # What runs.
 
     def processes(self) -> set[int]:
@@ -119,34 +174,35 @@ class Changing:
         return found
 
     def pid(self, role: MemberRole | None = None) -> int | None:
-        """Of one of the members at random."""
+        """Of one of the members at random, or of what owns it."""
         names = [one.name for one in self.backend.members() if role in (None, one.role)]
         if not names:
             return None
-        return MemberFolder(self.folder / "memory" / "members" / self.dice.choice(names)).pid()
+        return self.place.any_pid(self.dice.choice(names))
 
     async def settle(self) -> None:
         """Until all is as it is to be; then exactly the members' processes run."""
         self.front.busy.clear()
         self.change(roll={"pause": False})
         try:
-            async with asyncio.timeout(SETTLES_S):
+            async with asyncio.timeout(self.place.settles_s):
                 while not self._is_settled():
                     assert self.running is not None
                     if self.running.done():
                         self.running.result()
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise AssertionError(f"it does not settle: {self.ledger.status()}") from None
-        members = {MemberFolder(self.folder / "memory" / "members" / one.name).pid() for one in self.backend.members()}
-        assert self.processes() == members
+            raise AssertionError(f"it does not settle: {self.place.kept()}, {self.ledger.status()}") from None
+        names = {one.name for one in self.backend.members()}
+        assert self.processes() == {*map(self.place.pid, names)}
 
     def _is_settled(self) -> bool:
         seen = self.ledger.status()
         if seen is None or not seen.settled or seen.number != self.ledger.wanted().number:
             return False
         members = self.backend.members()  # one that was killed just now has not been seen to end yet
-        return len(members) == len(seen.members) == len(self.processes())
+        names = sorted(one.name for one in members)
+        return len(names) == len(seen.members) == len(self.processes()) and names == self.place.kept()
 
     # What changes.
 
@@ -175,7 +231,7 @@ class Changing:
             self._signal(pid, signal.SIGKILL)
 
     async def apply(self) -> None:
-        self.ledger.want(wanted(self.dice))
+        self.ledger.want(wanted(self.dice, self.place.backend))
 
     async def roll(self) -> None:
         stamp = str(self.dice.random())
@@ -201,13 +257,27 @@ class Changing:
     async def folder_goes(self) -> None:
         """As where what a user has in memory is removed at logout."""
         names = [one.name for one in self.backend.members()]
-        if names:
-            shutil.rmtree(self.folder / "memory" / "members" / self.dice.choice(names), ignore_errors=True)
+        if names and (folder := self.place.member_folder(self.dice.choice(names))) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
             await asyncio.sleep(2.5)  # it is written anew before anybody else looks for it
 
     async def another_controller(self) -> None:
         await self.end(at_once=self.dice.random() < 0.5)
         await self.begin()
+
+    async def lose_node(self) -> None:
+        """While a controller looks, which is then replaced if there are to be more nodes: Ray starts them in the main
+        thread only, and takes seconds for it."""
+        place = self.place
+        assert isinstance(place, OnRay)
+        node = self.dice.choice(place.to_lose())
+        await asyncio.to_thread(lambda: place.nodes.cluster.remove_node(node, allow_graceful=False))
+        if len(place.to_lose()) < 2:
+            await asyncio.sleep(self.dice.choice([0.0, 5.0]))
+            await self.end(at_once=True)
+            place.nodes.add()
+            place.nodes.add()
+            await self.begin()
 
     def _signal(self, pid: int | None, number: int) -> None:
         if pid is not None:
@@ -216,20 +286,40 @@ class Changing:
 
 
 async def test_whatever_happens_exactly_what_is_wanted_runs_in_the_end(tmp_path: Path) -> None:
-    dice = random.Random(SEED)
-    fleet = Changing(tmp_path, dice)
+    await change_at_random(Place(tmp_path, random.Random(SEED)), NUM_CHANGES)
+
+
+async def test_on_ray_too_and_nodes_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    import ray
+
+    from support.ray_nodes import ray_nodes
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # actors are sent what this folder has
+    with ray_nodes(3) as nodes:
+        ray.init(nodes.address, log_to_driver=False)
+        try:
+            await change_at_random(OnRay(tmp_path, random.Random(SEED), nodes), NUM_CHANGES // 4)
+        finally:
+            ray.shutdown()
+
+
+async def change_at_random(place: Place, number: int) -> None:
+    fleet = Changing(place)
     common = [fleet.kill, fleet.stop, fleet.terminate, fleet.kill_router, fleet.apply, fleet.roll, fleet.roll_back]
     changes = [*common * 2, fleet.kill_all, fleet.pause, fleet.requests, fleet.routers_hang]
     changes += [fleet.folder_goes, fleet.another_controller, fleet.another_controller]
+    if isinstance(place, OnRay):
+        changes += [fleet.lose_node] * 2
     done: list[str] = []
     await fleet.begin()
     try:
-        for number in range(NUM_CHANGES):
-            change = dice.choice(changes)
+        for at in range(number):
+            change = place.dice.choice(changes)
             done.append(change.__name__)
             await change()
-            await asyncio.sleep(dice.choice([0.0, 0.0, 0.05, 0.3]))
-            if number % 10 == 9:
+            await asyncio.sleep(place.dice.choice([0.0, 0.0, 0.05, 0.3]))
+            if at % 10 == 9:
                 await fleet.settle()
         await fleet.settle()
     except AssertionError as error:
@@ -239,3 +329,4 @@ async def test_whatever_happens_exactly_what_is_wanted_runs_in_the_end(tmp_path:
         left = fleet.processes()
         await fleet.kill_all()
     assert not left, f"after {done}"
+    assert place.kept() == []
