@@ -1,9 +1,9 @@
 # kvferry with its own engine, on CPUs: docker build -t kvferry .
-# With CUDA: --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg EXTRAS=nixl,tp
+# With CUDA: --build-arg TORCH=torch==2.13.0 --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg EXTRAS=kubernetes,nixl,tp
 FROM debian:bookworm-slim AS build
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=events,picker,tp,valkey
+ARG EXTRAS=events,kubernetes,picker,tp,valkey
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/kvferry
 RUN /opt/kvferry/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"

@@ -20,6 +20,7 @@ from kvferry.cli.demo.command import demo
 from kvferry.cli.fleet.command import app as fleet
 from kvferry.cli.fleet.recommend import add_to as add_recommend_to
 from kvferry.cli.fleet.render import add_to as add_render_to
+from kvferry.cli.fleet.run import add_to as add_run_to
 from kvferry.cli.instance import decode, prefill
 from kvferry.cli.picker import picker
 from kvferry.cli.rank import rank
@@ -77,6 +78,7 @@ app.command(rank, sort_key=5)
 app.command(picker, sort_key=5)
 app.command(demo, sort_key=6)
 add_render_to(fleet)
+add_run_to(fleet)
 add_recommend_to(fleet)
 app.command(fleet)
 app.command(cache)

@@ -7,13 +7,24 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.toml_file import MOST_BYTES, read_toml
+from kvferry.core.settings.toml_file import MOST_BYTES, read_toml, to_toml
 
 
 def test_what_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('a = 1\n[b]\nc = "ü"\n')
     assert read_toml(path) == {"a": 1, "b": {"c": "ü"}}
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    tables = {
+        "a": 1,
+        "b": {},
+        "c": {"d": {"a.b/c": 'say "ü"\n', "list": [{"x y": "z", "n": [1, 2.5]}, {}]}, "e": {}},
+    }
+    path.write_text(to_toml(tables))
+    assert read_toml(path) == tables
 
 
 @pytest.mark.parametrize(

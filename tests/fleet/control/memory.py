@@ -107,7 +107,8 @@ class MemoryFront(Front):
         self.draining: set[str] = set()
         self.busy: set[str] = set()
         self.stranger = ""
-        self.plan: FleetPlan | None = None
+        self.told: FleetPlan | None = None
+        """What the fleet is to be, as routers were told last."""
         self.reported: Callable[[], TrafficReport | None] = lambda: None
         """What routers say of requests."""
         self.answers = True
@@ -127,10 +128,13 @@ class MemoryFront(Front):
     ) -> Mapping[str, View] | None:
         if not self.answers:
             return None
-        self.plan = plan
+        self.told = plan
         self.declared = {one.name: (one.role, one.unit) for one in instances}
         self.draining = set(draining) & set(self.declared)
         return self._views()
+
+    async def plan(self, router: str) -> FleetPlan | None:
+        return self.told if self.answers else None
 
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
         return self.reported()

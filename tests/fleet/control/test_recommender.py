@@ -18,7 +18,8 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.recommender import REGISTERS_S, Recommender, SpecFile
+from kvferry.fleet.control.recommender import REGISTERS_S, Recommender, read_recommended
+from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.router.app import Router
 from router.peers import SECRET, instances, routing
 from router.test_membership import holds
@@ -68,7 +69,9 @@ def told(routers: list[Router]) -> list[FleetPlan | None]:
 async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
     clock, front = ManualClock(1e6), Told()
     async with two_routers() as (routers, urls), front:
-        made = Recommender(SpecFile(spec(tmp_path)), [*urls, "http://127.0.0.1:9"], Ledger(tmp_path), front, clock)
+        made = Recommender(
+            SpecFile(spec(tmp_path), read_recommended), [*urls, "http://127.0.0.1:9"], Ledger(tmp_path), front, clock
+        )
         await made.look()
         assert told(routers) == [None, None], "who has just begun does not know yet who is there"
         clock.advance(REGISTERS_S)
@@ -90,14 +93,16 @@ async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
 async def test_one_that_begins_goes_on_from_what_was_told(tmp_path: Path) -> None:
     async with two_routers() as (routers, urls), Told() as front:
         await front.tell(urls[1], FleetPlan({"prefill": 5, "decode": 3}))
-        made = Recommender(SpecFile(spec(tmp_path)), urls, Ledger(tmp_path), front, ManualClock(1e6))
+        made = Recommender(SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
         assert [one and one.desired for one in told(routers)] == [{"prefill": 5, "decode": 3}] * 2
 
 
 async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> None:
     async with two_routers() as (routers, urls), Front("another token of tests") as front:
-        made = Recommender(SpecFile(spec(tmp_path)), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0)
+        made = Recommender(
+            SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0
+        )
         with pytest.raises(ConfigError, match="does not take orders"):
             await made.look()
         assert told(routers) == [None, None]
@@ -106,7 +111,7 @@ async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> No
 async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock(1e6)
     async with two_routers() as (routers, urls), Told() as front:
-        file = SpecFile(spec(tmp_path))
+        file = SpecFile(spec(tmp_path), read_recommended)
         made = Recommender(file, urls, Ledger(tmp_path), front, clock, registers_s=0)
         await made.look()
         more = {**ROLES, "decode": {"count": 4, "min": 4, "max": 6}}
@@ -123,7 +128,9 @@ async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog:
 async def test_a_recommendation_only_begins_with_those_that_are_there(tmp_path: Path) -> None:
     async with two_routers() as (routers, urls), Told() as front:
         path = spec(tmp_path, scale={**SCALE, "recommend": True})
-        made = Recommender(SpecFile(path), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0)
+        made = Recommender(
+            SpecFile(path, read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0
+        )
         await made.look()
         await made.look()
         plan = told(routers)[0]
@@ -137,10 +144,10 @@ def test_what_cannot_be_recommended(tmp_path: Path, capsys: pytest.CaptureFixtur
     told: dict[str, Any] = {"name": "chat", "model": "m", "mode": "pooling", "role": ROLES}
     path.write_text(to_toml(told))
     with pytest.raises(ConfigError, match=r"no table \[scale\]"):
-        SpecFile(path)
+        SpecFile(path, read_recommended)
     units = {"members": {"prefill": 1, "decode": 1}, "max": 3}
     path.write_text(to_toml({**told, "role": {}, "mode": "replica", "unit": units, "scale": SCALE}))
     with pytest.raises(ConfigError, match="pooling"):
-        SpecFile(path)
+        SpecFile(path, read_recommended)
     assert main(["fleet", "recommend", str(spec(tmp_path)), "--router", "chat:8000"]) == 2
     assert "--router 'chat:8000' must look like http://HOST:PORT" in capsys.readouterr().err

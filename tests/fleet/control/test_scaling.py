@@ -14,6 +14,7 @@ from fleet.control.test_controller import DECODE, PREFILL, Controlled, pooling, 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.control.controller import LetGo
+from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling import rules_of
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
@@ -86,7 +87,7 @@ async def test_more_is_asked_for_and_more_is_started_and_all_say_so(tmp_path: Pa
     made.front.reported = Traffic(8.0)
     async with made.running():
         await followed(made)
-        status, plan = made.ledger.status(), made.front.plan
+        status, plan = made.ledger.status(), made.front.told
     assert status is not None
     assert plan is not None
     wanted = {role: status.roles[role].desired for role in ("prefill", "decode")}
@@ -158,6 +159,24 @@ async def test_the_next_controller_goes_on_with_what_was_decided(tmp_path: Path)
         assert not made.backend.stops
 
 
+async def test_a_controller_elsewhere_goes_on_with_what_the_routers_were_told(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, scaled())
+    made.front.reported = Traffic(8.0)
+    async with made.running():
+        await followed(made)
+    serving, desired = made.backend.serving, made.front.told
+    made.front.reported = lambda: None
+    made.ledger = Ledger(tmp_path / "elsewhere")
+    made.ledger.want(scaled())
+    async with made.running():
+        await ticks(made.backend, 10)
+        assert made.backend.serving == serving
+        assert not made.backend.stops
+    assert desired is not None
+    assert made.front.told is not None
+    assert made.front.told.desired == desired.desired
+
+
 async def test_a_spec_that_is_applied_again_does_not_take_back_what_was_started(tmp_path: Path) -> None:
     made = Controlled(tmp_path, scaled())
     made.front.reported = Traffic(8.0)
@@ -179,7 +198,7 @@ async def test_recommendations_are_only_said(tmp_path: Path) -> None:
     async with made.running():
         await made.until(lambda: any(one.what == "recommend" for one in made.ledger.history()))
         await ticks(made.backend, 10)
-        plan = made.front.plan
+        plan = made.front.told
         assert made.backend.serving == [DECODE, PREFILL, "router-0"]
     assert plan is not None
     assert plan.recommends
@@ -195,7 +214,7 @@ async def test_both_roles_go_to_zero_together_and_come_back_for_who_waits(tmp_pa
     async with made.running():
         await made.until(lambda: "zero" in decided(made))
         await made.until(lambda: made.backend.serving == ["router-0"])
-        plan = made.front.plan
+        plan = made.front.told
         assert plan is not None
         assert plan.desired == {"prefill": 0, "decode": 0}
         assert plan.starts_s > 0, "requests are to wait"

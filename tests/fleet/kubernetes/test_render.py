@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tomllib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 from referencing import Registry, Resource
@@ -21,7 +24,7 @@ from kvferry.fleet.control.scaling import rules_of
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, chosen
 from kvferry.fleet.kubernetes.chart import write_chart
-from kvferry.fleet.kubernetes.render import render
+from kvferry.fleet.kubernetes.render import render, render_controller
 from kvferry.fleet.kubernetes.values import Values
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -111,14 +114,31 @@ SCALED: dict[str, tuple[OBJECTS, Autoscaling]] = {
     "KEDA down to nothing": (scaled(NO_MINIMUM, {"idle": "10m"}), KEDA),
 }
 CASES |= {name: told for name, (told, _) in SCALED.items()}
+ROLE_CHANGES = {"prefill": {"can_be": ["decode"], "max": 3}, "decode": {"min": 1, "max": 4}}
+CONTROLLED: dict[str, OBJECTS] = {
+    "controller": pooling(**FULL),
+    "controller that scales": scaled(ROLE_CHANGES, engine=VLLM, controllers=2, context="mine"),
+    "controller of units": {**in_units(), "failure": {"restart": "unit"}},
+    "controller with a Secret of one's own": pooling(token_secret="mine", service_account="plain"),
+}
+CASES |= CONTROLLED
 
 
 def rendered(told: OBJECTS, autoscaling: Autoscaling = NOT_SCALED) -> list[OBJECTS]:
     return render(fleet_from(told), Values(), "the token of a test", autoscaling)
 
 
+def renders(case: str) -> Callable[[Values, str], list[OBJECTS]]:
+    """What gives the objects of a case, for values and a token."""
+    fleet = fleet_from(CASES[case])
+    if case in CONTROLLED:
+        return lambda values, token: render_controller(fleet, values, token)
+    autoscaling = SCALED[case][1] if case in SCALED else NOT_SCALED
+    return lambda values, token: render(fleet, values, token, autoscaling)
+
+
 def of_case(case: str) -> list[OBJECTS]:
-    return rendered(CASES[case], SCALED[case][1] if case in SCALED else NOT_SCALED)
+    return renders(case)(Values(), "the token of a test")
 
 
 def of_kind(objects: list[OBJECTS], kind: str) -> dict[str, OBJECTS]:
@@ -192,7 +212,7 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> N
 def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> None:
     """Helm itself is not here: its three expressions that a chart uses are filled in as it does."""
     fleet = fleet_from(CASES[case])
-    write_chart(fleet, tmp_path, SCALED[case][1] if case in SCALED else NOT_SCALED)
+    write_chart(fleet, tmp_path, lambda values: renders(case)(values, ""))
     values = {**yaml.safe_load((tmp_path / "values.yaml").read_text()), "token": "the token of a test"}
     assert yaml.safe_load((tmp_path / "Chart.yaml").read_text())["name"] == "chat"
 
@@ -218,7 +238,9 @@ def test_pods_may_do_nothing_that_they_need_not() -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert not container["securityContext"]["allowPrivilegeEscalation"]
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
-            assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
+            is_controller = container["command"][1:3] == ["fleet", "run"]
+            assert pod["automountServiceAccountToken"] is is_controller
+            assert not pod["enableServiceLinks"]
             written = {one["mountPath"] for one in container["volumeMounts"]}
             read_only = {one["mountPath"] for one in container["volumeMounts"] if one.get("readOnly")}
             assert written - read_only == {"/dev/shm", "/tmp", "/cache", "/models"}
@@ -290,6 +312,36 @@ def test_the_members_of_a_unit_stay_among_themselves() -> None:
     routers = [one["spec"]["template"]["metadata"]["labels"] for one in of_kind(objects, "StatefulSet").values()]
     assert len(routers) == 2
     assert all(clients.items() <= one.items() for one in routers)
+
+
+@pytest.mark.parametrize("case", CONTROLLED)
+def test_a_controller_is_told_the_whole_spec(case: str) -> None:
+    fleet, objects = fleet_from(CASES[case]), of_case(case)
+    text = of_kind(objects, "ConfigMap")["chat-controller"]["data"]["fleet.toml"]
+    told = fleet_from(tomllib.loads(text))
+    assert fleet.backend.kubernetes is not None
+    here = msgspec.structs.replace(fleet.backend.kubernetes, context=None)
+    assert told == msgspec.structs.replace(fleet, backend=msgspec.structs.replace(fleet.backend, kubernetes=here))
+    (deployment,) = of_kind(objects, "Deployment").values()
+    assert deployment["spec"]["replicas"] == here.controllers
+    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "chat-controller"
+    assert not of_kind(objects, "StatefulSet")
+
+
+def test_a_controller_may_change_what_is_its_own_fleet_s() -> None:
+    """But for pods, which have no names before they are made."""
+    for case in CONTROLLED:
+        objects = of_case(case)
+        (binding,) = of_kind(objects, "RoleBinding").values()
+        (subject,) = binding["subjects"]
+        assert {"Role": [binding["roleRef"]["name"]], "ServiceAccount": [subject["name"]]} == {
+            kind: [*of_kind(objects, kind)] for kind in ("Role", "ServiceAccount")
+        }
+        there = {(one["kind"].lower() + "s", one["metadata"]["name"]) for one in objects}
+        for rule in of_kind(objects, "Role")["chat-controller"]["rules"]:
+            (resource,) = rule["resources"]
+            assert "*" not in rule["verbs"]
+            assert resource == "pods" or {(resource, name) for name in rule["resourceNames"]} <= there
 
 
 @pytest.mark.parametrize("case", SCALED)
@@ -440,6 +492,30 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["fleet", "render", str(tmp_path / "no.toml")]) == 2
 
 
+def test_the_command_with_a_controller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "chat.toml"
+    spec.write_text(SPEC)
+    asked = ["fleet", "render", str(spec)]
+
+    def deployments(*more: str) -> tuple[set[str], str]:
+        assert main([*asked, *more]) == 0
+        said = capsys.readouterr()
+        return {*of_kind(list(yaml.safe_load_all(said.out)), "Deployment")}, said.err
+
+    plain = {"chat-prefill", "chat-decode"}
+    assert deployments()[0] == plain
+    assert deployments("--controller", "kvferry")[0] == {"chat-controller"}
+    spec.write_text(SPEC.replace("[role.prefill]", '[role.prefill]\ncan_be = ["decode"]'))
+    assert deployments()[0] == {"chat-controller"}
+    assert deployments("--controller", "kubernetes")[0] == plain
+    spec.write_text(spec.read_text().replace('"kvferry:0.1"', '"kvferry:0.1", gang = "volcano"'))
+    found, said = deployments()
+    assert found == plain
+    assert "in spite of role.prefill.can_be" in said
+    assert main([*asked, "--controller", "kvferry"]) == 2
+    assert main([*asked, "--controller", "kvferry", "--autoscaler", "hpa"]) == 2
+
+
 def test_the_command_with_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "chat.toml"
     spec.write_text(re.sub(r"(\[role.*\])", "\\1\nmax = 3", SPEC))
@@ -447,10 +523,12 @@ def test_the_command_with_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*asked, "--autoscaler", "keda"]) == 2
     assert "there is no such table" in capsys.readouterr().err
     spec.write_text(spec.read_text() + '[scale]\nttft = "2s"\nitl = "50ms"\n')
-    assert main(asked) == 0
+    assert main([*asked, "--autoscaler", "hpa"]) == 0
     said = capsys.readouterr()
     assert {*of_kind(list(yaml.safe_load_all(said.out)), "HorizontalPodAutoscaler")} == {"chat-prefill", "chat-decode"}
     assert "pod_monitor = true" in said.err
+    assert main(asked) == 0
+    assert not of_kind(list(yaml.safe_load_all(capsys.readouterr().out)), "HorizontalPodAutoscaler")
     asked += ["--autoscaler", "keda"]
     assert main([*asked, "--prometheus", "http://user:secret@p"]) == 2
     assert main([*asked, "--chart", str(tmp_path / "chart")]) == 0

@@ -54,20 +54,20 @@ def control(
     set_up_logging(TEXT, "controller")
     DigestCache()
     remove_leftovers()
-    return asyncio.run(_control(existing_ledger(name), waits=wait))
+    return asyncio.run(look_after(existing_ledger(name), waits=wait))
 
 
-async def _control(ledger: Ledger, *, waits: bool) -> int:
-    """Run until told to end. A controller that was silent for so long that another may have taken over starts again,
-    and waits for that one."""
-    while isinstance(await _look_after(ledger, waits=waits), Superseded):
+async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
+    """Run a fleet's controller until it is told to end. One that was silent for so long that another may have taken
+    over starts again, and waits for that one. `owner`: of the members, as in `BackendContext`."""
+    while isinstance(await _look_after(ledger, owner, waits=waits), Superseded):
         waits = True
     return 0
 
 
-async def _look_after(ledger: Ledger, *, waits: bool) -> End:
+async def _look_after(ledger: Ledger, owner: str, *, waits: bool) -> End:
     fleet, display = ledger.wanted().fleet, PlainDisplay()
-    backend = make_backend(running_folder(ledger), fleet)
+    backend = make_backend(running_folder(ledger), fleet, owner)
     async with Front(backend.context.token) as front:
         controller = Controller(
             ledger, backend, front, display, SYSTEM_CLOCK, waits=waits, grace_s=grace_of(fleet, serve)
@@ -95,11 +95,12 @@ def existing_ledger(name: str) -> Ledger:
     return ledger_of(name)
 
 
-def make_backend(folder: Path, fleet: WantedFleet) -> FleetBackend:
-    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the fleet."""
+def make_backend(folder: Path, fleet: WantedFleet, owner: str = "") -> FleetBackend:
+    """The fleet's backend, not opened yet. `owner`: as in `BackendContext`. Raises `ConfigError` if it cannot run the
+    fleet."""
     token = _token()
     make_recipe = partial(local_recipe, token=token, command=serve)
-    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
+    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token, owner=owner)
     backend = backend_class(fleet.backend.kind)(context)
     backend.use(fleet)
     return backend

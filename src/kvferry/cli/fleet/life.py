@@ -59,7 +59,9 @@ def apply(
     ledger = ledger_of(fleet.name)
     if fleet.backend.kind == "local":
         resolve(fleet.model)
-    _require_same_place(ledger, fleet)
+    require_same_place(ledger, fleet)
+    if ledger.exists:
+        _require_not_followed(ledger)
     make_backend(running_path(ledger), fleet)
     if dry_run:
         return show_steps(ledger, fleet)
@@ -138,6 +140,7 @@ def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
     """End a fleet: its routers first, then its instances, each once its running requests have ended."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     ledger = existing_ledger(name)
+    _require_not_followed(ledger)
     ledger.delete()
     try:
         return _see_end(ledger, name, wait_s)
@@ -166,6 +169,7 @@ def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
 
 def _change(name: str, how: Callable[[Wanted], WantedFleet], wait_s: float) -> int:
     ledger = existing_ledger(name)
+    _require_not_followed(ledger)
     return _pursue(ledger, ledger.change(how), wait_s)
 
 
@@ -180,10 +184,23 @@ def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
         return 130
 
 
-# What has to be so before a fleet is made.
+# What has to be so before a fleet is made, or changed.
 
 
-def _require_same_place(ledger: Ledger, fleet: WantedFleet) -> None:
+def _require_not_followed(ledger: Ledger) -> None:
+    """What a controller has from a file, it would go back to. Raises `ConfigError`."""
+    try:
+        wanted = ledger.wanted()
+    except ConfigError:
+        return
+    if wanted.source and ledger.has_controller:
+        name = wanted.fleet.name
+        raise ConfigError(
+            f"`kvferry fleet run` has {name} be as {wanted.source} says: change that file, or end it first"
+        )
+
+
+def require_same_place(ledger: Ledger, fleet: WantedFleet) -> None:
     """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
     try:
         before = ledger.wanted()

@@ -15,7 +15,8 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.recommender import Recommender, SpecFile
+from kvferry.fleet.control.recommender import Recommender, read_recommended
+from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.places import fleets_folder
 from kvferry.http.client.origin import Origin
 from kvferry.observe.logs import TEXT, set_up_logging
@@ -43,7 +44,7 @@ def recommend(
     for one in router:
         Origin.parse(one, "--router")
     set_up_logging(TEXT, "recommender")
-    asyncio.run(_recommend(SpecFile(spec), tuple(one.rstrip("/") for one in router)))
+    asyncio.run(_recommend(SpecFile(spec, read_recommended), tuple(one.rstrip("/") for one in router)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
@@ -16,7 +17,9 @@ from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.fleet.control.spec import WantedFleet, read_fleet
 
 if TYPE_CHECKING:
-    from kvferry.fleet.kubernetes.autoscaling import Autoscaling
+    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, Kind
+    from kvferry.fleet.kubernetes.pods import Object
+    from kvferry.fleet.kubernetes.values import Values
 
 PROMETHEUS = "http://prometheus-operated.monitoring:9090"
 """The Service that Prometheus' operator makes, in its usual namespace."""
@@ -33,12 +36,20 @@ def render(
     chart: Annotated[
         Path | None, Parameter(help="Write a Helm chart into this folder instead of manifests to standard output.")
     ] = None,
+    controller: Annotated[
+        Literal["kvferry", "kubernetes"] | None,
+        Parameter(
+            help="Who makes the pods: kvferry's controller, which follows the spec, or Kubernetes' own, from"
+            " Deployments and their like. Default: kvferry's if the spec asks for what only that one does ([scale],"
+            ' can_be, or failure.restart = "unit"), unless there is --autoscaler.'
+        ),
+    ] = None,
     autoscaler: Annotated[
         Literal["hpa", "keda", "none"] | None,
         Parameter(
-            help="What has Kubernetes start as many instances as [scale] asks for: a HorizontalPodAutoscaler for each"
-            " role (which needs prometheus-adapter), or a ScaledObject of KEDA. Default: hpa for a fleet with [scale]"
-            " in pooling mode, otherwise none."
+            help="What has Kubernetes start as many instances as [scale] asks for, without kvferry's controller: a"
+            " HorizontalPodAutoscaler for each role (which needs prometheus-adapter), or a ScaledObject of KEDA."
+            " Default: hpa for a fleet with [scale] in pooling mode, otherwise none."
         ),
     ] = None,
     prometheus: Annotated[str, Parameter(help="URL of Prometheus, for --autoscaler keda.")] = PROMETHEUS,
@@ -49,29 +60,54 @@ def render(
 
         kvferry fleet render chat.toml | kubectl apply -f -
     """
-    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, chosen
     from kvferry.fleet.kubernetes.chart import write_chart
     from kvferry.fleet.kubernetes.render import check
-    from kvferry.fleet.kubernetes.render import render as objects_of
     from kvferry.fleet.kubernetes.values import Values
 
     fleet = read_fleet(spec)
     check(fleet)
-    autoscaling = Autoscaling(chosen(fleet, autoscaler), _url("--prometheus", prometheus))
-    _say_what_scales(fleet, autoscaling)
+    write = _how_to_write(fleet, controller, autoscaler, _url("--prometheus", prometheus))
     if chart is not None:
         try:
-            files = write_chart(fleet, chart, autoscaling)
+            files = write_chart(fleet, chart, lambda values: write(values, ""))
         except OSError as error:
             raise ConfigError(f"--chart {chart}: {error.strerror or error}") from error
         sys.stdout.write("".join(f"{one}\n" for one in files))
         return 0
     token = shared_token("the Secret") if os.environ.get(AUTH_TOKEN) else ""
     values = Values()
-    sys.stdout.write(values.write(objects_of(fleet, values, token, autoscaling)))
+    sys.stdout.write(values.write(write(values, token)))
     if not token and _needs_token(fleet):
         sys.stderr.write(f"kvferry: there is no Secret among these, as {AUTH_TOKEN} is not set; {_how(fleet)}\n")
     return 0
+
+
+def _how_to_write(
+    fleet: WantedFleet, controller: str | None, autoscaler: Kind | None, prometheus: str
+) -> Callable[[Values, str], list[Object]]:
+    """What gives the objects, for values and a token. Raises `ConfigError` for flags that contradict each other, and
+    for what cannot be done so."""
+    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, chosen
+    from kvferry.fleet.kubernetes.controller import only_controller_gives, require_plain_pods
+    from kvferry.fleet.kubernetes.render import render, render_controller
+
+    asked_for = only_controller_gives(fleet)
+    if controller is None and autoscaler is None and asked_for:
+        try:
+            require_plain_pods(fleet)
+            controller = "kvferry"
+        except ConfigError as error:
+            sys.stderr.write(f"kvferry: Kubernetes' own controllers make the pods, in spite of {asked_for}: {error}\n")
+    if controller == "kvferry":
+        if autoscaler is not None:
+            raise ConfigError(f"--autoscaler {autoscaler}: kvferry's controller starts and ends the pods by itself")
+        require_plain_pods(fleet)
+        why = f", because of {asked_for}" if asked_for else ""
+        sys.stderr.write(f"kvferry: kvferry's controller makes the pods{why}\n")
+        return lambda values, token: render_controller(fleet, values, token)
+    autoscaling = Autoscaling(chosen(fleet, autoscaler), prometheus)
+    _say_what_scales(fleet, autoscaling)
+    return lambda values, token: render(fleet, values, token, autoscaling)
 
 
 def _url(flag: str, url: str) -> str:

@@ -118,13 +118,15 @@ class Recipe(Protocol):
 class BackendContext:
     """What a backend is made with. `folder`: of this fleet alone, readable by this user only, and gone when the machine
     is. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members go on when the backend
-    is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
+    is closed; otherwise they end with it. `token`: the secret of the fleet's processes. `owner`: names what the members
+    belong to and end with, where there is such a thing; what is beside them is then there already."""
 
     folder: Path
     make_recipe: Callable[[WantedFleet], Recipe]
     watcher: Watcher
     outlives: bool = True
     token: str = field(default="", repr=False)
+    owner: str = ""
 
 
 class FleetBackend(ABC):

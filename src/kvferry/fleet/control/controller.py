@@ -170,6 +170,7 @@ class Controller:
         if found:
             self._display.note(f"found {', '.join(sorted(one.name for one in found))}")
             await self._observer.take_up(found)
+            self._scaling.take_up(await self._observer.plan(found))
 
     async def bring_down(self) -> None:
         """End all members: routers first, so that they can finish their answers while instances still serve."""

@@ -93,6 +93,8 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Further environment variables of all containers. They can be read in the manifests: keys belong into Secrets."""
     routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Routers, each with all instances; in replica mode, of each unit."""
+    controllers: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    """Controllers that `kvferry fleet render` writes; one of them acts, and the others wait."""
     disaggregated_set: bool = False
     """One DisaggregatedSet for all roles, which are then rolled together, in place of an object for each role."""
     gang: Literal["none", "kubernetes", "volcano"] = "none"

@@ -39,12 +39,13 @@ _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
 
 class Wanted(msgspec.Struct, frozen=True):
     """What the fleet is to be. `earlier`: what it was to be before, the last first. `deleted`: it is to end. `number`
-    grows with each change."""
+    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does."""
 
     fleet: WantedFleet
     earlier: tuple[WantedFleet, ...] = ()
     deleted: bool = False
     number: int = 0
+    source: str = ""
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,15 +97,16 @@ class Ledger:
                 f"{self.folder / 'wanted.json'} cannot be read: {error}; apply the fleet's spec again"
             ) from error
 
-    def want(self, fleet: WantedFleet) -> Wanted:
-        """The fleet is to be this from now on. Another revision than before makes that one an earlier one. A file that
-        cannot be read is put aside."""
+    def want(self, fleet: WantedFleet, source: str = "") -> Wanted:
+        """The fleet is to be this from now on. Another revision than before makes that one an earlier one. What was
+        wanted before, and cannot be read, is put aside."""
         with self._changing():
             before = self._before()
             if isinstance(before, int) or before.deleted:
                 new = Wanted(fleet, number=1 + (before if isinstance(before, int) else before.number))
             else:
                 new = _following(before, fleet)
+            new = msgspec.structs.replace(new, source=source)
             self._replace("wanted.json", new)
         return new
 

@@ -60,6 +60,11 @@ class Observer:
         else:
             self._views = None
 
+    async def plan(self, members: Sequence[Member]) -> FleetPlan | None:
+        """What routers were told last that the fleet is to be; None: nothing, or none of them answers."""
+        plans = await asyncio.gather(*(self._front.plan(one) for one in routers_of(members)))
+        return next((one for one in plans if one is not None), None)
+
     async def traffic(self, members: Sequence[Member]) -> dict[str, TrafficReport]:
         """What the routers that answer have seen of requests, by their URL."""
         routers = routers_of(members)

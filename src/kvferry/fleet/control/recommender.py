@@ -12,7 +12,6 @@ before; where they were told nothing, it waits until all instances had the time 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,42 +26,13 @@ from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling import Scaling, counts_of, with_counts
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
+from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 from kvferry.fleet.scaling.rules import PREFILL, Counts
-
-logger = logging.getLogger(__name__)
 
 REGISTERS_S = 30.0
 """How long after the first router has answered all instances that serve have registered: two leases."""
 _LOOK_S = 1.0
-
-
-class SpecFile:
-    """A spec that may be changed while it is followed, as Kubernetes does with a ConfigMap that is mounted."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises `ConfigError`."""
-        self._path = path
-        self._seen = self._stamp()
-        self.fleet = read_recommended(path)
-
-    def follow(self) -> WantedFleet:
-        """What it says now; as long as that is wrong, what it said before."""
-        if (stamp := self._stamp()) != self._seen:
-            self._seen = stamp
-            try:
-                self.fleet = read_recommended(self._path)
-                logger.info("%s has changed, and is followed", self._path)
-            except ConfigError as error:
-                logger.error("what was wanted before holds: %s", error)
-        return self.fleet
-
-    def _stamp(self) -> tuple[int, ...]:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return ()
-        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def read_recommended(path: Path) -> WantedFleet:

@@ -41,6 +41,18 @@ class Scaling:
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
 
+    def take_up(self, plan: FleetPlan | None) -> None:
+        """Go on from what an earlier controller has told the routers, which may have been on another machine: then
+        nobody here knows when it decided that."""
+        if plan is None or plan.goal is None or plan.recommends:
+            return
+        prefill = plan.desired.get(PREFILL, 0)
+        there = ScalingMemory(
+            prefill, sum(plan.desired.values()) - prefill, plan.disaggregate_from, changed_at=self._clock.wall()
+        )
+        if self._memory is None or _told(self._memory) != _told(there):
+            self._memory = there
+
     # What is wanted.
 
     def wanted(self, fleet: WantedFleet) -> WantedFleet:

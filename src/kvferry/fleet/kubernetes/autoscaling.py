@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.scaling import most_of
 from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
 from kvferry.fleet.kubernetes.pods import Object, kubernetes_of
@@ -145,19 +144,8 @@ def _behavior(most: int) -> Object:
     }
 
 
-def recommended(fleet: WantedFleet, values: Values) -> str:
-    """The spec, as far as who recommends needs it, in TOML."""
+def bounded(fleet: WantedFleet) -> WantedFleet:
+    """The fleet with the bounds of its autoscalers, for who recommends."""
     assert fleet.scale is not None
-    roles = {}
-    for role, one in fleet.role.items():
-        roles[role] = {
-            "count": values.value(f"replicas.{role}", one.count),
-            "min": values.value(f"autoscaling.{role}.min", one.min) if one.min else 0,
-            "max": values.value(f"autoscaling.{role}.max", most_of(one, fleet.scale)),
-            "tensor_parallel_size": one.tensor_parallel_size,
-        }
-    scale = {name: value for name, value in msgspec.structs.asdict(fleet.scale).items() if value is not None}
-    table = {"name": fleet.name, "model": fleet.model, "mode": fleet.mode, "role": roles, "scale": scale}
-    if fleet.router.args:
-        table["router"] = {"args": fleet.router.args}
-    return values.within(to_toml(table))
+    roles = {role: msgspec.structs.replace(one, max=most_of(one, fleet.scale)) for role, one in fleet.role.items()}
+    return msgspec.structs.replace(fleet, role=roles)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from kvferry import __version__
 from kvferry.fleet.control.spec import WantedFleet
-from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling
-from kvferry.fleet.kubernetes.render import render
+from kvferry.fleet.kubernetes.pods import Object
 from kvferry.fleet.kubernetes.values import Values, write_values
 
 
-def write_chart(fleet: WantedFleet, folder: Path, autoscaling: Autoscaling = NOT_SCALED) -> list[Path]:
-    """Write the chart into `folder`; returns its files. `autoscaling`: as for `render`. Raises
-    `ConfigError` and `OSError`."""
+def write_chart(fleet: WantedFleet, folder: Path, render: Callable[[Values], list[Object]]) -> list[Path]:
+    """Write the chart of what `render` gives into `folder`; returns its files. Raises `ConfigError` and `OSError`."""
     values = Values(chart=True)
-    objects = render(fleet, values, autoscaling=autoscaling)
+    objects = render(values)
     files = {
         "Chart.yaml": yaml.safe_dump(
             {

@@ -7,21 +7,23 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.core.settings.environment import AUTH_TOKEN, STATE_DIR
 from kvferry.fleet.arguments import variable_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
-from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import MemberRole, Role, WantedFleet, seconds
 from kvferry.fleet.kubernetes.values import Values
 
 Object = dict[str, Any]
 
 HTTP_PORT, KV_PORT = 8000, 8101
-SPEC_FILE, _SPEC_FOLDER = "fleet.toml", "/spec"
+SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
 _MARGIN_S = 30
 """How much longer than its drain a pod may take to end before it is killed."""
 _GRACE_S = 15
 """For what a drain has left over, or what comes after it."""
 _USER = 1000
+_LOOKED_AFTER_S = 60
+"""A controller says about once a second, in a file, that it looks after its fleet; after so long, it hangs."""
 _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
     "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
 )  # fmt: skip
@@ -46,6 +48,11 @@ def kubernetes_of(fleet: WantedFleet) -> KubernetesSpec:
 def pod_of(fleet: WantedFleet, role: PodRole) -> PodSpec:
     """What a spec says about the pods of a role."""
     return kubernetes_of(fleet).pod.get(role, PodSpec())
+
+
+def member_roles(fleet: WantedFleet) -> list[MemberRole]:
+    """The roles of all its members."""
+    return [*(fleet.role if fleet.unit is None else fleet.unit.members), "router"]
 
 
 class Pods:
@@ -108,9 +115,30 @@ class Pods:
     def recommender(self, routers: Sequence[str], spec: str) -> Object:
         """The template of the pod that says how many instances are needed. `spec`: the ConfigMap with the fleet's
         file."""
+        return self._follows_spec(spec, "recommend", *(f"--router={one}" for one in routers))
+
+    def controller(self, spec: str) -> Object:
+        """The template of kvferry's controller, which follows the fleet's file in this ConfigMap, and to which the pods
+        of all members belong. The account of the same name says what it may do."""
+        template = self._follows_spec(spec, "run", f"--owner={spec}")
+        template["spec"] |= {"automountServiceAccountToken": True, "serviceAccountName": spec}
+        (container,) = template["spec"]["containers"]
+        container["env"].append({"name": STATE_DIR, "value": _STATE_FOLDER})
+        # Nobody asks it anything, so that it listens nowhere; but it keeps writing into the lock of its ledger.
+        lock = f"{_STATE_FOLDER}/fleets/{self._fleet.name}/controller.lock"
+        minutes = f"-mmin -{_LOOKED_AFTER_S // 60}"
+        container["livenessProbe"] = {
+            "exec": {"command": ["/bin/sh", "-c", f'test -n "$(find {lock} {minutes})"']},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+            "failureThreshold": 4,
+        }
+        return template
+
+    def _follows_spec(self, spec: str, command: str, *arguments: str) -> Object:
+        """The template of a pod that runs this command of `kvferry fleet`."""
         container = self._container("controller")
-        command = ["kvferry", "fleet", "recommend", f"{_SPEC_FOLDER}/{SPEC_FILE}"]
-        container["command"] = [*command, *(f"--router={one}" for one in routers)]
+        container["command"] = ["kvferry", "fleet", command, f"{_SPEC_FOLDER}/{SPEC_FILE}", *arguments]
         container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
         template = self._template("controller", container, None)
         template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})

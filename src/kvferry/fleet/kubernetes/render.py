@@ -5,17 +5,20 @@
     replica   each unit has objects of its own, and routers of its own, so that hand-offs stay within it
     [scale]   a Deployment that says how many instances are needed, and autoscalers that follow it (`autoscaling`)
 
+Or kvferry's own controller makes the pods, and only that and what it needs is written (`controller`).
+
 Routers have names of their own (a StatefulSet), because every instance registers at each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.spec import Role, WantedFleet, seconds
-from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, autoscaler, recommended
+from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, autoscaler, bounded
+from kvferry.fleet.kubernetes.controller import controller_objects, require_plain_pods, spec_text
 from kvferry.fleet.kubernetes.pods import (
     FLEET_LABEL,
     HTTP_PORT,
@@ -24,6 +27,7 @@ from kvferry.fleet.kubernetes.pods import (
     Pods,
     kubernetes_of,
     labels_of,
+    member_roles,
     pod_of,
     token_secret,
 )
@@ -34,16 +38,28 @@ _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1be
 
 
 def render(fleet: WantedFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
-    """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. `autoscaling`:
-    as `chosen`. Raises `ConfigError` for what pods cannot do."""
+    """All objects of a fleet whose pods Kubernetes' own controllers make. `token`: KVFERRY_AUTH_TOKEN for the Secret,
+    which is left out without it. `autoscaling`: as `chosen`. Raises `ConfigError` for what pods cannot do."""
     check(fleet)
     return [*_Rendering(fleet, values, autoscaling).objects(token)]
 
 
-def support(fleet: WantedFleet, values: Values, token: str = "", *, plain_pods: int | None = None) -> list[Object]:
-    """What the pods of a fleet need beside them. `token`: as for `render`. `plain_pods`: they are made one by one, not
-    by Deployments and their like; this is the number of routers among them."""
-    return [*_Rendering(fleet, values).support(token, plain_pods)]
+def render_controller(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
+    """kvferry's controller, which makes the pods, and what pods need beside them. `token`: as for `render`. Raises
+    `ConfigError` for what it cannot do."""
+    check(fleet)
+    require_plain_pods(fleet)
+    return [*_Rendering(fleet, values).controlled(token)]
+
+
+def support(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
+    """What pods that are made one by one need beside them, but for their budgets. `token`: as for `render`."""
+    return [*_Rendering(fleet, values).support(token)]
+
+
+def budgets(fleet: WantedFleet, values: Values, counts: Mapping[str, int]) -> list[Object]:
+    """The PodDisruptionBudgets of pods that are made one by one. `counts`: of each role, how many there are."""
+    return [*_Rendering(fleet, values).disruption_budgets(counts)]
 
 
 def check(fleet: WantedFleet) -> None:
@@ -90,7 +106,8 @@ class _Rendering:
         self._pods = Pods(fleet, values)
 
     def objects(self, token: str) -> Iterator[Object]:
-        yield from self.support(token, None)
+        yield from self.support(token)
+        yield from self.disruption_budgets(None)
         for part in self._parts():
             yield from self._routers(part)
             yield from self._instances(part)
@@ -99,9 +116,14 @@ class _Rendering:
             if self._fleet.scale is not None and part.unit is None:
                 yield from self._scaled(part)
 
+    def controlled(self, token: str) -> Iterator[Object]:
+        yield from self.support(token)
+        for version, kind, name, content in controller_objects(self._fleet, self._values):
+            yield self._object(version, kind, name, more=content)
+
     def _scaled(self, part: _Part) -> Iterator[Object]:
         """Who says how many instances are needed, and what has Kubernetes start them."""
-        spec = {SPEC_FILE: recommended(self._fleet, self._values)}
+        spec = {SPEC_FILE: spec_text(bounded(self._fleet), self._values)}
         yield self._object("v1", "ConfigMap", f"{part.name}-controller", more={"data": spec})
         deployment = {
             "replicas": 1,
@@ -125,13 +147,12 @@ class _Rendering:
         """Version and kind of what has the instances of a role."""
         return (_LWS, "LeaderWorkerSet") if pod_of(self._fleet, role).hosts > 1 else ("apps/v1", "Deployment")
 
-    def support(self, token: str, plain_pods: int | None) -> Iterator[Object]:
+    def support(self, token: str) -> Iterator[Object]:
         fleet = self._fleet
         if self._kubernetes.token_secret is None and (token or self._values.chart):
             secret = {"type": "Opaque", "stringData": {"token": self._values.secret("token", token)}}
             yield self._object("v1", "Secret", token_secret(fleet), more=secret)
         yield self._service(fleet.name, labels_of(fleet, "router"), headless=False)
-        yield from self._disruption_budgets(plain_pods)
         yield from self._network_policies()
         if self._kubernetes.pod_monitor:
             yield self._pod_monitor()
@@ -228,18 +249,13 @@ class _Rendering:
             spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
         return self._object("v1", "Service", name, spec)
 
-    def _disruption_budgets(self, plain_pods: int | None) -> Iterator[Object]:
+    def disruption_budgets(self, counts: Mapping[str, int] | None) -> Iterator[Object]:
         """Of each role, one pod at a time is moved off its node. Kubernetes knows only of Deployments and their like
         how many there are to be; for plain pods, it is told."""
         fleet = self._fleet
-        units = fleet.unit.count if fleet.unit is not None else 0
-        members = {} if fleet.unit is None else fleet.unit.members
-        counts = {role: one.count for role, one in fleet.role.items()} if fleet.unit is None else dict(members)
-        for role in (*counts, "router"):
-            spec: Object = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(fleet, role)}}
-            if plain_pods is not None:
-                number = plain_pods if role == "router" else counts[role] * (units or 1)
-                spec = {"minAvailable": max(0, number - 1), "selector": spec["selector"]}
+        for role in member_roles(fleet):
+            bound = {"maxUnavailable": 1} if counts is None else {"minAvailable": max(0, counts.get(role, 0) - 1)}
+            spec = {**bound, "selector": {"matchLabels": labels_of(fleet, role)}}
             yield self._object("policy/v1", "PodDisruptionBudget", f"{fleet.name}-{role}", spec)
 
     def _network_policies(self) -> Iterator[Object]:

@@ -23,18 +23,23 @@ from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL
 VERSION = "1.37"
 _LOOK_S = 0.01
 _FINALIZER = "tests/node"
-_UNPROCESSABLE, _GONE, _CONFLICT = 422, 410, 409
+_UNPROCESSABLE, _GONE, _CONFLICT, _FORBIDDEN = 422, 410, 409, 403
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
 
 class ApiServer(KubernetesEmulator):
     """kmock deletes at once. An API server waits for a pod's node, for which a finalizer stands here; and it refuses
-    objects that are not valid. `fails`: actions that are refused with a status, in place of what they would do."""
+    objects that are not valid. `fails`: actions that are refused with a status, in place of what they would do.
+    `rules`: of a Role; nothing else is allowed to who comes with a token."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         self.fails: dict[action, int] = {}
         self.changes: list[tuple[str, str]] = []
         """What was asked to be changed, and with which credentials."""
+        self.rules: list[dict[str, Any]] | None = None
+        self.used: set[tuple[str, str]] = set()
+        """Resources and verbs, of those that came with a token."""
         self._num_changes = 0
         self._watches: set[asyncio.Task[Any]] = set()
         self.resources["v1/pods"] = {"kind": "Pod", "namespaced": True}
@@ -48,6 +53,8 @@ class ApiServer(KubernetesEmulator):
         if request.action in (action.CREATE, action.UPDATE, action.DELETE):
             what = request.url.path.rpartition("/namespaces/")[2]
             self.changes.append((request.headers.get("Authorization", ""), f"{request.method} {what}"))
+        if "Authorization" in request.headers:
+            self._require_allowed(request)
         if (status := self.fails.get(request.action)) is not None:  # type: ignore[arg-type]
             if status == _GONE and request.action is action.WATCH:
                 told = {"type": "ERROR", "object": {"code": _GONE, "reason": "Expired", "message": "too old"}}
@@ -76,6 +83,17 @@ class ApiServer(KubernetesEmulator):
                 changes: dict[str, Any] = {"deletionGracePeriodSeconds": min(known, grace_s)}
                 self.objects[key].patch({"metadata": {**changes, **({} if grace_s else {"finalizers": []})}})
         return await super()._handle(request)
+
+    def _require_allowed(self, request: Request) -> None:
+        """As an API server with RBAC. An object that is to be made has no name yet."""
+        group, resource, name = _place(request.url.path)
+        verb = _VERBS[request.method]
+        if verb == "get" and not name:
+            verb = "watch" if request.action is action.WATCH else "list"
+        self.used.add((resource, verb))
+        if self.rules is None or any(_allows(rule, group, resource, name, verb) for rule in self.rules):
+            return
+        raise KubernetesError(status=_FORBIDDEN, reason="Forbidden", message=f"cannot {verb} {resource} {name}")
 
     def _number(self, request: Request) -> None:
         """Versions and uids, which kmock does not know; a change may name the version that it is made for."""
@@ -106,8 +124,22 @@ class ApiServer(KubernetesEmulator):
         return [one.raw for (kind, _, _), one in self.objects.items() if kind.plural == plural and not one.deleted]
 
 
+def _place(path: str) -> tuple[str, str, str]:
+    """Group, resource and name in a path such as /apis/GROUP/VERSION/namespaces/NAMESPACE/RESOURCE/NAME."""
+    before, _, after = path.partition("/namespaces/")
+    resource, _, name = after.partition("/")[2].partition("/")
+    return before.split("/")[2] if before.startswith("/apis/") else "", resource, name
+
+
+def _allows(rule: dict[str, Any], group: str, resource: str, name: str, verb: str) -> bool:
+    names = rule.get("resourceNames")
+    is_named = names is None or name in names
+    return is_named and group in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]
+
+
 class Node:
-    """Says of each pod how its container is. `end` has one end by itself; `is_away`: it says nothing any more."""
+    """Says of each pod how its container is, and deletes those whose owner is gone. `end` has one end by itself;
+    `is_away`: it says nothing any more."""
 
     def __init__(self, server: ApiServer, client: aiohttp.ClientSession) -> None:
         self._server, self._client = server, client
@@ -123,9 +155,18 @@ class Node:
 
     async def run(self) -> None:
         while True:
-            for pod in [] if self.is_away else self._server.pods():
-                await self._look_after(pod)
+            for pod in self._server.pods():
+                await self._collect(pod)
+                if not self.is_away:
+                    await self._look_after(pod)
             await asyncio.sleep(_LOOK_S)
+
+    async def _collect(self, pod: dict[str, Any]) -> None:
+        """As Kubernetes' garbage collector."""
+        owners = pod["metadata"].get("ownerReferences", [])
+        there = {one["metadata"]["uid"] for one in self._server.there("configmaps")}
+        if owners and not there & {one["uid"] for one in owners} and "deletionTimestamp" not in pod["metadata"]:
+            await self.deletes(pod)
 
     async def _look_after(self, pod: dict[str, Any]) -> None:
         metadata = pod["metadata"]
@@ -155,15 +196,14 @@ class Node:
         """The status of a pod is this."""
         await self._patch(pod, {"status": status}, "/status")
 
-    async def creates(self, pod: dict[str, Any]) -> None:
-        """Somebody makes a pod."""
-        async with self._client.post(f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", json=pod) as answer:
+    async def creates(self, one: dict[str, Any]) -> None:
+        """Somebody makes an object."""
+        async with self._client.post(_collection(one), json=one) as answer:
             assert answer.status == 200, await answer.text()
 
-    async def deletes(self, pod: dict[str, Any]) -> None:
-        """Somebody deletes a pod."""
-        path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
-        async with self._client.delete(path) as answer:
+    async def deletes(self, one: dict[str, Any]) -> None:
+        """Somebody deletes an object."""
+        async with self._client.delete(f"{_collection(one)}/{one['metadata']['name']}") as answer:
             assert answer.status == 200, await answer.text()
 
     async def _patch(self, pod: dict[str, Any], changes: dict[str, Any], part: str = "") -> None:
@@ -171,6 +211,13 @@ class Node:
         kind = {"Content-Type": "application/merge-patch+json"}
         async with self._client.patch(path, json=changes, headers=kind) as answer:
             assert answer.status in (200, 404), await answer.text()
+
+
+def _collection(one: dict[str, Any]) -> str:
+    kind = one["kind"].lower()
+    plural = f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+    root = "apis" if "/" in one["apiVersion"] else "api"
+    return f"/{root}/{one['apiVersion']}/namespaces/{one['metadata']['namespace']}/{plural}"
 
 
 def running(address: str, *, started: bool) -> dict[str, Any]:

@@ -159,24 +159,41 @@ async def test_what_pods_need_is_made_kept_as_it_is_to_be_and_removed(tmp_path: 
         assert {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in there("poddisruptionbudgets")} == {
             "chat-prefill": 0,
             "chat-decode": 0,
-            "chat-router": 1,
+            "chat-router": 0,
         }
         assert len(there("networkpolicies")) == 2
         cluster.server.fails = {action.UPDATE: 500}
-        backend.use(fleet(3, 1))
-        await asyncio.sleep(0)
+        backend.use(fleet(clients_from={"app": "chat"}))
+        await asyncio.sleep(0.2)
         cluster.server.fails = {}
-        await eventually(lambda: there("poddisruptionbudgets")[0]["spec"]["minAvailable"] == 2)
+        await eventually(lambda: "from" in there("networkpolicies")[1]["spec"]["ingress"][0])
         await backend.clear()
         assert not [one for kind in ("secrets", "services", "networkpolicies") for one in there(kind)]
+
+
+async def test_of_the_pods_that_are_there_one_may_be_moved_at_a_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+
+        def least() -> dict[str, int]:
+            there = cluster.server.there("poddisruptionbudgets")
+            return {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in there}
+
+        for number in range(3):
+            await start(backend, f"serves-{number}", role="prefill")
+        await eventually(lambda: least() == {"chat-prefill": 2, "chat-decode": 0, "chat-router": 0})
+        await backend.assign("serves-0", "decode")
+        await backend.assign("serves-1", "decode")
+        await eventually(lambda: least() == {"chat-prefill": 0, "chat-decode": 1, "chat-router": 0})
+        await backend.stop("serves-0", 1.0)
+        await eventually(lambda: least()["chat-decode"] == 0)
 
 
 async def test_what_cannot_be_done_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path) as (backend, cluster):
         for told, complaint in (
             ({"namespace": "other"}, "namespace cannot be changed"),
-            ({"gang": "volcano"}, "backend.kubernetes.gang is for `kvferry fleet render`"),
-            ({"disaggregated_set": True}, "disaggregated_set is for `kvferry fleet render`"),
+            ({"gang": "volcano"}, "backend.kubernetes.gang is for manifests without kvferry's controller"),
+            ({"disaggregated_set": True}, "disaggregated_set is for manifests without kvferry's controller"),
         ):
             with pytest.raises(ConfigError, match=complaint):
                 backend.use(fleet(**told))

@@ -31,7 +31,7 @@ from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, LetGo, Superseded
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S, LeaseUnknown
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.kubernetes.render import support
+from kvferry.fleet.kubernetes.render import budgets, support
 from kvferry.fleet.kubernetes.values import Values
 from kvferry.fleet.process import PROGRAM
 
@@ -142,7 +142,7 @@ async def test_an_api_server_that_fails_for_a_while_costs_nobody_the_right(tmp_p
 
 def made_once() -> list[dict[str, Any]]:
     pod = {role: pod_for(fleet(), MemberSpec(f"{role}-0", role, "r")) for role in ("decode", "router")}  # type: ignore[arg-type]
-    return [*pod.values(), *support(fleet(), Values(), "t", plain_pods=2)]
+    return [*pod.values(), *support(fleet(), Values(), "t"), *budgets(fleet(), Values(), {})]
 
 
 async def test_a_controller_that_loses_the_right_changes_nothing_any_more(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kvferry.fleet.backends.kubernetes.pod import (
     MEMBER_LABEL,
     Object,
     member_of,
+    owner_reference,
     pod_for,
     pod_name,
     selector_of,
@@ -27,8 +29,9 @@ from kvferry.fleet.backends.kubernetes.pod import (
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.kubernetes.controller import require_plain_pods
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
-from kvferry.fleet.kubernetes.render import check, support
+from kvferry.fleet.kubernetes.render import budgets, check, support
 from kvferry.fleet.kubernetes.values import Values
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ _CONFIRMED_S = 15.0
 was lost would never say so."""
 _WAITS_S = (0.2, 10.0)
 """Before the API server is asked again for what it did not do: the first wait, which doubles, and the longest."""
+_TOGETHER_S = 0.1
+"""For how long changes of pods are gathered before what is beside them follows."""
 
 
 class KubernetesBackend(FleetBackend):
@@ -63,7 +68,11 @@ class KubernetesBackend(FleetBackend):
         """Those whose pods somebody else has deleted."""
         self._leaving: dict[str, asyncio.Event] = {}
         """Those that are to end; set when they are gone."""
+        self._owner: Object | None = None
+        """What the pods belong to, as they refer to it."""
         self._is_to_apply = asyncio.Event()
+        self._applied: dict[tuple[str, str], Object] = {}
+        """What is beside the pods, as it was applied last, by kind and name."""
         self._lease_api: Cluster | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._applying = asyncio.Lock()
@@ -79,21 +88,14 @@ class KubernetesBackend(FleetBackend):
         """Raises `ConfigError`."""
         check(fleet)
         told = kubernetes_of(fleet)
-        for what, is_asked in (
-            ("gang", told.gang != "none"),
-            ("disaggregated_set", told.disaggregated_set),
-            ("pod.….hosts", any(one.hosts > 1 for one in told.pod.values())),
-        ):
-            if is_asked:
-                raise ConfigError(
-                    f"backend.kubernetes.{what} is for `kvferry fleet render`; here, members are plain pods"
-                )
+        require_plain_pods(fleet)
         before = self._fleet
         if self._cluster is not None and before is not None and kubernetes_of(before).namespace != told.namespace:
             raise ConfigError(
                 "backend.kubernetes.namespace cannot be changed: delete the fleet, and apply the spec then"
             )
         self._fleet = fleet
+        self._applied.clear()
         self._is_to_apply.set()
 
     @property
@@ -120,16 +122,19 @@ class KubernetesBackend(FleetBackend):
         told = kubernetes_of(self._wanted)
         self._cluster = cluster = await Cluster.connect(told.namespace, told.context, lambda: self.may_act)
         try:
-            await self._apply()
+            if self.context.owner:
+                owner = await cluster.read("v1", "ConfigMap", self.context.owner)
+                self._owner = owner_reference(owner)
             pods, version = await cluster.list_all(*_POD, selector_of(self._wanted))
+            for pod in pods:
+                if (
+                    _is_ours(pod, self._wanted) and "deletionTimestamp" in pod["metadata"]
+                ):  # an earlier controller wanted that
+                    self._leaving[pod["metadata"]["labels"][MEMBER_LABEL]] = asyncio.Event()
+            self.listed(pods)
+            await self._apply()
         except ClusterError as error:
             raise ConfigError(f"backend.kubernetes: {error}") from error
-        for pod in pods:
-            if (
-                _is_ours(pod, self._wanted) and "deletionTimestamp" in pod["metadata"]
-            ):  # an earlier controller wanted that
-                self._leaving[pod["metadata"]["labels"][MEMBER_LABEL]] = asyncio.Event()
-        self.listed(pods)
         self._tasks += [
             asyncio.create_task(cluster.follow(*_POD, selector_of(self._wanted), self, version)),
             asyncio.create_task(self._keep_applied()),
@@ -153,9 +158,12 @@ class KubernetesBackend(FleetBackend):
         """Delete what `open` has made beside the pods."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
+        if self.context.owner:  # nothing was made; whoever deletes the owner deletes that too
+            return
         made = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in self._support()]
         async with self._applying:  # what is being made now would be left
-            self._is_to_apply.clear()
+            for task in self._tasks:  # what is deleted now would be made again
+                task.cancel()
             for version, kind, name in made:
                 try:
                     await self._api.delete(version, kind, name)
@@ -182,20 +190,21 @@ class KubernetesBackend(FleetBackend):
         if name in self._pods or name in self._lost:
             raise NotStarted(f"{name} is there already")
         try:
-            pod = await self._api.create(pod_for(self._wanted, member))
+            pod = await self._api.create(pod_for(self._wanted, member, self._owner))
         except ClusterError as error:
             raise NotStarted(f"no pod is made: {error}") from error
         self._leaving.pop(name, None)
         self._pods.setdefault(name, pod)  # the watch may have told more of it by now
-        self.changed.set()
+        self._has_changed()
 
     async def stop(self, name: str, grace_s: float) -> None:
         """Delete a pod, and wait until its node says that it is gone."""
         if self._lost.pop(name, None) is not None:
-            self.changed.set()
+            self._has_changed()
         if name not in self._pods:
             return
         gone = self._leaving.setdefault(name, asyncio.Event())
+        self._is_to_apply.set()
         await self._delete(name, max(_LEAST_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
         if not gone.is_set() and self.may_act:
             logger.warning("the pod of %s is forgotten: its node does not say that it has ended", name)
@@ -236,7 +245,12 @@ class KubernetesBackend(FleetBackend):
             self._pods[name] = await self._api.patch(*_POD, pod_name(self._wanted, name), labels)
         except ClusterError as error:
             logger.warning("the pod of %s is not labelled as %s: %s", name, role, error)
+        self._has_changed()
+
+    def _has_changed(self) -> None:
+        """There are other pods, or they are in another state; their budgets may have to follow."""
         self.changed.set()
+        self._is_to_apply.set()
 
     # What the watch tells (`Follower`).
 
@@ -269,7 +283,7 @@ class KubernetesBackend(FleetBackend):
                 self.context.watcher.ready(name, after.url)
         elif after is not None and after.reason and (before is None or after.reason != before.reason):
             self.context.watcher.line(name, after.reason)
-        self.changed.set()
+        self._has_changed()
 
     def _forget(self, name: str) -> None:
         """Its pod is gone."""
@@ -280,7 +294,7 @@ class KubernetesBackend(FleetBackend):
             reason = member.reason if member.state is MemberState.ENDED else "its pod was deleted by somebody else"
             self._lost[name] = replace(member, state=MemberState.ENDED, url="", health_url="", reason=reason)
         self._served.discard(name)
-        self.changed.set()
+        self._has_changed()
 
     # What is around the pods.
 
@@ -289,14 +303,25 @@ class KubernetesBackend(FleetBackend):
         return f"http://{self._wanted.name}.{kubernetes_of(self._wanted).namespace}:{HTTP_PORT}"
 
     def _support(self) -> list[Object]:
-        return support(self._wanted, Values(), self.context.token, plain_pods=self.num_routers)
+        fleet, values = self._wanted, Values()
+        staying = (pod for name, pod in self._pods.items() if name not in self._leaving)
+        counts = Counter(str(pod["metadata"]["labels"].get(PART_LABEL)) for pod in staying)
+        others = [] if self.context.owner else support(fleet, values, self.context.token)
+        return [*others, *budgets(fleet, values, counts)]
 
     async def _apply(self) -> None:
+        """What is different from what was applied last. With an owner, it is there already, and is only changed."""
         async with self._applying:
-            if self._is_to_apply.is_set():
-                self._is_to_apply.clear()
-                for one in self._support():
+            self._is_to_apply.clear()
+            for one in self._support():
+                kind, name = one["kind"], one["metadata"]["name"]
+                if self._applied.get((kind, name)) == one:
+                    continue
+                if self.context.owner:
+                    await self._api.patch(one["apiVersion"], kind, name, {"spec": one["spec"]})
+                else:
                     await self._api.apply(one)
+                self._applied[kind, name] = one
 
     async def _keep_applied(self) -> None:
         """Whenever something else is wanted; again and again until it succeeds."""
@@ -305,6 +330,7 @@ class KubernetesBackend(FleetBackend):
         wait_s, longest = _WAITS_S
         while True:
             await self._is_to_apply.wait()
+            await asyncio.sleep(_TOGETHER_S)
             try:
                 await self._apply()
                 wait_s, longest = _WAITS_S

@@ -32,6 +32,7 @@ _WAITS_S = (0.2, 15.0)
 _GONE, _NOT_FOUND, _CONFLICT = 410, 404, 409
 _PLURALS = {
     "Pod": "pods",
+    "ConfigMap": "configmaps",
     "Secret": "secrets",
     "Service": "services",
     "PodDisruptionBudget": "poddisruptionbudgets",

@@ -31,9 +31,15 @@ def pod_name(fleet: WantedFleet, member: str) -> str:
     return f"{fleet.name}-{member}"
 
 
-def pod_for(fleet: WantedFleet, member: MemberSpec) -> Object:
+def owner_reference(owner: Object) -> Object:
+    """How a pod refers to the object that it belongs to, and is deleted with."""
+    metadata = owner["metadata"]
+    return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def pod_for(fleet: WantedFleet, member: MemberSpec, owner: Object | None = None) -> Object:
     """The pod of a member. What runs in it is what `kvferry fleet render` writes; whether it is started again is for
-    the controller to say, and so is who is told of it."""
+    the controller to say, and so is who is told of it. `owner`: refers to what the pod belongs to."""
     pods, unit = Pods(fleet, Values()), _number(member.unit)
     if member.role == "router":
         template = pods.router(unit=None)
@@ -55,6 +61,7 @@ def pod_for(fleet: WantedFleet, member: MemberSpec) -> Object:
                 REVISION_LABEL: member.revision,
             },
             "annotations": {UNIT_ANNOTATION: member.unit},
+            **({} if owner is None else {"ownerReferences": [owner]}),
         },
         "spec": spec,
     }

@@ -1,0 +1,109 @@
+"""`kvferry fleet run`: a controller in the foreground that follows the fleet's file, as in a pod of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from kvferry.cli.fleet.controllers import look_after, make_backend
+from kvferry.cli.fleet.life import require_same_place
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec_file import SpecFile
+from kvferry.fleet.leftovers import remove_leftovers
+from kvferry.fleet.places import fleet_names, ledger_of, running_path
+from kvferry.models.digest_cache import DigestCache
+from kvferry.observe.logs import TEXT, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""How often the file is looked at."""
+
+
+def add_to(fleet: App) -> None:
+    """Give `kvferry fleet` this command."""
+    fleet.command(run)
+
+
+def run(
+    spec: Annotated[Path, Parameter(help="The fleet's file (TOML). It is followed when it changes.")],
+    *,
+    owner: Annotated[
+        str, Parameter(help="Name of the ConfigMap that pods belong to: Kubernetes deletes them together with it.")
+    ] = "",
+) -> int:
+    """Run a fleet in the foreground, as its file says.
+
+        kvferry fleet run chat.toml
+
+    A change of the file is carried out; one that is wrong, or cannot be carried out here, is refused in one line, and
+    the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running. `kvferry fleet render` writes a
+    Deployment of it.
+    """
+    set_up_logging(TEXT, "controller")
+    DigestCache()
+    remove_leftovers()
+    asyncio.run(_run(_Followed(spec, owner), owner))
+    return 0
+
+
+async def _run(followed: _Followed, owner: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(followed.keep_looking())
+        await look_after(followed.ledger, waits=True, owner=owner)
+        following.cancel()
+
+
+class _Followed:
+    """A fleet's file. What can be carried out of it is written into the ledger as what is wanted."""
+
+    def __init__(self, path: Path, owner: str) -> None:
+        """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
+        self._source, self._owner = str(path.absolute()), owner  # a link changes with what it points to
+        self._file = SpecFile(path, before=self._followed_before())
+        self._fleet = self._file.fleet
+        self.ledger = ledger_of(self._fleet.name)
+        try:
+            self._want(self._fleet)
+        except ConfigError as error:
+            if not self.ledger.exists or self.ledger.wanted().source != self._source:
+                raise
+            logger.error("what was wanted before holds: %s", error)
+
+    def _followed_before(self) -> WantedFleet | None:
+        """What this file said when it was followed last."""
+        for name in fleet_names():
+            with suppress(ConfigError):  # another fleet's, which cannot be read
+                wanted = ledger_of(name).wanted()
+                if wanted.source == self._source and not wanted.deleted:
+                    return wanted.fleet
+        return None
+
+    async def keep_looking(self) -> None:
+        """Follow the file whenever it changes, until this is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            fleet = self._file.follow()
+            if fleet is self._fleet:
+                continue
+            self._fleet = fleet
+            try:
+                await asyncio.to_thread(self._want, fleet)
+            except ConfigError as error:
+                logger.error("what was wanted before holds: %s", error)
+
+    def _want(self, fleet: WantedFleet) -> None:
+        ledger = self.ledger
+        if fleet.name != ledger.folder.name:
+            raise ConfigError(f"name cannot be changed from {ledger.folder.name} to {fleet.name}: it is another fleet")
+        require_same_place(ledger, fleet)
+        make_backend(running_path(ledger), fleet, self._owner)
+        before = ledger.wanted() if ledger.exists else None
+        if before is None or before.deleted or (before.fleet, before.source) != (fleet, self._source):
+            ledger.want(fleet, self._source)

@@ -1,0 +1,76 @@
+"""A spec as a file: followed while it changes, and written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.control.spec import WantedFleet, read_fleet
+
+logger = logging.getLogger(__name__)
+
+
+class SpecFile:
+    """A spec that may be changed while it is followed, as Kubernetes does with a ConfigMap that is mounted. `read`
+    raises `ConfigError` for one that cannot be followed. `before`: what it said earlier, to another process."""
+
+    def __init__(
+        self, path: Path, read: Callable[[Path], WantedFleet] = read_fleet, before: WantedFleet | None = None
+    ) -> None:
+        """Raises `ConfigError` if it is wrong and said nothing earlier."""
+        self._path, self._read = path, read
+        self._seen = self._stamp()
+        try:
+            self.fleet = read(path)
+        except ConfigError as error:
+            if before is None:
+                raise
+            self.fleet = before
+            logger.error("what was wanted before holds: %s", error)
+
+    def follow(self) -> WantedFleet:
+        """What it says now; as long as that is wrong, or the file is not there, what it said before."""
+        if (stamp := self._stamp()) != self._seen:
+            self._seen = stamp
+            try:
+                self.fleet = self._read(self._path)
+                logger.info("%s has changed, and is followed", self._path)
+            except ConfigError as error:
+                logger.error("what was wanted before holds: %s", error)
+        return self.fleet
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def to_table(fleet: WantedFleet) -> dict[str, Any]:
+    """The tables from which `fleet_from` makes this fleet; what is as by default is left out."""
+    return _table(fleet)
+
+
+def _table(value: msgspec.Struct) -> dict[str, Any]:
+    found = {}
+    for field in msgspec.structs.fields(value):
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        if (one := getattr(value, field.name)) != default:
+            found[field.encode_name] = _plain(one)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _table(value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
