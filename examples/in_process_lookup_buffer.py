@@ -46,10 +46,9 @@ class InProcessLookupBuffer(LookupBuffer):
         producer = _find(want.source)
         selection = Selection(want, producer.memory.geometry, self.memory.geometry)
 
-        async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
+        async def read(remote: Sequence[Span], local: Sequence[Span]) -> None:
             copy_one_by_one(join(remote, producer.memory.map, local, self.memory.map, self.memory.num_bytes))
             await asyncio.sleep(0)  # others have the loop
-            return True
 
         def take(generation: int) -> None:
             share = selection.share

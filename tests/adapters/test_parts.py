@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connectors.api import Failed, HasAnswer, Loaded, Released
+from kvferry.connectors.api import Failed, Loaded, Released
 from kvferry.core.errors import PeerLost
 from kvferry.core.messages.hand_off import Consume, Produce, Ticket
 
@@ -44,7 +44,7 @@ def test_the_main_part_comes_first_and_has_the_ticket() -> None:
     assert whole.shown.hand_off == Produce("t")
     assert windowed.shown.hand_off.transfer_id not in ("t", "")
     assert partition(6, None).names("r") == [whole.shown.request_id, windowed.shown.request_id]
-    assert not isinstance(whole.shown, HasAnswer), "it is not kept for another turn"
+    assert whole.shown.finish_reason is None, "it is not kept for another turn"
 
 
 @given(

@@ -17,9 +17,16 @@ from kvferry.core.errors import (
 )
 from kvferry.core.messages.wire import encode_frame
 from kvferry.transport import control
-from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity, translated_errors
+from kvferry.transport.connection import (
+    PROTOCOL_VERSION,
+    Connection,
+    Hello,
+    Identity,
+    Proof,
+    Refused,
+    translated_errors,
+)
 from kvferry.transport.control import Listener, dial
-from kvferry.transport.handshake import Hello, Proof, Refused
 
 HERE = Identity("here", make_layout())
 THERE = Identity("there", make_layout())

@@ -21,12 +21,11 @@ from kvferry.core.errors import ConfigError, InvalidRequest, KvferryError, Proto
 from kvferry.core.messages.hand_off import PrefillResult, parse_hand_off
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
 from kvferry.core.settings.transfer_config import parse_transfer_config
-from kvferry.transport.connection import Connection, Identity
+from kvferry.transport.connection import Connection, Hello, Identity, Proof, Refused
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FabricContext
 from kvferry.transport.fabric.shm import ShmFabric
 from kvferry.transport.fabric.tcp import ReadAnswer, ReadRequest, TcpFabric
-from kvferry.transport.handshake import Hello, Proof, Refused
 from kvferry.transport.lookup_buffer.base import Source, Want
 from kvferry.transport.lookup_buffer.entries import EntryBounds
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from kvferry.core.errors import AuthenticationFailed, ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Identity
+from kvferry.transport.connection import PROTOCOL_VERSION, Connection, Hello, Identity
 from kvferry.transport.control import Listener, dial
 from kvferry.transport.fabric.base import FABRICS, FabricContext, build_fabrics, fabric_class
-from kvferry.transport.handshake import Hello
 from kvferry.transport.lookup_buffer.base import check as check_config
 from kvferry.transport.memory_vector import MemoryVector
 from kvferry.transport.options import TransportOptions

@@ -12,8 +12,7 @@ from kvferry.core.messages.wire import (
     frame_length,
     seal_frame,
 )
-from kvferry.transport.connection import Identity
-from kvferry.transport.handshake import Hello, Proof
+from kvferry.transport.connection import Hello, Identity, Proof
 from kvferry.transport.lookup_buffer.messages import FromConsumer, News, Part, ProducerInfo, Select
 from kvferry.transport.memory import LayerPlace
 

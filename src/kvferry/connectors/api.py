@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -62,18 +62,15 @@ class RequestView(Protocol):
     def prefill_result(self) -> PrefillResult | None:
         """Set once the first token is sampled; None when the request ended before that."""
 
-
-@runtime_checkable
-class HasAnswer(Protocol):
-    """A request whose answer's KV may be kept too. `tokens`: the prompt and the answer so far, of which the first
-    `num_computed_tokens` have their KV. `finish_reason`: as in the answer; None while it runs."""
-
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> Sequence[int]:
+        """The prompt and the answer so far, of which the first `num_computed_tokens` have their KV."""
+
     @property
     def num_computed_tokens(self) -> int: ...
     @property
-    def finish_reason(self) -> str | None: ...
+    def finish_reason(self) -> str | None:
+        """As in the answer. None while the request runs, and if its answer is given elsewhere or may not be kept."""
 
 
 # The results of `match`.

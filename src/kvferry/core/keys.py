@@ -3,7 +3,7 @@
 The secret is `KVFERRY_AUTH_TOKEN`, which the processes of a deployment share. It is never sent. Each key is derived
 from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good for nothing else:
 
-    kv         between D and P              connections on which KV moves (`transport.handshake`)
+    kv         between D and P              connections on which KV moves (`transport.connection`)
     ranks      between rank 0 and others    connections of ranks that rank 0 has not started (`engine.executor.link`)
     tickets    P → D                        through routers and clients (`core.messages.ticket_seal`)
     markers    P → D                        in a store that they share (`connectors.kv_store.markers`)

@@ -18,10 +18,9 @@ from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, d
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport
-from kvferry.transport.connection import Connection, Identity, limited_to
+from kvferry.transport.connection import Connection, Identity, answer, greet, limited_to
 from kvferry.transport.control import HANDSHAKE_S, Handler, Listener
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
-from kvferry.transport.handshake import answer, greet
 from kvferry.transport.lookup_buffer.base import LookupBufferContext
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span

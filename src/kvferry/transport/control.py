@@ -1,7 +1,7 @@
 """Where an instance listens for other instances, and how it connects to them.
 
 One TCP port serves every purpose ("lookup", "read", …), so that only one has to be opened in a firewall. On a
-connection, TLS comes first, if it is configured, and then the handshake (`transport.handshake`).
+connection, TLS comes first, if it is configured, and then the handshake (`transport.connection`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.transport.connection import Connection, Identity, limited_to
-from kvferry.transport.handshake import answer, greet
+from kvferry.transport.connection import Connection, Identity, answer, greet, limited_to
 
 if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls

@@ -18,9 +18,9 @@ from kvferry.transport.connection import (
     MAX_GREETING_BYTES,
     Connection,
     PlainSocket,
+    Refused,
     translated_errors,
 )
-from kvferry.transport.handshake import Refused
 from kvferry.transport.memory_vector import CALL_BYTES, MemoryVector
 from kvferry.transport.options import TransportOptions
 
@@ -103,14 +103,12 @@ class TlsSocket(PlainSocket):
         self._gathered = memoryview(bytearray(RECORD_BYTES))
 
     def send(self, view: memoryview) -> int:
-        """Send at most one record."""
         try:
             return self._tls.send(view)
         except ssl.SSLError as error:
             raise translated_tls(error) from error
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """Send at most one record."""
         view = vector.leading(RECORD_BYTES)
         if len(view) < min(RECORD_BYTES, vector.num_left):
             view = self._gathered[: vector.gather(self._gathered)]
@@ -119,14 +117,12 @@ class TlsSocket(PlainSocket):
         return sent
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
-        """Receive what is left of a record, or the next one."""
         try:
             return self._tls.recv_into(view), True
         except ssl.SSLError as error:
             raise translated_tls(error) from error
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
-        """Receive into the vector's next piece."""
         count, more = self.receive(vector.leading(CALL_BYTES))
         vector.advance(count)
         return count, more

@@ -83,10 +83,11 @@ Part = WholePart | GroupPart
 
 
 class _Shown:
-    """A `RequestView` of a section of the prompt. It has no answer (`HasAnswer`): a window of an answer is useless to a
-    next turn that differs earlier."""
+    """A `RequestView` of a section of the prompt. No answer is kept: a window of one is useless to a next turn that
+    differs earlier."""
 
     block_hashes: Sequence[BlockHash] = ()
+    finish_reason: str | None = None
 
     def __init__(self, view: RequestAdapter, first_token: int, request_id: str, group: int | None) -> None:
         self.request_id, self.salt = request_id, view.salt
@@ -98,6 +99,16 @@ class _Shown:
     def prefill_result(self) -> PrefillResult | None:
         """The prefill result of the whole request."""
         return self._view.prefill_result
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Those of the prompt."""
+        return self.prompt_token_ids
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """At most those of the prompt; not counted for a section."""
+        return 0
 
 
 class Partition:

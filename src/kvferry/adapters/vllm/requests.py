@@ -18,7 +18,7 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 
 
 class RequestAdapter:
-    """A `RequestView` (and `HasAnswer`) of vLLM's `Request`."""
+    """A `RequestView` of vLLM's `Request`."""
 
     def __init__(self, request: Any, block_size: int, model_fingerprint: str, salts: Salts, *, hand_off: bool) -> None:
         self.request = request
@@ -85,8 +85,6 @@ class RequestAdapter:
             seed=request.sampling_params.seed if request.sampling_params is not None else None,
             timeline=Timeline(arrived=request.arrival_time),
         )
-
-    # `HasAnswer`.
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -30,7 +30,7 @@ _ASK_S = 10.0
 _LOOK_AGAIN_S = 0.5
 _KEY = (
     "this needs an operator: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key; if the router has"
-    " neither, its operator is the user who started it, on that machine"
+    " neither, the user who started the router is its operator, on that machine"
 )
 
 

@@ -20,7 +20,6 @@ from kvferry.connectors.api import (
     Failed,
     Finish,
     HandsOff,
-    HasAnswer,
     HasStatistics,
     Hit,
     Hold,
@@ -128,7 +127,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     @classmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
-        """The lossy codecs of the stores."""
         return lossy_names(config)
 
     def tickets(self) -> TicketKinds:
@@ -152,7 +150,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._ask(request)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why the request's ticket is not trusted, if so (`TicketSealer.refusal`)."""
         ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
         return None if ticket is None else self._sealer.refusal(ticket, connects=False)
 
@@ -290,11 +287,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return work
 
     def saves(self, plan: StorePlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """The blocks that a plan wants kept."""
         return [(save.request_id, save.hashes) for save in plan.saves] if plan is not None else []
 
     def has_work(self) -> bool:
-        """Whether a plan waits."""
         return bool(self._work)
 
     def _save(self, chunk: ScheduledChunk) -> None:
@@ -313,7 +308,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return _RequestState(0 if self._must_keep(request) else num_computed_tokens // self.context.layout.block_size)
 
     def completed(self, report: TransferReport) -> None:
-        """Loads that ended, blocks that are free again."""
         self._choice.step_ended()
         for event in report:
             request_id = event.request_id
@@ -362,7 +356,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def _tell_finish(self, request: RequestView) -> None:
         """Pass on how long the answer was, for eviction; not for a prefill, whose answer another instance gives."""
-        if not self._reports_finishes or isinstance(request.hand_off, Produce) or not isinstance(request, HasAnswer):
+        if not self._reports_finishes or isinstance(request.hand_off, Produce):
             return
         if request.finish_reason in ("stop", "length") and len(self._work.finished) < MAX_FINISHED:
             num_output_tokens = max(0, len(request.tokens) - len(request.prompt_token_ids))
@@ -425,7 +419,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     # Insight and end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of this connector's store has of a prompt."""
         if not self.context.config.produces:
             raise InvalidRequest(
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"
@@ -441,12 +434,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return self._choice.statistics()
 
     def check(self) -> None:
-        """Raise `LeakError` when something is kept of requests that are gone."""
         if self._requests or self._cancelled or self._used_by or self._prober.num_kept() or self._choice.num_kept():
             raise LeakError(f"the cache connector still keeps {list(self._requests)[:8]}")
 
     def close(self) -> None:
-        """End the prober's thread."""
         self._prober.close()
 
 

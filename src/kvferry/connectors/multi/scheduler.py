@@ -25,7 +25,6 @@ from kvferry.connectors.api import (
     Failed,
     Finish,
     HandsOff,
-    HasAnswer,
     HasStatistics,
     Hit,
     Hold,
@@ -71,16 +70,16 @@ class _WithoutHandOff:
     block_hashes: Any = property(attrgetter("request.block_hashes"))
     prefill_result: Any = property(attrgetter("request.prefill_result"))
 
+    tokens: Any = property(attrgetter("request.tokens"))
+    num_computed_tokens: Any = property(attrgetter("request.num_computed_tokens"))
+
     def __init__(self, request: RequestView) -> None:
         self.request = request
 
-
-class _AnsweredWithoutHandOff(_WithoutHandOff):
-    """The same for a request that is answered here (`HasAnswer`), and not only prefilled."""
-
-    tokens: Any = property(attrgetter("request.tokens"))
-    num_computed_tokens: Any = property(attrgetter("request.num_computed_tokens"))
-    finish_reason: Any = property(attrgetter("request.finish_reason"))
+    @property
+    def finish_reason(self) -> str | None:
+        """None for a prefill, whose answer another instance gives."""
+        return None if isinstance(self.request.hand_off, Produce) else self.request.finish_reason
 
 
 class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPlan], HasStatistics):
@@ -110,7 +109,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
     # Admission.
 
     def arrived(self, request: RequestView) -> None:
-        """Announce the request to all children."""
         for index, child in enumerate(self.children):
             if index not in self._lost:
                 self._try(index, partial(child.arrived, self._seen(index, request)), None)
@@ -173,7 +171,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return hit
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """Have the child load whose match was chosen."""
         index = self._chosen[request.request_id]
         self._loads[request.request_id] = index
         self.children[index].allocated(self._seen(index, request), block_ids, num_computed_tokens, hit)
@@ -201,7 +198,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return self._try(index, lambda: child.plan(seen), None)
 
     def saves(self, plan: MultiPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """The saves of all children that keep blocks."""
         found: list[tuple[str, Sequence[BlockHash]]] = []
         for child, part in zip(self.children, plan.plans if plan is not None else (), strict=False):
             if part is not None and isinstance(child, KeepsBlocks):
@@ -209,7 +205,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return found
 
     def has_work(self) -> bool:
-        """Whether a plan waits."""
         return bool(self._loads or self._holds) or any(child.has_work() for child in self.children)
 
     def completed(self, report: TransferReport) -> None:
@@ -255,15 +250,12 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return Hold(ticket)
 
     def release(self, transfer_id: str) -> bool:
-        """Release a hand-off of the child that hands off."""
         return self._hands_off is not None and self._hands_off.release(transfer_id)
 
     def stores_take_kv(self) -> bool:
-        """Whether the stores of the child that hands off take KV."""
         return self._hands_off is None or self._hands_off.stores_take_kv()
 
     def refused(self, transfer_id: str) -> None:
-        """Have the child that hands off report a refused prefill to consumers that wait for it."""
         if self._hands_off is not None:
             self._hands_off.refused(transfer_id)
 
@@ -273,12 +265,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
             self._hands_off.make_room(num_blocks)
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Pass the addresses of its ranks on to the child that hands off."""
         if self._hands_off is not None:
             self._hands_off.set_addresses(addresses)
 
     def address_seal(self) -> str:
-        """The seal of the child that hands off; empty without one."""
         return self._hands_off.address_seal() if self._hands_off is not None else ""
 
     def tickets(self) -> TicketKinds:
@@ -296,7 +286,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return found.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reset_cache(self) -> bool:
-        """Empty the caches of all children. Returns whether all could be emptied."""
         forgot = [child.reset_cache() for child in self.children if isinstance(child, KeepsBlocks)]
         return all(forgot)
 
@@ -309,7 +298,6 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
     # Statistics and checks, and the end.
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What the tiers of all children that keep blocks have of a prompt."""
         keep = [child for child in self.children if isinstance(child, KeepsBlocks)]
         return [shares for child in keep for shares in child.kept(hashes, pin=pin)]
 
@@ -318,21 +306,17 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
         return child_statistics(self.children)
 
     def check(self) -> None:
-        """Raise `LeakError` when a child keeps something."""
         for child in self.children:
             check_side(child)
         if self._chosen or self._held or self._holds:
             raise LeakError(f"several connectors still keep {[*self._chosen, *self._held][:8]}")
 
     def close(self) -> None:
-        """Close all children."""
         close_all(*(child.close for child in self.children))
 
     def _seen(self, index: int, request: RequestView) -> RequestView:
-        if request.hand_off is None or index == self._takes_part(request.hand_off):
-            return request
-        answered = isinstance(request, HasAnswer) and not isinstance(request.hand_off, Produce)
-        return _AnsweredWithoutHandOff(request) if answered else _WithoutHandOff(request)
+        takes_part = request.hand_off is None or index == self._takes_part(request.hand_off)
+        return request if takes_part else _WithoutHandOff(request)
 
     def _takes_part(self, hand_off: HandOff) -> int:
         """The child that takes part in this hand-off."""

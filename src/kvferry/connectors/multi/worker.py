@@ -97,12 +97,10 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     # Steps.
 
     def withdraw(self, plan: MultiPlan | None) -> None:
-        """Have each child withdraw its part of the plan."""
         for index, part in self._parts(plan):
             self._try(index, partial(_withdraw, part), None)
 
     def start(self, plan: MultiPlan | None) -> None:
-        """Have each child start its part of the plan."""
         if plan is None:
             return
         self._loads |= plan.loads
@@ -126,19 +124,15 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         return parts
 
     def wait_layer(self, layer: int) -> None:
-        """Wait until all children have loaded the layer."""
         self._all(lambda child: child.wait_layer(layer) if isinstance(child, ByLayers) else None)
 
     def save_layer(self, layer: int) -> None:
-        """Have all children save the layer."""
         self._all(lambda child: child.save_layer(layer) if isinstance(child, ByLayers) else None)
 
     def flush(self) -> None:
-        """Flush all children."""
         self._all(lambda child: child.flush())
 
     def discard(self) -> None:
-        """Have all children discard the step."""
         self._all(lambda child: child.discard())
 
     def poll(self) -> TransferReport:
@@ -180,7 +174,6 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             self._reports.append(Released(request_id))
 
     def address(self) -> dict[str, Any] | None:
-        """The address of the child that hands off."""
         chosen = None if self._hands_off is None else self.children[self._hands_off]
         return chosen.address() if isinstance(chosen, ServesPeers) else None
 
@@ -193,13 +186,11 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     # Statistics and checks.
 
     def watch_store(self) -> None:
-        """Watch the stores of all children that have one."""
         for child in self.children:
             if isinstance(child, StoresBlocks):
                 child.watch_store()
 
     def store_events(self) -> StoreEvents:
-        """The events of all children's stores."""
         events = StoreEvents()
         for more in (child.store_events() for child in self.children if isinstance(child, StoresBlocks)):
             events.stored += more.stored

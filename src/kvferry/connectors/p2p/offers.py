@@ -20,7 +20,6 @@ import msgspec
 from kvferry.connectors.api import (
     ConnectorContext,
     Finish,
-    HasAnswer,
     Hold,
     Match,
     Miss,
@@ -217,7 +216,7 @@ class Offers:
 
     def keep(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Hold the blocks of a finished answer for the prefill of the next turn, if `kv_buffer_size` has room."""
-        if not isinstance(request, HasAnswer) or request.finish_reason not in ("stop", "length"):
+        if request.finish_reason not in ("stop", "length"):
             return Release()
         num_tokens = min(request.num_computed_tokens, len(request.tokens))
         num_blocks = self._num_blocks(num_tokens)

@@ -77,7 +77,6 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         self._num_begun = 0
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Where this instance's ranks listen."""
         self._offers.set_addresses(addresses)
 
     def tickets(self) -> TicketKinds:
@@ -86,17 +85,14 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return kinds.within(produces=self._config.produces, consumes=self._config.consumes)
 
     def reads(self, ticket: Ticket) -> bool:
-        """Whether the ticket has an address."""
         return ticket.has_address
 
     def address_seal(self) -> str:
-        """The seal of those addresses and of this engine's id."""
         return self._offers.address_seal()
 
     # Admission.
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why the request's ticket is not trusted, if so (`TicketSealer.refusal`)."""
         ticket = _ticket_of(request)
         return None if ticket is None else self._sealer.refusal(ticket)
 
@@ -203,7 +199,6 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
             self._work.unwanted[request.request_id] = fetch.ticket
 
     def has_work(self) -> bool:
-        """Whether a plan waits."""
         return bool(self._work)
 
     def completed(self, report: TransferReport) -> None:
@@ -253,15 +248,12 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return False
 
     def release(self, transfer_id: str) -> bool:
-        """Nobody will fetch this hand-off."""
         return self._offers.end(transfer_id)
 
     def refused(self, transfer_id: str) -> None:
-        """A prefill was refused before it was admitted: consumers that wait learn of it with the next plan."""
         self._offers.refused(transfer_id)
 
     def make_room(self, num_blocks: int) -> None:
-        """What is kept for next turns gives way."""
         self._offers.make_room(num_blocks)
 
     # Statistics and checks.
@@ -271,7 +263,6 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return {"num_produced": float(len(self._offers.names)), "fetches": float(self._num_begun)}
 
     def check(self) -> None:
-        """Raise `LeakError` if a hand-off or a load is left."""
         if names := [*self._offers.names, *self._offers.admitted, *self._fetches, *self._cancelled]:
             raise LeakError(f"the P2P connector still keeps blocks of requests {', '.join(names[:8])}")
 

@@ -96,7 +96,6 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._loop.run(self._arrivals.started.wait(), START_S)
 
     def address(self) -> dict[str, Any]:
-        """Where peers reach this rank."""
         return {**self._buffer.address(), "engine_id": self._config.engine_id}
 
     def close(self) -> None:
@@ -206,7 +205,6 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         return self.table.statistics() | self._buffer.statistics() | self._arrivals.statistics() | errors
 
     def check(self) -> None:
-        """Raise `LeakError` when a hand-off, a load or a report is left."""
         self.table.check()
         if self._held or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")

@@ -12,7 +12,6 @@ class DialledFabric(Fabric):
     """A fabric whose description of itself is the address of its listener."""
 
     def describe(self) -> dict[str, Any]:
-        """Host and port of the listener."""
         return {"host": self.context.listener.host, "port": self.context.listener.port}
 
     def reachable(self, description: dict[str, Any]) -> bool:

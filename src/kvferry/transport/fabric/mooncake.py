@@ -74,7 +74,6 @@ class MooncakeFabric(Fabric):
         return msgspec.to_builtins(described)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether both sides use the same protocol."""
         return bool(description.get("protocol") == self.protocol)
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:

@@ -95,7 +95,6 @@ class NixlFabric(Fabric):
         return msgspec.to_builtins(described)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether the peer has an agent; the network is not tried."""
         return "metadata" in description
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:

@@ -139,7 +139,6 @@ class PipePeer(FabricPeer):
         return self._opened
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Pull these spans, when it is this read's turn."""
         ours = self._fabric.context.memory.map
         pieces = join(remote, ANYWHERE, local, ours, PIECE_BYTES)
         if not len(pieces):

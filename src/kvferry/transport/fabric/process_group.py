@@ -161,7 +161,6 @@ class GroupPipe(TensorPipe):
         return tensor.to(fabric.device)
 
     async def close(self) -> None:
-        """Give up the group."""
         group, self._group = self._group, None
         self._fabric.discard(group)
 
@@ -179,7 +178,6 @@ class GlooFabric(ProcessGroupFabric):
         super().__init__(context)
 
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
-        """Make the group; it is connected when this returns."""
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.context.listener.host)]
         options._timeout = timedelta(seconds=timeout_s)
@@ -222,7 +220,6 @@ class NcclFabric(ProcessGroupFabric):
         work.wait()
 
     def discard(self, group: Any) -> None:
-        """Abort the group, with a call that is under way."""
         group.abort()
 
 
@@ -254,23 +251,19 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
     # Called by torch, on the thread that makes the group.
 
     def set(self, key: str, value: Any) -> None:
-        """Set a value here and at the peer."""
         published = Published(key, value.encode() if isinstance(value, str) else bytes(value))
         self.learn(published)
         self._publish(published)
 
     def get(self, key: str) -> bytes:
-        """Wait for the value, and return it."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set."""
         with self._changed:
             there = self._changed.wait_for(lambda: self._failure or self.check(keys), self._timeout_s)
         if self._failure or not there:  # through torch, which knows no other error
             raise RuntimeError(self._failure or "the peer did not publish what the group needs in time")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
         return all(key in self._values for key in keys)

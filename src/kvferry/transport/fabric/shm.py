@@ -60,7 +60,6 @@ class ShmFabric(Fabric):
         copier()  # compiled now rather than during the first transfer
 
     def describe(self) -> dict[str, Any]:
-        """The segments' names and sizes, and the machine they are on."""
         segments = [[region.segment, region.num_bytes] for region in self.context.memory.regions]
         return {"machine": machine_id(), "segments": segments}
 
@@ -75,7 +74,6 @@ class ShmFabric(Fabric):
         return True
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Map the peer's segments."""
         return ShmPeer(_attach(description), self.context.memory)
 
 
@@ -89,7 +87,6 @@ class ShmPeer(FabricPeer):
         self._copy = copier()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Copy, slice by slice."""
         self.require_going(deadline)
         pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
         for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
@@ -99,7 +96,6 @@ class ShmPeer(FabricPeer):
             self._copy(part)
 
     async def close(self) -> None:
-        """Unmap."""
         self.closed = True
         _close(self._segments)
 

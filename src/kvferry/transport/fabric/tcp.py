@@ -76,7 +76,6 @@ class TcpFabric(DialledFabric):
         context.listener.handle(PURPOSE, self._serve)
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Dial the peer's listener."""
         host, port = self.address_in(description)
         listener, streams = self.context.listener, list[_Stream]()
         try:
@@ -110,7 +109,6 @@ class TcpPeer(FabricPeer):
         self._turn = itertools.cycle(streams)
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Send requests, and wait until the bytes are in place."""
         num_bytes = sum(length for _, length in local)
         share = max(STREAM_BYTES, -(-num_bytes // len(self._streams)))
         pieces = join(remote, ANYWHERE, local, self._ours, share if len(self._streams) > 1 else num_bytes)
@@ -122,7 +120,6 @@ class TcpPeer(FabricPeer):
                 await run_together(*(next(self._turn).read(part) for part in parts))
 
     async def close(self) -> None:
-        """Close the connections."""
         for stream in self._streams:
             await stream.close()
 

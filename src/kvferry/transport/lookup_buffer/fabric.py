@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError
+from kvferry.core.errors import ChecksumMismatch, ConfigError, KvferryError, PeerLost, ProtocolError
 from kvferry.transport.connection import Connection, limited_to
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import Fabric, FabricContext, build_fabrics, check_transport
@@ -94,27 +94,26 @@ class FabricLookupBuffer(LookupBuffer):
     # Consumer.
 
     async def drop_select(self, want: Want) -> Taken:
-        """Read what is announced, and take it."""
         async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.using(want.source) as peer:
-            selection = Selection(want, peer.blocks.geometry, self._memory.geometry)
+            selection = Selection(want, peer.geometry, self._memory.geometry)
 
-            async def read(remote: Sequence[Span], local: Sequence[Span]) -> bool:
+            async def read(remote: Sequence[Span], local: Sequence[Span]) -> None:
                 try:
-                    await peer.blocks.memory.read(remote, local, want.deadline)
+                    await peer.memory.read(remote, local, want.deadline)
                 except PeerLost as error:
                     peer.fail(error)
                     raise
-                if not self._checks(peer.blocks.fabric):
-                    return True
-                digest = selection.expect_digest()
-                peer.post(Verify(select_id, list(remote)))
-                return await self._agrees(local, digest)
+                if self._checks(peer.fabric):
+                    theirs = peer.ask_digest(select_id, remote)
+                    if await _digest(self._memory, local) != await theirs:
+                        self._num_mismatches += 1
+                        raise ChecksumMismatch(f"hand-off {want.key!r}: what arrived differs from what was sent")
 
             def take(generation: int) -> None:
                 peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
             with peer.following(want.key, selection.on_news) as select_id:
-                return await selection.load(read, take, peer.blocks.fabric.name)
+                return await selection.load(read, take, peer.fabric.name)
 
     def _checks(self, fabric: Fabric) -> bool:
         """Whether what is read over this fabric is compared by digest. Default: over TCP without TLS, since TLS
@@ -124,17 +123,9 @@ class FabricLookupBuffer(LookupBuffer):
             return is_bare and self._memory.device == "cpu"
         return self._checksum
 
-    async def _agrees(self, local: Sequence[Span], theirs: asyncio.Future[bytes]) -> bool:
-        """Whether what was read has the producer's digest."""
-        ours = await _digest(self._memory, local)
-        intact = await theirs == ours
-        self._num_mismatches += not intact
-        return intact
-
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
-        """The layout that the producer's rank there has shown in the handshake."""
         async with limited_to(deadline, f"reaching {source}"), self.pool.using(source) as peer:
-            return peer.blocks.geometry.layout
+            return peer.geometry.layout
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
         """Select without reading, since a connection renews the leases of everything that is selected. At most
@@ -158,7 +149,6 @@ class FabricLookupBuffer(LookupBuffer):
                 await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
-        """Tell the producer that nobody will fetch the key."""
         async with limited_to(deadline, f"release of {key!r}"), self.pool.using(source) as peer:
             peer.post(ReleaseKey(key))
 
@@ -177,7 +167,6 @@ class FabricLookupBuffer(LookupBuffer):
             self._sessions.discard(session)
 
     def address(self) -> dict[str, Any]:
-        """Host and port of the listener."""
         return {"host": self._listener.host, "port": self._listener.port}
 
     # Both.
@@ -197,7 +186,6 @@ class FabricLookupBuffer(LookupBuffer):
             call_contained(self.table.expire, "ending leases", lambda error: None)
 
     def close(self) -> None:
-        """Release the port."""
         self._listener.close()
 
     def statistics(self) -> dict[str, float]:

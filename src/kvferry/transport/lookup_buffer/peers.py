@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.blocks.sharding import require_ordered
@@ -29,8 +29,9 @@ from kvferry.transport.lookup_buffer.messages import (
     Renew,
     Select,
     Unselect,
+    Verify,
 )
-from kvferry.transport.memory import BlockGeometry
+from kvferry.transport.memory import BlockGeometry, Span
 from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)
@@ -50,22 +51,15 @@ Follower = Callable[[News | KvferryError], None]
 """Gets the news of one key, or the error because of which there will be no more."""
 
 
-@dataclass(frozen=True)
-class RemoteBlocks:
-    """A producer's blocks: where they are, and what reads them."""
+class Peer:
+    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. After `reached`, `geometry` says
+    where its blocks are, and `memory`, made by `fabric`, reads them. `connect_s`: how long it has to answer the
+    handshake; `answers`: whether it has answered the last message that wants an answer."""
 
+    task: asyncio.Task[None]
     geometry: BlockGeometry
     fabric: Fabric
     memory: FabricPeer
-
-
-class Peer:
-    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `blocks` is set when `reached`
-    returns. `connect_s`: how long it has to answer the handshake; `answers`: whether it has answered the last message
-    that wants an answer."""
-
-    task: asyncio.Task[None]
-    blocks: RemoteBlocks
 
     def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric], connect_s: float) -> None:
         self.source, self._connect_s = source, connect_s
@@ -78,6 +72,8 @@ class Peer:
         self._ids = itertools.count()
         self.followers: dict[int, Follower] = {}
         """Who gets the news of each selected key, by select id."""
+        self._digests: deque[asyncio.Future[bytes]] = deque()
+        """Those that are awaited; they come in the order in which they were asked for."""
         self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
         self._settled = asyncio.Event()
         self._connection: Connection | None = None
@@ -110,6 +106,17 @@ class Peer:
             except asyncio.QueueFull:
                 self.fail(PeerLost(f"{self.source} does not read the messages that are sent to it"))
 
+    def ask_digest(self, select_id: int, spans: Sequence[Span]) -> asyncio.Future[bytes]:
+        """Ask for the digest of these spans of the producer's memory. News of a reset that happened before it was
+        computed comes before it. Raises, when awaited, the error because of which it does not come."""
+        digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
+        self._digests.append(digest)
+        self.post(Verify(select_id, list(spans)))
+        if self.failure is not None:
+            self.fail(self.failure)
+        return digest
+
     @contextmanager
     def following(self, key: str, on_news: Follower) -> Iterator[int]:
         """Select a key while the body runs: `on_news` gets its news, and its lease is renewed. Yields the select id."""
@@ -130,6 +137,9 @@ class Peer:
             self._connection.abort()
         for on_news in self.followers.values():
             on_news(self.failure)
+        while self._digests:
+            if not (digest := self._digests.popleft()).done():
+                digest.set_exception(self.failure)
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Connection, float]]:
@@ -146,14 +156,14 @@ class Peer:
             _require_meant(source, layout)
             if len(info.places) != layout.num_layers:
                 raise ProtocolError(f"{self.source} has {len(info.places)} layers, its layout has {layout.num_layers}")
-            geometry, fabric = BlockGeometry(layout, info.num_blocks, info.places), _shared_fabric(self._fabrics, info)
-            memory = await fabric.connect(info.fabrics[fabric.name], deadline)
-            self.blocks = RemoteBlocks(geometry, fabric, memory)
-            log.info("KV of %s is read over %s", source, fabric.name)
+            self.geometry = BlockGeometry(layout, info.num_blocks, info.places)
+            self.fabric = _shared_fabric(self._fabrics, info)
+            self.memory = await self.fabric.connect(info.fabrics[self.fabric.name], deadline)
+            log.info("KV of %s is read over %s", source, self.fabric.name)
             try:
                 yield connection, info.lease_s
             finally:
-                await memory.close()
+                await self.memory.close()
         finally:
             await connection.close()
 
@@ -161,8 +171,18 @@ class Peer:
         while True:
             message: News | Renew = await connection.receive(News | Renew)
             self._unanswered_since = None
-            if isinstance(message, News) and (on_news := self.followers.get(message.select_id)) is not None:
+            if isinstance(message, Renew):
+                continue
+            if message.digest:
+                self._digest_came(message.digest)
+            elif (on_news := self.followers.get(message.select_id)) is not None:
                 on_news(message)  # otherwise it crossed our `Unselect` on the way
+
+    def _digest_came(self, digest: bytes) -> None:
+        if not self._digests:
+            raise ProtocolError("a digest that was not requested")
+        if not (awaited := self._digests.popleft()).done():
+            awaited.set_result(digest)
 
     async def _send(self, connection: Connection) -> None:
         while True:

@@ -29,8 +29,9 @@ MAX_BATCH_BYTES = 32 * 2**20
 MAX_BATCH_SPANS = 2**16
 """Announced parts that wait are read together up to this much, in one round trip."""
 
-ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[bool]]
-"""Fills local spans (second) with remote ones (first). False: what arrived is not what the producer has."""
+ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[None]]
+"""Fills local spans (second) with remote ones (first). Raises `ChecksumMismatch` if what arrived is not what the
+producer has."""
 TakeGeneration = Callable[[int], None]
 """Sends the `Take` of a generation; the answer comes as news."""
 
@@ -118,7 +119,6 @@ class Selection:
         self._num_bytes = 0
         self._meta: bytes | None = None
         self._asked = self._held = False
-        self._digest: asyncio.Future[bytes] | None = None
         self._error: KvferryError | None = None
         self._changed = asyncio.Event()
 
@@ -130,16 +130,10 @@ class Selection:
             self._record(news)
         except Exception as error:  # noqa: BLE001 - ends this hand-off, not the others on its connection
             self._error = self._error or translated(error)
-            if self._digest is not None and not self._digest.done():
-                self._digest.set_exception(self._error)
         self._changed.set()
 
     def _record(self, news: News) -> None:
-        if news.digest:
-            if self._digest is None or self._digest.done():
-                raise ProtocolError("a digest that was not requested")
-            self._digest.set_result(news.digest)
-        elif news.held:
+        if news.held:
             self._held |= self._asked and news.generation == self._generation
         elif news.over:
             if not self._held:
@@ -159,14 +153,6 @@ class Selection:
         if news.meta is not None:
             self._meta = news.meta
             self._on_sealed(news.meta)
-
-    def expect_digest(self) -> asyncio.Future[bytes]:
-        """The digest that the next `Verify` is answered with, or the error because of which it is not."""
-        self._digest = asyncio.get_running_loop().create_future()
-        self._digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
-        if self._error is not None:
-            self._digest.set_exception(self._error)
-        return self._digest
 
     async def load(self, read: ReadSpans, take: TakeGeneration, fabric: str) -> Taken:
         """Read what is announced until everything is here and acknowledged. Raises as `drop_select`."""
@@ -196,12 +182,14 @@ class Selection:
             remote += remote_spans
             local += local_spans
             num_bytes += sum(length for _, length in local_spans)
-        intact = not local or await read(remote, local)
-        if generation != self._generation:
-            return  # the producer began again meanwhile: what was read is void
-        self._num_bytes += num_bytes
-        if not intact:
-            raise ChecksumMismatch(f"hand-off {self.key!r}: the bytes that arrived differ from those that were sent")
+        try:
+            if local:
+                await read(remote, local)
+        except ChecksumMismatch:
+            if generation == self._generation and self._error is None:
+                raise
+        if generation == self._generation:  # else the producer began again meanwhile: what was read is void
+            self._num_bytes += num_bytes
 
 
 def head_spans(
