@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 from servers import start_mooncake_master, start_server
 from valkey import exceptions
+from valkey.asyncio import Valkey
 
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import StoreError
@@ -418,14 +420,32 @@ def test_the_ranks_of_an_instance_together_leave_a_server_room_for_what_is_not_p
         end(server)
 
 
+@asynccontextmanager
+async def stranger(socket: Path) -> AsyncIterator[Valkey]:
+    """Another client of the server."""
+    async with Valkey(unix_socket_path=str(socket)) as client:
+        yield client
+
+
+async def key_of(client: Valkey, number: int) -> bytes:
+    """The server's key of a block, made from that of block 0, which must be there."""
+    zero, other = (name_of(one).hex().encode() for one in (0, number))
+    [key] = await client.keys(b"*" + zero)
+    return bytes(key).replace(zero, other)
+
+
 def test_a_stranger_s_values_are_misses(tmp_path: Path) -> None:
     socket, server = start_server(tmp_path)
 
     async def use(store: TieredStore) -> None:
-        inner = store.tiers[0].store
-        draw = random.Random(5)
         await store.put([block_of(0)])
-        true = await inner._client.get(inner._key(name_of(0)))  # type: ignore[attr-defined]
+        async with stranger(socket) as client:
+            await look_at_strange_values(store, client)
+
+    async def look_at_strange_values(store: TieredStore, client: Valkey) -> None:
+        draw = random.Random(5)
+        first, second = await key_of(client, 0), await key_of(client, 1)
+        true = await client.get(first)
         for round_number in range(60):
             value = bytearray(true)
             if round_number % 3 == 0:
@@ -434,8 +454,7 @@ def test_a_stranger_s_values_are_misses(tmp_path: Path) -> None:
                 value[draw.randrange(len(value))] ^= 1 << draw.randrange(8)
             else:
                 value = value[: draw.randrange(1, len(value))]
-            await inner._client.set(inner._key(name_of(1)), bytes(true))  # type: ignore[attr-defined]
-            await inner._client.set(inner._key(name_of(0)), bytes(value))  # type: ignore[attr-defined]
+            await client.mset({first: bytes(value), second: bytes(true)})
             assert await store.get([read_of(0), read_of(1)]) == [False, False], "damaged, and another block's"
         assert store.statistics()["corrupt_blocks"] == 120
 
@@ -859,10 +878,10 @@ def test_a_value_of_another_type_is_a_miss_of_that_block_only(tmp_path: Path) ->
     socket, server = start_server(tmp_path)
 
     async def use(store: TieredStore) -> None:
-        tier = store.tiers[0].store
         await store.put([block_of(index) for index in range(3)])
         await store.delete([name_of(1)])
-        await tier._client.sadd(tier._key(name_of(1)), "not a block")  # type: ignore[attr-defined]
+        async with stranger(socket) as client:
+            await client.sadd(await key_of(client, 1), "not a block")
         assert await store.match(names_of(3)) == 1
         assert await fetch(store, range(3)) == [True, False, True]
         assert await store.put([block_of(1)]) == [Put.STORED]
@@ -895,7 +914,9 @@ def test_what_a_killed_writer_left_on_a_bounded_server_is_evicted(tmp_path: Path
         tier._set = killed  # type: ignore[attr-defined]
         with pytest.raises(asyncio.CancelledError):
             await tier.put([block_of(20)])
-        assert await tier._client.zscore(tier._keys[0], name_of(20).hex()) is not None  # type: ignore[attr-defined]
+        async with stranger(socket) as client:
+            [index] = await client.keys("*index")
+            assert await client.zscore(index, name_of(20).hex()) is not None
 
     try:
         run([f"valkey:{socket}?max_bytes=20000"], use)
@@ -903,15 +924,16 @@ def test_what_a_killed_writer_left_on_a_bounded_server_is_evicted(tmp_path: Path
         end(server)
 
 
-def test_a_read_on_a_server_that_may_not_write_is_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_on_a_server_that_is_full_is_a_read(tmp_path: Path) -> None:
     socket, server = start_server(tmp_path)
-
-    async def full(*arguments: object, **more: object) -> None:
-        raise exceptions.OutOfMemoryError("OOM command not allowed when used memory > 'maxmemory'.")
 
     async def use(store: TieredStore) -> None:
         await store.put([block_of(0)])
-        monkeypatch.setattr(store.tiers[0].store._client, "zadd", full)  # type: ignore[attr-defined]
+        async with stranger(socket) as client:
+            await client.config_set("maxmemory-policy", "noeviction")
+            await client.config_set("maxmemory", 1)
+            with pytest.raises(exceptions.OutOfMemoryError):
+                await client.set("more", "than there is room for")
         assert await fetch(store, [0]) == [True]
 
     try:

@@ -24,7 +24,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     """What is called when the device is waited for, if there is one; host memory stands in for its own."""
     waits: list[Callable[[], None]] = []
     if request.param == "device":
-        monkeypatch.setattr(worker, "_device_wait", lambda device: lambda: [wait() for wait in waits])
+        monkeypatch.setattr(worker, "device_wait", lambda device: lambda: [wait() for wait in waits])
         waits.append(lambda: None)
     return waits
 

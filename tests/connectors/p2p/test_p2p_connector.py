@@ -599,7 +599,7 @@ def test_a_device_is_waited_for_unless_the_engine_has_done_so(
 ) -> None:
     """With host memory in place of a device's."""
     waits: list[str] = []
-    monkeypatch.setattr(worker, "_device_wait", lambda device: lambda: waits.append(device))
+    monkeypatch.setattr(worker, "device_wait", lambda device: lambda: waits.append(device))
     side = P2pWorkerSide(replace(context(), saves_are_complete=complete))
     region = BlockRegion(make_layout(), 4, seed=1)
     try:

@@ -88,7 +88,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._buffer = lookup_buffer_class(settings).build(
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self.table)
         )
-        self._wait_for_device = None if self.context.saves_are_complete else _device_wait(memory.device)
+        self._wait_for_device = None if self.context.saves_are_complete else device_wait(memory.device)
         keeps = config.kv_load_failure_policy == "fail"
         self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keeps)
         self._loop.start()
@@ -210,7 +210,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             raise LeakError("the P2P connector still waits for the end of hand-offs")
 
 
-def _device_wait(device: str) -> Callable[[], None] | None:
+def device_wait(device: str) -> Callable[[], None] | None:
     """A function that waits for the kernels queued on the device; None for host memory."""
     if device == "cpu":
         return None
