@@ -77,7 +77,7 @@ ALONE = [
     P2P + "arrivals:_report",
     P2P + "worker:P2pWorkerSide._begin",
     P2P + "worker:P2pWorkerSide.poll",
-    *(BUFFER + "entries:EntryTable." + name for name in ("open", "insert", "seal", "expire", "ended")),
+    *(BUFFER + "entries:EntryTable." + name for name in ("open", "insert", "seal", "expire", "over")),
     BUFFER + "fabric:FabricLookupBuffer.drop_select",
     BUFFER + "fabric:FabricLookupBuffer.keep",
     BUFFER + "selection:Selection._record",

@@ -59,7 +59,8 @@ def check_before_start(
 
 
 def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
-    """For the KV caches in host memory. With `--device auto` and a GPU, they are in the GPU's."""
+    """Raise `ConfigError` if KV caches in host memory would not fit. With `--device auto` and a GPU, they are in the
+    GPU's."""
     has_gpu = engine.device == "auto" and Path("/dev/nvidiactl").exists()
     if engine.kv_cache_memory is None or engine.device == "cuda" or has_gpu:
         return

@@ -98,7 +98,7 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
 
 
 def failing(restarts: RestartPolicy) -> Failing:
-    """The same in a spec's words."""
+    """The restart settings as a spec has them."""
     return Failing(backoff=("500ms", "30s"), crash_loop=restarts.max_restarts + 1, hang=f"{restarts.hang_timeout_s:g}s")
 
 

@@ -45,7 +45,7 @@ class SequenceQueues:
             heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def start(self, sequence: Sequence) -> None:
-        """From now on it runs. It must be in neither queue."""
+        """Add it to the running sequences. It must be in neither queue."""
         sequence.status = Status.RUNNING
         self._running.append(sequence)
 

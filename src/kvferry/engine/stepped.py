@@ -249,7 +249,7 @@ class _Mailbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: EngineOutput) -> None:
-        """Never waits."""
+        """Queue an output; never waits."""
         self._outputs.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -50,7 +50,7 @@ class Display(Protocol):
         """Why everything is stopped."""
 
     def close(self) -> None:
-        """Nothing more follows; the terminal is restored."""
+        """End the display, and restore the terminal."""
 
 
 def make_display(log: LogConfig = TEXT) -> Display:

@@ -125,7 +125,7 @@ class LocalRecipe:
         return self._routers.addresses if self.num_routers else []
 
     def on_node(self, host: str) -> LocalRecipe:
-        """The same for members on this node of a cluster, which others reach at `host`."""
+        """A recipe for members on this node of a cluster, which others reach at `host`."""
         return replace(self, node=host)
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:

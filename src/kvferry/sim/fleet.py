@@ -39,7 +39,7 @@ class _Started:
     is_stopping: bool = False
 
     def member(self) -> Member:
-        """As a backend reports it."""
+        """What the backend reports of it."""
         what, spec = self.what, self.spec
         if not what.process.is_alive:
             return self._in(MemberState.ENDED)
@@ -71,7 +71,7 @@ class SimBackend(FleetBackend):
         """The world has what an earlier controller left."""
 
     def members(self) -> Sequence[Member]:
-        """As they are now."""
+        """The members, and the state each is in now."""
         return [one.member() for one in self._world.started.values()]
 
     async def start(self, member: MemberSpec) -> None:
@@ -80,7 +80,7 @@ class SimBackend(FleetBackend):
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
-        """As at SIGTERM, and after `grace_s` as at SIGKILL."""
+        """Stop the member as SIGTERM does, and after `grace_s` as SIGKILL does."""
         started = self._world.started.get(name)
         if started is None:
             return
@@ -120,7 +120,7 @@ class FleetWorld(World):
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """As of `World`; the ledger is gone afterwards."""
+        """Run the world while the body runs; the ledger is removed afterwards."""
         with tempfile.TemporaryDirectory(prefix="kvferry-sim-") as folder:
             self.ledger = Ledger(Path(folder) / "fleet")
             self.ledger.want(self._fleet)
@@ -181,7 +181,7 @@ class FleetWorld(World):
         return ready or [one for one in self._last.values() if isinstance(one, SimRouter)]
 
     def start_member(self, spec: MemberSpec) -> None:
-        """For the backend. Raises `NotStarted`."""
+        """Start a member, for the backend. Raises `NotStarted`."""
         if spec.name in self.started:
             raise NotStarted(f"{spec.name} is here")
         self.simulation.note(f"{spec.name} is started")
@@ -204,7 +204,7 @@ class FleetWorld(World):
             self.instances.append(what)
 
     def forget_member(self, name: str) -> None:
-        """For the backend: end its process, if it is not over."""
+        """End a member's process if it still runs, for the backend, and forget the member."""
         what = self.started.pop(name).what
         what.crash()
         if isinstance(what, SimInstance):
@@ -223,7 +223,7 @@ class FleetWorld(World):
 
 
 class _Silent:
-    """Nobody looks."""
+    """A display that shows nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

@@ -305,7 +305,7 @@ class Bandwidth:
 
 
 def bandwidth(arrivals: Sequence[Arrival], token_bytes: int, window_s: float = 10.0) -> Bandwidth:
-    """Of a trace, in windows of ten seconds."""
+    """The bandwidth that a trace needs, in windows of ten seconds."""
     seen: set[int] = set()
     windows: dict[int, list[int]] = {}
     total = reused = 0

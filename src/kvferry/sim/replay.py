@@ -32,7 +32,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of values in any order."""
+        """The quantiles of values in any order."""
         if not values:
             return cls()
         ordered = sorted(values)

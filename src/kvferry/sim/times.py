@@ -76,7 +76,7 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For each sequence that begins: reading its request and ending its answer."""
 
     def seconds(self, work: StepWork) -> float:
-        """Of a step with this work."""
+        """How long a step with this work takes."""
         return (
             self.base_s
             + self.prefill_token_s * work.prefill_tokens

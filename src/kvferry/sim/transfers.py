@@ -57,7 +57,6 @@ class SimTransferLoop(TransferLoop):
         """The loop runs already."""
 
     def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """As of the real one."""
         future: Future[Result] = Future()
 
         def ended(task: asyncio.Task[Result]) -> None:
@@ -79,7 +78,6 @@ class SimTransferLoop(TransferLoop):
         self.submit(job)
 
     def call(self, function: Callable[[], object]) -> None:
-        """As of the real one."""
         self._sim_loop.call_soon_threadsafe(function)
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -163,19 +161,15 @@ class SimConnection(Connection):
         self.peer = peer
 
     async def send(self, message: Message, payload: object = None) -> None:
-        """As of the real one."""
         await self._frames.write(encode_frame(message))
 
     async def receive(self, kinds: Any) -> Any:
-        """As of the real one."""
         return decode_frame(await self._frames.next(), kinds)
 
     def abort(self) -> None:
-        """As of the real one."""
         self._frames.transport.abort()
 
     async def close(self) -> None:
-        """As of the real one."""
         self._frames.transport.close()
 
 
@@ -191,11 +185,9 @@ class SimListener(Listener):
         self._num_open_connections = self._num_failed = 0
 
     def handle(self, purpose: str, handler: Handler) -> None:
-        """As of the real one."""
         self._sim_handlers[purpose] = handler
 
     async def dial(self, host: str, port: int, purpose: str, deadline: float) -> Connection:
-        """As of the real one."""
         loop = cast(SimLoop, asyncio.get_running_loop())
         async with limited_to(deadline, f"connecting to {host}:{port}"):
             try:
@@ -213,7 +205,6 @@ class SimListener(Listener):
         return connection
 
     async def serve(self) -> None:
-        """As of the real one."""
         loop = cast(SimLoop, asyncio.get_running_loop())
         try:
             async with asyncio.TaskGroup() as group:
@@ -251,7 +242,6 @@ class SimListener(Listener):
             self._num_open_connections -= 1
 
     def statistics(self) -> dict[str, float]:
-        """As of the real one."""
         return {"open_connections": float(self._num_open_connections), "failed_connections": float(self._num_failed)}
 
     def close(self) -> None:
@@ -286,7 +276,6 @@ class SimFabric(Fabric):
         return {"host": self.context.listener.host, "port": self.context.listener.port}
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Always."""
         return True
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
@@ -338,7 +327,6 @@ class SimFabricPeer(FabricPeer):
             self._ours.contents.copy(layer, self._theirs.contents, sources, targets)
 
     async def close(self) -> None:
-        """Nothing is read any more."""
         self.closed = True
 
 

@@ -75,7 +75,7 @@ class Programs:
 
     @property
     def num_instances(self) -> int:
-        """As the fleet says."""
+        """The number of instances in the fleet."""
         return self.fleet.num_instances
 
     @property
@@ -146,7 +146,7 @@ class BackendContract:
 
     @asynccontextmanager
     async def opened(self, folder: Path, name: str = "contract") -> AsyncIterator[FleetBackend]:
-        """As one controller has it: members stay when it is closed."""
+        """A backend as a controller opens it: members outlive it."""
         fleet = self.fleet(name)
         backend = self.make(folder, fleet)
         backend.use(fleet)

@@ -85,7 +85,7 @@ class Pair:
         self.theirs.fill(2)
 
     async def connect(self) -> FabricPeer:
-        """For the instance that reads."""
+        """Connect as the instance that reads."""
         [ours], [theirs] = self.reader.fabrics, self.read_one.fabrics
         assert ours.reachable(theirs.describe())
         return await ours.connect(theirs.describe(), soon())

@@ -121,7 +121,7 @@ def _is_labelled(path: Path, label: str) -> bool:
 
 
 def _hide(name: str) -> None:
-    """From now on nobody can attach it."""
+    """Close the owner's descriptor, so that nobody can attach the segment any more."""
     os.close(_owned.pop(name))
 
 

@@ -102,12 +102,12 @@ class _Shown:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Those of the prompt."""
+        """The tokens of the section: it has no answer."""
         return self.prompt_token_ids
 
     @property
     def num_computed_tokens(self) -> int:
-        """At most those of the prompt; not counted for a section."""
+        """Not counted for a section."""
         return 0
 
 
@@ -163,7 +163,7 @@ def _split_name(name: str) -> tuple[str, int]:
 
 
 def _num_kept(view: RequestAdapter) -> int:
-    """For how many tokens KV is handed off."""
+    """The number of tokens whose KV is handed off."""
     return max(len(view.prompt_token_ids) - 1, 1)
 
 

@@ -189,8 +189,9 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
-        released = [Released(self._held.pop(transfer_id)) for transfer_id in self.table.over(self._held)]
-        return [*released, *self._overdue.checked(self.reports.take())]
+        over = self.table.over(self._held)
+        arrived = self._overdue.checked(self.reports.take())
+        return [*(Released(self._held.pop(transfer_id)) for transfer_id in over), *arrived]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""

@@ -183,7 +183,7 @@ class RankProcessMain:
                     self._pipe.send(Reported(encode_report(report)))
 
     def _transfer(self) -> KVTransferConfig | None:
-        """With the address at which peers reach this rank, if rank 0 may be on another machine."""
+        """The transfer configuration, with this rank's own address if rank 0 may be on another machine."""
         assert self._load is not None
         transfer = self._load.transfer
         if transfer is None or self._load.config.ranks_at is None:

@@ -68,7 +68,7 @@ class FleetLease(ABC):
         logger.warning("another controller may look after this fleet now; this one does nothing any more")
 
     def _is_renewed(self, begun: float) -> None:
-        """By what was sent at this time of the clock."""
+        """The lease was renewed by a message that was sent at `begun`, on this process's clock."""
         self._until = begun + BELIEVED_S
 
     def _is_lost(self) -> None:

@@ -34,7 +34,7 @@ class Holder(msgspec.Struct, frozen=True):
 
     @property
     def silent_s(self) -> float:
-        """For how long it has not been seen."""
+        """Seconds since the holder was last seen."""
         return max(0.0, SYSTEM_CLOCK.monotonic() - self.beat)
 
     @property

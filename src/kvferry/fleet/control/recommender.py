@@ -47,7 +47,7 @@ def read_recommended(path: Path) -> WantedFleet:
 
 
 class Recommender:
-    """Of one fleet. `registers_s`: see `REGISTERS_S`."""
+    """Recommends the counts of one fleet. `registers_s`: see `REGISTERS_S`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Recommender:
         """Routers that are known to have the same token."""
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises `ConfigError` for a router with another token."""
+        """Recommend until cancelled. Raises `ConfigError` for a router with another token."""
         while True:
             await self.look()
             await asyncio.sleep(_LOOK_S)

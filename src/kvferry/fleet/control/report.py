@@ -51,7 +51,7 @@ class Sight:
 
 
 class StatusReporter:
-    """Of one fleet."""
+    """Reports the status of one fleet."""
 
     def __init__(self, ledger: Ledger, display: Display, clock: Clock) -> None:
         self._ledger, self._display, self._clock = ledger, display, clock

@@ -53,7 +53,6 @@ class FleetScenario:
         return keeps and all(one.kind in ("roll", "controller") for one in self.faults)
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> FleetScenario:
-        """As of `Scenario`."""
         return replace(
             self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
         )

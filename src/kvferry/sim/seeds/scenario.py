@@ -53,7 +53,7 @@ class Scenario:
         return not self.faults or (enough and len(self.faults) == 1 and self.faults[0].kind in GENTLE)
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> Scenario:
-        """With these of its requests and faults, by their numbers."""
+        """The scenario with only these of its requests and faults, by their numbers."""
         return replace(
             self, requests=[self.requests[one] for one in requests], faults=[self.faults[one] for one in faults]
         )

@@ -70,7 +70,7 @@ class Reuse(EvictionPolicy):
         """Blocks that were found here more than in LRU's shadow."""
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """For the learned order, which counts answers' lengths."""
+        """Tell the learned order, which counts answers' lengths."""
         self.learned.policy.finish(keys, num_output_tokens, now)
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:

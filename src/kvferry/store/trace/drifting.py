@@ -59,7 +59,7 @@ def age(documents: Documents, draw: Draw) -> Iterator[int]:
 
 
 def scan(documents: Documents, draw: Draw) -> Iterator[int]:
-    """Now and then, many documents are read once."""
+    """A scan: many documents are read once."""
     new = itertools.count(documents.number)
     while True:
         yield from documents.popular(draw)

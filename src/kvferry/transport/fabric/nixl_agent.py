@@ -42,7 +42,7 @@ class MemoryKind:
 
     @classmethod
     def of(cls, device: str) -> MemoryKind:
-        """From "cpu", "cuda" or "cuda:1"."""
+        """The kind of memory on a device: "cpu", "cuda" or "cuda:1"."""
         kind, _, index = device.partition(":")
         return cls("DRAM") if kind == "cpu" else cls("VRAM", int(index or 0))
 

@@ -97,7 +97,7 @@ class Take(Message, frozen=True):
 
 
 class ReleaseKey(Message, frozen=True):
-    """Nobody will fetch this key."""
+    """The key need not be kept for this consumer, which will not fetch it."""
 
     key: str
 
