@@ -28,6 +28,16 @@ def test_other_fields_keep_their_bytes() -> None:
     )
 
 
+def test_a_long_list_of_integers_keeps_its_bytes() -> None:
+    prompt = b"[" + b"-1, 22," * 100 + b" 333]"
+    data = b'{"n": 1, "prompt": ' + prompt + b', "stream": true}'
+    body = parsed(data)
+    assert body.raw("prompt") == prompt
+    assert body.get("prompt") == [-1, 22] * 100 + [333]
+    assert (body.get("n"), body.get("stream")) == (1, True)
+    assert body.encode() is data
+
+
 def test_reading_fields() -> None:
     body = parsed(ODD)
     assert (body.get("float"), body.get("text"), body.get("null"), body.get("missing")) == (1.1, "é", None, None)
@@ -62,6 +72,12 @@ def test_reading_fields() -> None:
         (b'{"\\uDFFF": 1}', "surrogate"),
         (b'{"a": "a\x00b"}', "not valid JSON"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": [' + b"1," * 500 + b"1" * 5000 + b"]}", "not valid JSON"),
+        (b'{"a": [' + b"1," * 500 + b"01]}", "not valid JSON"),
+        (b'{"a": [' + b"1," * 500 + b"1], " + b'"b": 1, "\\u0062": 2}', "'b' is listed twice"),
+        (b'{"a": [' + b"1," * 500 + b"1], " + b'"b": {"c": 1, "\\u0063": 2}}', "'c' is listed twice"),
+        (b'{"a": [' + b"1," * 500 + b"1], " + b'"b": "\\ud800"}', "surrogate"),
+        (b'{"a": [' + b"1," * 500 + b'{"b": 1, "b": 2}]}', "'b' is listed twice"),
         (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "64 levels"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "64 levels"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "64 levels"),

@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.api.fields import ignored_fields
 from kvferry.api.requests import MAX_FIELD_BYTES
-from kvferry.api.strict import MAX_DEPTH, read_object
+from kvferry.api.strict import MAX_DEPTH, read_object, read_texts
 from kvferry.core.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -63,18 +63,6 @@ class Decoded(Generic[Body]):
     ignored: tuple[str, ...] = ()
 
 
-class _Name:
-    """The name of a field. Equal only to itself, so that a name that appears twice is kept twice."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-_FIELDS = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, text: _Name(text))
-
-
 def require_json(content_type: str | None, content_encoding: str | None) -> None:
     """Raise `InvalidRequest` unless the headers say that the body is JSON as it is.
 
@@ -115,16 +103,16 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
     _require_countable(raw)
     fields: dict[str, msgspec.Raw] = {}
     try:
-        found = _FIELDS.decode(raw)
+        found = read_texts(raw)
         if len(found) > MAX_FIELDS:
             raise InvalidRequest(f"the body has {len(found)} fields; at most {MAX_FIELDS} are accepted")
-        for name, value in found.items():
-            if name.text in fields:
-                raise InvalidRequest(f"{_clip(name.text)} appears twice", param=_clip(name.text))
-            fields[name.text] = value
+        for name, value in found:
+            if name in fields:
+                raise InvalidRequest(f"{_clip(name)} appears twice", param=_clip(name))
+            fields[name] = value
         _require_shallow(raw)
         if raw.count(b"{") > 1:
-            read_object(raw)
+            read_object(msgspec.json.encode({name: one for name, one in fields.items() if b"{" in bytes(one)}))
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

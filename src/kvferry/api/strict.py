@@ -18,8 +18,37 @@ MAX_DEPTH = 64
 """Most levels of arrays and objects, since code that walks through a body may recurse."""
 
 _ANYTHING = msgspec.json.Decoder()
+_SHAPE = bytes.maketrans(b"123456789- \t\r\n", b"0" * 9 + b"," * 5)
+"""Digits become zeros, and what is between integers becomes commas."""
+_MOST_DIGITS = 18
+"""Of integers that every parser reads exactly."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
+
+
+class _Name:
+    """The name of a field. Equal only to itself, so that a name that appears twice is kept twice."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+_FIELDS = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, text: _Name(text))
+
+
+def read_texts(data: bytes) -> list[tuple[str, msgspec.Raw]]:
+    """The fields of an object as their JSON texts, those that appear twice too. Their syntax is checked, but neither
+    whether strings are UTF-8 nor what nested objects contain. Raises msgspec's errors, and `RecursionError`."""
+    return [(name.text, value) for name, value in _FIELDS.decode(data).items()]
+
+
+def is_integers(text: bytes) -> bool:
+    """Whether a JSON text whose syntax is right is one list of short integers, such as a prompt of token ids: there is
+    nothing in it that two parsers could read differently."""
+    shape = text.translate(_SHAPE)
+    return text[:1] == b"[" and not shape[1:-1].translate(None, b"0,") and b"0" * (_MOST_DIGITS + 1) not in shape
 
 
 def read_object(data: bytes, refused_within: Iterable[str] = ()) -> dict[str, Any]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from kvferry.core.messages.hand_off import HandOff, TokenLogprobs
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def are_tokens(token_ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether all of them are below `vocab_size`, and none is negative."""
+    try:
+        found = np.frombuffer(array("Q", token_ids), dtype=np.uint64)
+    except OverflowError:  # negative, or no number of 64 bits
+        return False
+    return not len(found) or int(found.max()) < vocab_size
 
 
 class Request(msgspec.Struct, kw_only=True):

@@ -34,7 +34,7 @@ from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.kept import TierShare
-from kvferry.core.request import EngineOutput, Request
+from kvferry.core.request import EngineOutput, Request, are_tokens
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import make_cached_order
@@ -104,7 +104,7 @@ class EngineCore:
             self._require_role(request, self.transfer)
         vocab_size = self.model.vocab_size
         for tokens in (request.prompt_token_ids, request.answer_token_ids):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            if not are_tokens(tokens, vocab_size):
                 raise InvalidRequest(f"the prompt has token ids outside the vocabulary of {vocab_size}", param="prompt")
         if request.sampling.seed is None:
             seed = entropy.token_bits(63) if self.config.seed is None else self.config.seed

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.api.strict import read_object
+from kvferry.api.strict import is_integers, read_object, read_texts
 from kvferry.core.errors import InvalidRequest
 
 TICKET_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
@@ -27,7 +27,6 @@ _SCALARS = frozenset({bool, int, float, type(None)})
 _SHORT = 256
 """Scalars and strings of fewer characters are kept as they were read; what else is asked for is read once more."""
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -47,11 +46,7 @@ class RequestBody:
         Unless clients are trusted with tickets, those at the top are left out, and one further down is refused: there
         it is no field that the API has, but some engines merge such objects into their own settings.
         """
-        values = read_object(data, () if trust_tickets else TICKET_FIELDS)
-        fields = _FIELDS.decode(data)
-        for name, one in values.items():
-            if type(one) not in _SCALARS and not (type(one) is str and len(one) < _SHORT):
-                values[name] = fields[name]
+        fields, values = _read(data, frozenset() if trust_tickets else TICKET_FIELDS)
         body = cls(fields, data, values)
         if _NOT_FROM_CLIENTS.isdisjoint(fields):
             return body
@@ -91,3 +86,22 @@ class RequestBody:
         fields = {name: raw for name, raw in self._fields.items() if name not in names}
         values = {name: one for name, one in self.values.items() if name not in names}
         return RequestBody(fields, _ENCODER.encode(fields), values)
+
+
+def _read(data: bytes, refused_within: frozenset[str]) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
+    """The fields as texts, and as `RequestBody.values`. Long lists of integers are not decoded for it."""
+    try:
+        found = read_texts(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = []  # `read_object` says what is wrong
+    fields = dict(found)
+    prompts = {name for name, text in found if len(memoryview(text)) > _SHORT and is_integers(bytes(text))}
+    if prompts and len(fields) == len(found) and data.isascii():
+        rest = _ENCODER.encode({name: text for name, text in found if name not in prompts})
+        values = read_object(rest, refused_within) | {name: fields[name] for name in prompts}
+    else:
+        values = read_object(data, refused_within)
+    for name, one in values.items():
+        if type(one) not in _SCALARS and not (type(one) is str and len(one) < _SHORT):
+            values[name] = fields[name]
+    return fields, values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -64,7 +64,8 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     require_consistent(body)
     wanted = wanted_tokens(body)
     engine_id = f"{answer_id}-{entropy.token_hex(4)}"  # clients may repeat their ids
-    num_prompts = len(split_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    given = split_prompts(body.prompt) if isinstance(body, CompletionRequest) else []
+    num_prompts = len(given) or 1
     hand_off = hand_off_of(body, engine_id, num_prompts)
     number = num_choices(body, hand_off)
     _require_countable(number, num_prompts, context.config.max_choices)
@@ -72,7 +73,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     if continuation is not None:
         _require_continuable(body, number * num_prompts, hand_off)
     max_model_len = context.front.max_model_len
-    prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body)]
+    prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body, given)]
     builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline, continuation)
     generation = Generation(
         [child for place, prompt in enumerate(prompts) for child in builder.children(prompt, place * number, number)],
@@ -190,9 +191,9 @@ class _ChildBuilder:
         return None if self.body.timeout is None else self.context.clock.monotonic() + self.body.timeout
 
 
-async def _prompts(context: ServerContext, body: GenerationRequest) -> list[Prompt]:
+async def _prompts(context: ServerContext, body: GenerationRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
     if isinstance(body, CompletionRequest):
-        return await completion_prompts(body, context.codec, context.front.max_model_len)
+        return await completion_prompts(body, given, context.codec, context.front.max_model_len)
     assert isinstance(body, ChatCompletionRequest)
     return [await context.chat_prompt(body)]
 

@@ -9,6 +9,7 @@ from typing import cast
 from kvferry.api.requests import CompletionRequest, GenerationRequest
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.openai import ContextLengthExceeded
+from kvferry.core.request import are_tokens
 from kvferry.engine.server.assembly import Detokenizer
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS, TextCodec
 
@@ -28,9 +29,10 @@ class Prompt:
     text: str | None = None
 
 
-async def completion_prompts(body: CompletionRequest, codec: TextCodec, max_model_len: int) -> list[Prompt]:
-    """The prompts of a completion request, in order. Raises `InvalidRequest`."""
-    prompts = split_prompts(body.prompt)
+async def completion_prompts(
+    body: CompletionRequest, prompts: Sequence[str | list[int]], codec: TextCodec, max_model_len: int
+) -> list[Prompt]:
+    """Encode the prompts of a completion request (`split_prompts`). Raises `InvalidRequest`."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:
         return [Prompt(cast(list[int], prompt)) for prompt in prompts]
@@ -96,7 +98,7 @@ def _too_long(text: str, max_model_len: int, field: str, why: str) -> ContextLen
 
 def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Raise `InvalidRequest` for a token id that the model does not have."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+    if not are_tokens(token_ids, vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
             f"{field}: token id {wrong} is out of vocabulary; ids are 0 to {vocab_size - 1}", param=field
