@@ -158,12 +158,11 @@ class FabricLookupBuffer(LookupBuffer):
         """Serve one consumer until it disconnects. Keys that it has not taken stay until their lease expires."""
         session = Session(self.table, connection, self._memory, self._sessions)
         self._sessions.add(session)
-        self.table.listen(session.wake)
         try:
             await connection.send(self._info)
             await run_together(session.receive(), session.send())
         finally:
-            self.table.unlisten(session.wake)
+            session.close()
             self._sessions.discard(session)
 
     def address(self) -> dict[str, Any]:
@@ -196,7 +195,8 @@ class FabricLookupBuffer(LookupBuffer):
 
 class Session:
     """What one consumer has selected. News is not queued: a cursor for each key remembers how much has been sent, and
-    the table has the rest, so that a slow consumer costs no memory. Used on the transfer loop, except `wake`."""
+    the table has the rest, so that a slow consumer costs no memory. It listens to the table while something is
+    selected. Used on the transfer loop, except `wake`."""
 
     def __init__(
         self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[Session]
@@ -210,7 +210,7 @@ class Session:
 
     def wake(self) -> None:
         """There may be news. From any thread; several calls before the loop runs count as one."""
-        if self._selected and not self._woken:  # a `Select` that comes meanwhile wakes `send` itself
+        if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._on_wake)
 
@@ -226,7 +226,7 @@ class Session:
                 case Select():
                     self._select(message)
                 case Unselect():
-                    self._selected.pop(message.select_id, None)
+                    self._forget(message.select_id)
                 case Verify():
                     if self._memory.device != "cpu":
                         raise ProtocolError("checksums can only be computed in host memory")
@@ -243,8 +243,20 @@ class Session:
     def _select(self, message: Select) -> None:
         if len(self._selected) >= MAX_SELECTS or message.select_id in self._selected:
             raise ProtocolError(f"select {message.select_id}: in use, or one of more than {MAX_SELECTS}")
-        self._selected[message.select_id] = Cursor(_checked(message.key), message.select_id)
+        cursor = Cursor(_checked(message.key), message.select_id)
+        if not self._selected:
+            self._table.listen(self.wake)
+        self._selected[message.select_id] = cursor
         self._news.set()
+
+    def _forget(self, select_id: int) -> None:
+        if self._selected.pop(select_id, None) is not None and not self._selected:
+            self._table.unlisten(self.wake)
+
+    def close(self) -> None:
+        """The consumer has left."""
+        self._selected.clear()
+        self._table.unlisten(self.wake)
 
     def _take(self, message: Take) -> None:
         if not 0 <= message.reader < message.num_readers <= MAX_READERS:
@@ -253,7 +265,7 @@ class Session:
         if cursor is not None and self._table.take(
             cursor.key, message.generation, message.reader, message.num_readers, self.engine_id
         ):
-            del self._selected[message.select_id]
+            self._forget(message.select_id)
             self._answer(News(message.select_id, message.generation, held=True))
 
     def _release(self, key: str) -> None:
@@ -298,7 +310,7 @@ class Session:
             if news is None:
                 return
             if news.over:
-                del self._selected[cursor.select_id]
+                self._forget(cursor.select_id)
             await self._connection.send(news)
 
 

@@ -75,7 +75,7 @@ class Peer:
         self._digests: deque[asyncio.Future[bytes]] = deque()
         """Those that are awaited; they come in the order in which they were asked for."""
         self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
-        self._settled = asyncio.Event()
+        self._settled, self._followed = asyncio.Event(), asyncio.Event()
         self._connection: Connection | None = None
 
     async def run(self) -> None:
@@ -122,6 +122,7 @@ class Peer:
         """Select a key while the body runs: `on_news` gets its news, and its lease is renewed. Yields the select id."""
         select_id = next(self._ids)
         self.followers[select_id] = on_news
+        self._followed.set()
         self.post(Select(select_id, key))
         try:
             yield select_id
@@ -193,6 +194,9 @@ class Peer:
         that had stopped, the answer to the last one has been received by now."""
         loop = asyncio.get_running_loop()
         while True:
+            if not self.followers and self._unanswered_since is None:
+                self._followed.clear()
+                await self._followed.wait()
             await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
             if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
                 self.answers = False
