@@ -167,3 +167,7 @@ async def test_plain_http_to_a_tls_port_and_tls_to_a_plain_one(certificates: Pat
 async def test_certificates_that_cannot_be_used(certificates: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--tls-cert"):
         HttpConfig(tls_cert=certificates / name).tls_context()
+
+
+def test_contexts_without_files_are_one() -> None:
+    assert client_context(None) is client_context(None)

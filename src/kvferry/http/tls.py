@@ -4,6 +4,7 @@ be used raises a `ConfigError` that names it."""
 from __future__ import annotations
 
 import ssl
+from functools import cache
 from pathlib import Path
 
 from kvferry.core.tls_files import NOT_TLS, load_authority, load_certificate
@@ -24,14 +25,23 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
 
 def client_context(ca: Path | None, cert: Path | None = None) -> ssl.SSLContext:
     """For connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own certificate,
-    with its key."""
-    context = ssl.create_default_context()
+    with its key. Those without files of their own share one context of the process."""
+    if ca is None and cert is None:
+        return _system_context()
+    context = ssl.create_default_context() if ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_authority(context, ca, "--tls-ca")
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if cert is not None:
         load_certificate(context, cert, None, "--instance-cert", "--instance-cert")
+    return context
+
+
+@cache
+def _system_context() -> ssl.SSLContext:
+    """Reading the system's authorities takes about 20 ms. Nobody may change it."""
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 

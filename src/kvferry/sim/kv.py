@@ -19,14 +19,15 @@ _ROOT = 0x243F6A8885A308D3
 _AT_ONCE = 4096
 
 
-def _mixed(number: int) -> int:
+def mixed(number: int) -> int:
     """SplitMix64's last step."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)
 
 
-def _mixed_tokens(tokens: Sequence[int]) -> Numbers:
+def mixed_tokens(tokens: Sequence[int] | Numbers) -> Numbers:
+    """`mixed`, of each of these after a constant is added."""
     found = np.asarray(tokens, dtype=np.uint64) + np.uint64(_FACTOR)
     found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -48,7 +49,7 @@ def chain(before: int, tokens: Sequence[int]) -> Numbers:
     """The KV of tokens that follow a token with the KV `before`: h = (h of the token before + its own) * factor."""
     pieces = []
     for start in range(0, len(tokens), _AT_ONCE):
-        part = _mixed_tokens(tokens[start : start + _AT_ONCE])
+        part = mixed_tokens(tokens[start : start + _AT_ONCE])
         number = len(part)
         # h_n = f^n h_0 + Σ f^(n-j+1) c_j, so h_n / f^n is a running sum.
         sums = np.cumsum(part * _powers(_INVERSE)[:number] * np.uint64(_FACTOR), dtype=np.uint64)
@@ -60,18 +61,18 @@ def chain(before: int, tokens: Sequence[int]) -> Numbers:
 
 def follow(before: int, token: int) -> int:
     """The KV of one token that follows a token with the KV `before`: as `chain`, with less around it."""
-    return (before + _mixed((token + _FACTOR) & _MASK)) * _FACTOR & _MASK
+    return (before + mixed((token + _FACTOR) & _MASK)) * _FACTOR & _MASK
 
 
 @cache
 def _layer_factors(num_layers: int) -> Numbers:
     """The first is 1, so that layer 0 has the chain itself."""
-    return np.array([1] + [_mixed(layer) | 1 for layer in range(1, num_layers)], dtype=np.uint64)
+    return np.array([1] + [mixed(layer) | 1 for layer in range(1, num_layers)], dtype=np.uint64)
 
 
 def sample(attended: int, seed: int, position: int, vocab_size: int) -> int:
     """The token at this position, where attention has read KV with this sum."""
-    return _mixed(attended ^ _mixed(seed ^ _mixed(position))) % vocab_size
+    return mixed(attended ^ mixed(seed ^ mixed(position))) % vocab_size
 
 
 def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int, num_layers: int) -> list[int]:

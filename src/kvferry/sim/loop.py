@@ -198,14 +198,15 @@ class Simulation:
     def _run_ready(self, last: int) -> bool:
         """Run all callbacks that are ready, the next one of a loop that is drawn each time. True: `num_callbacks` is
         `last` now. The innermost loop of a simulation, and so all in one place."""
-        ready, draw, set_running = self._ready, self.random.random, asyncio._set_running_loop
+        ready, draw, set_running, now = self._ready, self.random.random, asyncio._set_running_loop, self.now
+        number = self.num_callbacks
         running: SimLoop | None = None
         try:
             while ready:
-                place = int(draw() * len(ready)) if len(ready) > 1 else 0
+                place = int(draw() * num_ready) if (num_ready := len(ready)) > 1 else 0
                 loop = ready[place]
                 process = loop.process
-                if process.stalled_until > self.now or not process.is_alive:
+                if process.stalled_until > now or not process.is_alive:
                     ready[place] = ready[-1]
                     ready.pop()
                     loop.park()
@@ -221,16 +222,17 @@ class Simulation:
                         raise
                     except BaseException as error:  # noqa: BLE001 - as in asyncio
                         loop.call_exception_handler({"message": f"a callback failed: {error!r}", "exception": error})
-                    self.num_callbacks += 1
+                    number += 1
                 if not (loop.ready and process.is_alive):
                     loop.is_listed = False
                     place = place if ready[place] is loop else ready.index(loop)
                     ready[place] = ready[-1]
                     ready.pop()
-                if self.num_callbacks >= last:
+                if number >= last:
                     return True
             return False
         finally:
+            self.num_callbacks = number
             set_running(None)
 
     def _advance(self, until: float) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import unknown_key
+from kvferry.sim.kv import mixed, mixed_tokens
 from kvferry.store.trace.records import read_trace
 
 BLOCK_TOKENS = 512
@@ -179,16 +180,12 @@ class TracePrompt(Sequence[int]):
         return iter(self._tokens(0, len(self)))
 
     def _tokens(self, first: int, last: int) -> list[int]:
-        found: list[int] = []
-        for block in range(first // BLOCK_TOKENS, -(-last // BLOCK_TOKENS)):
-            begin = block * BLOCK_TOKENS
-            found += self._block(block)[max(0, first - begin) : last - begin]
-        return found
-
-    def _block(self, block: int) -> list[int]:
+        places = np.arange(first, last, dtype=np.uint64)
         ids = self._arrival.block_ids
-        name = (1, ids[block] % 2**64) if ids else (0, self._number, block)
-        tokens: list[int] = (
-            np.random.default_rng((self._seed, *name)).integers(self._vocab_size, size=BLOCK_TOKENS).tolist()
-        )
+        if ids:
+            names = [mixed(self._seed ^ mixed(2 * one % 2**64)) for one in ids]
+            found = mixed_tokens(np.array(names, dtype=np.uint64)[places // BLOCK_TOKENS] ^ places % BLOCK_TOKENS)
+        else:
+            found = mixed_tokens(np.uint64(mixed(self._seed ^ mixed(2 * self._number + 1))) ^ places)
+        tokens: list[int] = (found % np.uint64(self._vocab_size)).tolist()
         return tokens

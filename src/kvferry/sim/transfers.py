@@ -297,16 +297,18 @@ class SimFabricPeer(FabricPeer):
         pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
         if self._ours.contents is not None:
             pairs = list(zip(_blocks(self._theirs.geometry, remote), _blocks(self._ours.geometry, local), strict=True))
-        place = random.randrange(len(pairs) + 1)
         assert self._theirs.process is not None
         assert self._ours.process is not None
         source, target = self._theirs.process.host, self._ours.process.host
         now = asyncio.get_running_loop().time()
         arrival = self._network.arrival(source, target, sum(length for _, length in local))
         seconds = arrival - now + self._network.spec.read_s
-        first = random.random() * seconds
+        parts = [(seconds, pairs)]
+        if pairs:
+            place, first = random.randrange(len(pairs) + 1), random.random() * seconds
+            parts = [(first, pairs[:place]), (seconds - first, pairs[place:])]
         async with limited_to(deadline, "reading a peer's blocks"):
-            for pause_s, part in ((first, pairs[:place]), (seconds - first, pairs[place:])):
+            for pause_s, part in parts:
                 await asyncio.sleep(pause_s)
                 while self._network.is_cut(source, target) or not source.is_up:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(_LOOK_AGAIN_S)

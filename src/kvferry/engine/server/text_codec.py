@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -22,6 +23,14 @@ THREAD_ABOVE_TOKENS = 4096
 """Longer token sequences are decoded in a thread."""
 
 
+@lru_cache(maxsize=4)
+def _sizes(tokenizer: Any) -> tuple[int, int]:
+    """The number of a tokenizer's tokens, and how many characters the longest of them has. Many servers of one process
+    may have the same tokenizer."""
+    vocab = tokenizer.backend_tokenizer.get_vocab()
+    return len(vocab), max(map(len, vocab), default=1)
+
+
 class TextCodec:
     """A tokenizer, used on one event loop and in the threads of `off_loop`."""
 
@@ -32,9 +41,7 @@ class TextCodec:
         # Some tokenizer files contain a truncation that was meant for training.
         self.backend.no_truncation()
         self.backend.no_padding()
-        vocab = self.backend.get_vocab()
-        self.vocab_size = len(vocab)
-        self.longest_token = max(map(len, vocab), default=1)
+        self.vocab_size, self.longest_token = _sizes(tokenizer)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of `text`. Special tokens that are written out in the text are recognized."""

@@ -6,6 +6,7 @@ must be the same, bit for bit.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def hunt(
     seeds: Sequence[int], *, jobs: int = 1, twice_every: int = 0, kind: ScenarioKind = "deployment"
 ) -> Iterator[Report]:
     """The reports of all these seeds, in their order. One of `twice_every` runs twice; 0: none."""
+    gc.freeze()  # what is imported stays: collections between two seeds need not look at it
     tasks = [(seed, bool(twice_every) and place % twice_every == 0) for place, seed in enumerate(seeds)]
     one = partial(_run_one, kind=kind)
     if jobs == 1:
