@@ -32,8 +32,8 @@ from kvferry.core.messages.wire import Message
 from kvferry.transport.checksum import digest
 from kvferry.transport.connection import Connection, Identity
 from kvferry.transport.control import Listener
+from kvferry.transport.cuda.driver import CudaDriver
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
-from kvferry.transport.fabric.cuda_driver import CudaDriver
 from kvferry.transport.memory import BlockMemory, Span
 from kvferry.transport.options import TransportOptions
 from kvferry.transport.shared_memory import SharedSegment
@@ -160,11 +160,11 @@ class DriverCopies(Medium):
     for: the limit of copies that the driver makes."""
 
     def serve(self, memory: Memory) -> dict[str, Any]:
-        handle, offset = CudaDriver(0).export(memory.address)
+        handle, offset = CudaDriver("cuda:0").export(memory.address)
         return {"handle": base64.b64encode(handle).decode(), "offset": offset}
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
-        theirs = CudaDriver(0).open(base64.b64decode(where["handle"])) + where["offset"]
+        theirs = CudaDriver("cuda:0").open(base64.b64decode(where["handle"]))[0] + where["offset"]
         self._addresses = theirs, memory.address
         ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
         self._copy = _compiled(

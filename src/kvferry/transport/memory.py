@@ -163,11 +163,15 @@ class BlockMemory:
     def block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
         """A `view` of each of these blocks of this layer, in order; all are located at once."""
         assert self.device == "cpu", "device memory has no view"
+        kind = ctypes.c_char * self.geometry.span_sizes[layer]
+        located = self.block_addresses(layer, block_ids).tolist()
+        return [memoryview(kind.from_address(address)).cast("B") for address in located]
+
+    def block_addresses(self, layer: int, block_ids: Sequence[int]) -> Numbers:
+        """Where each of these blocks of this layer lies, in order."""
         place, size = self.geometry.places[layer], self.geometry.span_sizes[layer]
         offsets = place.offset + np.array(block_ids, np.int64) * place.stride
-        located = self.map.locate(offsets, np.full_like(offsets, size))
-        kind = ctypes.c_char * size
-        return [memoryview(kind.from_address(address)).cast("B") for address in located.tolist()]
+        return self.map.locate(offsets, np.full_like(offsets, size))
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -203,6 +207,10 @@ class Pieces:
         """(remote, local, length), one by one."""
         return zip(self.remote.tolist(), self.local.tolist(), self.lengths.tolist(), strict=True)
 
+    def divided(self, largest: int) -> Pieces:
+        """The same in pieces of at most `largest` bytes."""
+        return _split(self, largest) if len(self) and int(self.lengths.max()) > largest else self
+
     def slices(self, num_bytes: int, num_pieces: int) -> Iterator[Pieces]:
         """Parts of at most `num_pieces` pieces and `num_bytes` bytes, in order. A single piece is not divided."""
         ends = np.cumsum(self.lengths)
@@ -228,7 +236,7 @@ def join(
         pieces = Pieces(remote_starts, local_starts, local_lengths)
     else:
         pieces = _cut(remote_starts, remote_lengths, local_starts, local_lengths)
-    return _split(pieces, largest) if len(pieces) and int(pieces.lengths.max()) > largest else pieces
+    return pieces.divided(largest)
 
 
 def _cut(remote_starts: Numbers, remote_lengths: Numbers, local_starts: Numbers, local_lengths: Numbers) -> Pieces:

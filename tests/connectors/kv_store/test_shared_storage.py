@@ -527,9 +527,9 @@ def test_settings_are_checked(side: type, extra: dict[str, object], message: str
         side(context(**extra))
 
 
-def test_device_memory_is_not_moved_yet(tmp_path: Path) -> None:
+def test_memory_of_other_devices_is_refused(tmp_path: Path) -> None:
     side = KVStoreWorkerSide(context(shared_storage_path=str(tmp_path)))
-    memory = BlockMemory.dense(make_layout(), 4, 0, device="cuda")
+    memory = BlockMemory.dense(make_layout(), 4, 0, device="xpu:0")
     with pytest.raises(ConfigError, match="--device cpu"):
         side.register(memory)
     side.close()

@@ -12,6 +12,7 @@ import pytest
 from kv_support import BlockRegion, make_layout
 
 from kvferry.connectors.api import Loaded, Released, Reports, StoreEvents, failures
+from kvferry.connectors.kv_store.blocks import HostBlocks
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, sign_of
 from kvferry.connectors.kv_store.plan import LoadBlocks
@@ -216,7 +217,7 @@ def reports() -> Reports:
 @pytest.fixture
 def make_loader(region: BlockRegion, loop: TransferLoop, reports: Reports) -> MakeLoader:
     def make(store: KVStore, timeout_s: float = 20) -> StoreLoader:
-        return StoreLoader(store, loop, region.memory.block_views, LAYOUT.num_layers, timeout_s, reports)
+        return StoreLoader(store, loop, HostBlocks(region.memory), LAYOUT.num_layers, timeout_s, reports)
 
     return make
 

@@ -127,6 +127,7 @@ class FakeEngine:
         policy: str = "recompute",
         buffer_size: float = 1e9,
         seed: int = 5,
+        build_worker: Callable[[ConnectorContext], WorkerSide[Any]] | None = None,
         **extra: Any,
     ) -> None:
         self.layout, self.chunk, self.shares_prefixes = layout, chunk, shares_prefixes
@@ -146,7 +147,8 @@ class FakeEngine:
         self.preempted: list[FakeRequest] = []
         self._woken = threading.Event()
         self.scheduler = spec.build_scheduler_side(ConnectorContext(config, ranks[0], token))
-        self.workers = [spec.build_worker_side(ConnectorContext(config, ranked, token)) for ranked in ranks]
+        build_worker = build_worker or spec.build_worker_side
+        self.workers = [build_worker(ConnectorContext(config, ranked, token)) for ranked in ranks]
         self.reports = RankReports(len(ranks))
         self.addresses: list[dict[str, Any]] = []
         try:

@@ -12,16 +12,18 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.processes import KvferryProcess
+from support.processes import KvferryProcess, until
 from support.vllm_servers import (
     Reference,
     Server,
     answers,
+    held,
     kill,
     num_received,
     prefilled,
@@ -55,14 +57,21 @@ class Pair:
 
 @dataclass
 class Started:
-    """Pairs by transport, and a plain server."""
+    """Pairs by transport, a plain server, and two with a common store."""
 
     pairs: dict[str, Pair]
     alone: KvferryProcess
+    stores: KvferryProcess
+    loads: KvferryProcess
 
 
 def p2p(transport: str) -> dict[str, Any]:
     return {"kv_connector": "P2pConnector", "kv_connector_extra_config": {"transport": transport}}
+
+
+def storage(folder: Path) -> dict[str, Any]:
+    extra = {"shared_storage_path": str(folder / "kv")}
+    return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
 
 
 def transports() -> list[str]:
@@ -78,6 +87,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         wanted[f"prefill-{transport}"] = Server("prefill", p2p(transport), ON_GPU)
         graphs = GRAPHS if number == 0 else ()
         wanted[f"decode-{transport}"] = Server("decode", p2p(transport), ON_GPU + graphs)
+    for name in ("stores", "loads"):
+        wanted[name] = Server("serve", storage(folder), ON_GPU)
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("VLLM_BATCH_INVARIANT", "1")
         servers = stack.enter_context(vllm_servers(folder, **wanted))
@@ -85,7 +96,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         for transport in transports():
             prefill, decode = servers[f"prefill-{transport}"], servers[f"decode-{transport}"]
             pairs[transport] = Pair(prefill, decode, stack.enter_context(router_before(folder, prefill, decode)))
-        yield Started(pairs, servers["alone"])
+        yield Started(pairs, servers["alone"], servers["stores"], servers["loads"])
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +122,24 @@ def test_tokens_are_those_of_one_server_and_the_kv_came(
     kind = "cuda_ipc" if transport == "auto" else transport
     assert pair.decode.metric(METRIC + "_taken_bytes_total", kind=kind) > 0
     require_nothing_kept(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("at_once", [1, 32])
+def test_a_store_between_servers(at_once: int, started: Started, reference: Reference) -> None:
+    asked = [[at_once, *prompt] for prompt in reference.prompts]
+    expected = answers(started.alone.url, asked)
+    assert answers(started.stores.url, asked, at_once=at_once) == expected
+    until(lambda: waiting_to_be_written(started.stores) == 0, within_s=60, context=started.stores.log)
+    before = num_received(started.loads)
+    assert answers(started.loads.url, asked, at_once=at_once) == expected
+    assert num_received(started.loads) - before > sum(map(len, asked)) / 3
+    require_nothing_kept(started.stores, started.loads)
+
+
+def waiting_to_be_written(server: KvferryProcess) -> float:
+    """Bytes on their way to the files. vLLM tells a connector's figures with a step, so it is given one to make."""
+    held(server.url)
+    return server.metric("vllm:kvferry_shared_storage_connector_writer_waiting_bytes")
 
 
 @pytest.mark.parametrize("transport", transports())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from host_copies import HostCopies
 from kv_support import BlockRegion, soon
 
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
@@ -21,37 +21,25 @@ ALLOCATION_OFFSET = 512
 
 
 class HostDriver:
-    """`CudaDriver` without a GPU. An allocation begins `ALLOCATION_OFFSET` before what is exported of it."""
+    """`CudaDriver` without a GPU. An allocation begins `ALLOCATION_OFFSET` before what is exported of it, and is
+    `num_bytes` long."""
 
-    def __init__(self, device: int) -> None:
-        self.begun: list[tuple[int, int, int]] = []
+    num_bytes = 2**40
+
+    def __init__(self, device: str) -> None:
         self.mapped: list[int] = []
-        self.num_polls = 0
 
     def export(self, address: int) -> tuple[bytes, int]:
         return (address - ALLOCATION_OFFSET).to_bytes(64, "little"), ALLOCATION_OFFSET
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes) -> tuple[int, int]:
         self.mapped.append(int.from_bytes(handle, "little"))
-        return self.mapped[-1]
+        return self.mapped[-1], self.num_bytes
 
     def unmap(self, address: int) -> None:
         self.mapped.remove(address)
 
-    def make_current(self) -> None:
-        pass
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        self.begun.append((target, source, num_bytes))
-
-    def is_idle(self) -> bool:
-        self.num_polls += 1
-        if self.begun and self.num_polls % 3 == 0:
-            ctypes.memmove(*self.begun.pop(0))
-        return not self.begun
-
     def close(self) -> None:
-        assert not self.begun
         assert not self.mapped
 
 
@@ -60,7 +48,7 @@ def fabric_of(region: BlockRegion) -> CudaIpcFabric:
     listener = Listener(identity, "")
     listener.close()
     memory = replace(region.memory, device="cuda:1")
-    return CudaIpcFabric(FabricContext(memory, listener), HostDriver)  # type: ignore[arg-type]
+    return CudaIpcFabric(FabricContext(memory, listener), HostDriver, HostCopies)  # type: ignore[arg-type]
 
 
 def from_another_process(fabric: CudaIpcFabric) -> dict[str, Any]:
@@ -93,7 +81,7 @@ async def test_a_read_given_up_writes_nothing_more(make_region: Callable[..., Bl
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    assert not fabric.driver.begun  # type: ignore[attr-defined]
+    assert peer._copies.is_idle()
     with pytest.raises(TransferTimeout):
         await peer.read(spans, spans, soon(-1))
     await peer.close()
@@ -105,6 +93,22 @@ async def test_senseless_descriptions(make_region: Callable[..., BlockRegion], c
     fabric = fabric_of(make_region())
     with pytest.raises(ProtocolError):
         await fabric.connect(from_another_process(fabric) | change, soon())
+
+
+async def test_a_region_beyond_its_allocation_is_refused(make_region: Callable[..., BlockRegion]) -> None:
+    """To read it would be an error of the device, after which the process could not use it any more."""
+    region = make_region()
+    fabric = fabric_of(region)
+    described = from_another_process(fabric)
+    HostDriver.num_bytes = ALLOCATION_OFFSET + region.memory.num_bytes
+    try:
+        await (await fabric.connect(described, soon())).close()
+        HostDriver.num_bytes -= 1
+        with pytest.raises(ProtocolError, match="does not hold"):
+            await fabric.connect(described, soon())
+    finally:
+        HostDriver.num_bytes = 2**40
+    await fabric.close()
 
 
 def test_it_needs_a_gpu(make_region: Callable[..., BlockRegion]) -> None:

@@ -11,16 +11,16 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, Reports
+from kvferry.connectors.kv_store.blocks import BlockBytes
 from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read
-from kvferry.store.copying import copy_bytes
 from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,6 @@ log = logging.getLogger(__name__)
 NUM_AT_A_TIME = 4
 """Most loads that read at the same time; the others wait for their turn, within their deadlines."""
 BATCH_BLOCKS = 32
-
-LayerViews = Callable[[int, Sequence[int]], list[memoryview]]
-"""(layer, block ids) → where each block's bytes of that layer lie."""
 
 
 @dataclass(eq=False)
@@ -80,12 +77,12 @@ class StoreLoader:
         self,
         store: KVStore,
         loop: TransferLoop,
-        views: LayerViews,
+        blocks: BlockBytes,
         num_layers: int,
         timeout_s: float,
         reports: Reports,
     ) -> None:
-        self._store, self._loop, self._views, self._num_layers = store, loop, views, num_layers
+        self._store, self._loop, self._blocks, self._num_layers = store, loop, blocks, num_layers
         self._timeout_s, self._reports = timeout_s, reports
         self._turns = asyncio.Semaphore(NUM_AT_A_TIME)
         self._loads: dict[str, _Load] = {}
@@ -186,29 +183,25 @@ class StoreLoader:
             step.ready(layer + 1)
 
     async def _read_blocks(self, load: LoadBlocks) -> None:
-        wanted = list(zip(load.hashes, load.block_ids, strict=True))
-        layers = range(self._num_layers)
-        for first in range(0, len(wanted), BATCH_BLOCKS):
-            part = wanted[first : first + BATCH_BLOCKS]
-            by_layer = [self._views(layer, [block_id for _, block_id in part]) for layer in layers]
-            reads = [
-                Read(name, list(views)) for (name, _), views in zip(part, zip(*by_layer, strict=True), strict=True)
-            ]
+        for first in range(0, len(load.hashes), BATCH_BLOCKS):
+            names, block_ids = load.hashes[first : first + BATCH_BLOCKS], load.block_ids[first : first + BATCH_BLOCKS]
+            landing = self._blocks.landing(range(self._num_layers), block_ids)
+            reads = [Read(name, views) for name, views in zip(names, landing.views, strict=True)]
             _require_all(await self._store.get(reads))
+            landing.settle()
 
     async def _read_layer(self, step: LayerwiseStep, load: _Load, layer: int) -> None:
         if load.is_cancelled or load.error is not None:
             return
-        views = self._views(layer, load.load.block_ids)
-        reads = [(name, memoryview(bytearray(len(view)))) for name, view in zip(load.load.hashes, views, strict=True)]
+        landing = self._blocks.landing([layer], load.load.block_ids, in_place=False)
+        reads = [(name, view) for name, [view] in zip(load.load.hashes, landing.views, strict=True)]
         try:
             _require_all(await self._store.get_layer(layer, reads))
         except StoreError as error:
             load.error = error
             return
         if not step.is_given_up:
-            for view, (_, content) in zip(views, reads, strict=True):
-                copy_bytes(view, content)
+            landing.settle()
 
     def _ended(self, load: _Load) -> None:
         """The load's blocks are no longer written to."""

@@ -23,6 +23,7 @@ from kvferry.connectors.api import (
     TransferReport,
     WorkerSide,
 )
+from kvferry.connectors.kv_store.blocks import BlockBytes, Copying, block_bytes_of
 from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
 from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
@@ -32,6 +33,7 @@ from kvferry.connectors.overdue import OverdueLoads
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError, StoreError
 from kvferry.store.base import Block
+from kvferry.store.record import LayerViews
 from kvferry.store.tier import NO_BLOCK
 from kvferry.store.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
@@ -51,11 +53,16 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     plan_type = StorePlan
     gauges = GAUGES | {"num_loading", "writer_waiting_bytes"}
 
-    def __init__(self, context: ConnectorContext) -> None:
+    def __init__(
+        self,
+        context: ConnectorContext,
+        make_blocks: Callable[[BlockMemory, bool], BlockBytes] = block_bytes_of,
+    ) -> None:
         super().__init__(context)
         self._settings = read_settings(context)
-        self._memory: BlockMemory | None = None
-        self._saves: list[SaveBlocks] = []
+        self._make_blocks = make_blocks
+        self._blocks: BlockBytes | None = None
+        self._saves: list[tuple[SaveBlocks, Copying]] = []
         self._step: LayerwiseStep | None = None
         self._store = self._settings.open_later(context.layout)
         self._loop = TransferLoop("kvferry-store")
@@ -70,15 +77,10 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     # Life.
 
     def register(self, memory: BlockMemory) -> None:
-        """Open the store for KV in this memory. Raises `ConfigError` for memory of a device."""
-        if memory.device != "cpu":
-            raise ConfigError(
-                f"{self.context.config.kv_connector} moves KV in host memory only, and this engine's is on"
-                f" {memory.device}; run it with --device cpu"
-            )
+        """Open the store for KV in this memory. Raises `ConfigError` for memory that is neither a host's nor CUDA's."""
         config, layout = self.context.config, self.context.layout
+        self._blocks = self._make_blocks(memory, self.context.saves_are_complete)
         self._loop.start()
-        self._memory = memory
         longest_wait_s = LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0
         self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, longest_wait_s=longest_wait_s)
         if config.produces and any(tier.store.is_shared for tier in self._store.tiers):
@@ -90,7 +92,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 report=self._reports.add,
             )
         self._loader = StoreLoader(
-            self._store, self._loop, self._block_views, layout.num_layers, self._settings.timeout_s, self._reports
+            self._store, self._loop, self._blocks, layout.num_layers, self._settings.timeout_s, self._reports
         )
         try:
             self._loop.submit(self._open_store()).result(OPEN_S)
@@ -104,12 +106,9 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def close(self) -> None:
         """Stop loading, write what waits, end the thread. May be called twice."""
-        if self._memory is None:
-            return
-        try:
-            close_all(self._loader.close, self._writer.close, self._close_store, self._loop.close)
-        finally:
-            self._memory = None
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            close_all(self._loader.close, self._writer.close, self._close_store, self._loop.close, blocks.close)
 
     def _close_store(self) -> None:
         try:
@@ -132,7 +131,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 self._loader.start(load)
         if layerwise := [load for load in plan.loads if load.layerwise]:
             self._step = self._loader.start_layerwise(layerwise)
-        self._saves = list(plan.saves)
+        assert self._blocks is not None
+        self._saves = [(save, self._blocks.copying(save.block_ids)) for save in plan.saves]
         if self._producer is not None and (plan.marks or plan.saves):
             self._loop.call(self._producer.writes)
             for marker in plan.marks:
@@ -150,13 +150,31 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         if self._step is not None:
             self._step.wait_layer(layer)
 
+    def save_layer(self, layer: int) -> None:
+        """Begin to copy this layer of the blocks that are full now."""
+        for _, copying in self._saves:
+            copying.layer(layer)
+
     def flush(self) -> None:
         """Copy the blocks that are full now, unless a load of this step failed: then it is unknown which requests were
         computed on KV that never arrived, since they may share blocks."""
-        keep = self._drop if self._end_loads() else self._save
+        failed = self._end_loads()
         saves, self._saves = self._saves, []
-        for save in saves:
-            keep(save)
+        for save, copying in saves:
+            if failed:
+                self._drop(save, copying)
+            else:
+                self._put(save, copying.end())
+
+    def _drop(self, save: SaveBlocks, copying: Copying) -> None:
+        copying.drop()
+        self._writer.drop(save.hashes)
+
+    def _put(self, save: SaveBlocks, blocks: Sequence[LayerViews]) -> None:
+        parent = save.parent
+        for block_hash, layers in zip(save.hashes, blocks, strict=True):
+            self._writer.put(Block(block_hash, layers, parent))
+            parent = block_hash
 
     def _end_loads(self) -> bool:
         """Wait for the layerwise loads of this step. Returns whether any of them failed."""
@@ -167,19 +185,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         """The step failed: nothing of it is kept. Waits for its layerwise loads, bounded by their deadlines."""
         self._end_loads()
         saves, self._saves = self._saves, []
-        for save in saves:
-            self._drop(save)
-
-    def _save(self, save: SaveBlocks) -> None:
-        parent, layers = save.parent, range(self.context.layout.num_layers)
-        by_layer = [self._block_views(layer, save.block_ids) for layer in layers]
-        for block_hash, views in zip(save.hashes, zip(*by_layer, strict=True), strict=True):
-            copies = [memoryview(bytes(view)) for view in views]
-            self._writer.put(Block(block_hash, copies, parent))
-            parent = block_hash
-
-    def _drop(self, save: SaveBlocks) -> None:
-        self._writer.drop(save.hashes)
+        for save, copying in saves:
+            self._drop(save, copying)
 
     def poll(self) -> TransferReport:
         """Report loads that have ended, and hand-offs that were written."""
@@ -210,9 +217,3 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         """Raise `LeakError` when a load is left. Blocks may still be on their way to the disk."""
         if self._saves or self._step is not None or not self._loader.is_empty():
             raise LeakError("the cache connector still moves blocks of requests that are gone")
-
-    # Memory.
-
-    def _block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        assert self._memory is not None
-        return self._memory.block_views(layer, block_ids)

@@ -32,6 +32,7 @@ from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.connection import Identity
+from kvferry.transport.cuda.copies import device_wait
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
@@ -209,12 +210,3 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self.table.check()
         if self._held or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
-
-
-def device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for the kernels queued on the device; None for host memory."""
-    if device == "cpu":
-        return None
-    import torch  # where KV is on a device, the engine beside has it
-
-    return lambda: torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Reading a peer's device memory on the same machine: its allocations are mapped here, and copied on a CUDA stream.
+"""Reading a peer's device memory on the same machine: its allocations are mapped here, and copied by a kernel.
 
 As with shared memory, a read may go on after the peer has died; the lookup buffer's fence decides what may be used.
 
@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, ProtocolError
+from kvferry.transport.cuda.copies import MOST_BYTES, MOST_PIECES, PIECE_BYTES, CudaCopies
+from kvferry.transport.cuda.driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
-from kvferry.transport.fabric.cuda_driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.shm import machine_id
 from kvferry.transport.memory import Region, RegionMap, Span, join
 from kvferry.transport.transfer_loop import uncancelled
 
-SLICE_BYTES = 64 * 2**20
-SLICE_PIECES = 4096
-"""The most copies that are begun before the stream is waited for."""
 POLL_S = 0.0002
 
 
@@ -41,12 +41,16 @@ class CudaIpcFabric(Fabric):
     name = "cuda_ipc"
     under_tls = True
 
-    def __init__(self, context: FabricContext, make_driver: Callable[[int], CudaDriver] = CudaDriver) -> None:
+    def __init__(
+        self,
+        context: FabricContext,
+        make_driver: Callable[[str], CudaDriver] = CudaDriver,
+        make_copies: Callable[[CudaDriver], CudaCopies] = CudaCopies,
+    ) -> None:
         super().__init__(context)
-        kind, _, index = context.memory.device.partition(":")
-        if kind != "cuda":
+        if context.memory.device.partition(":")[0] != "cuda":
             raise ConfigError(f"transport cuda_ipc needs the KV cache on a GPU, and it is on {context.memory.device}")
-        self.driver = make_driver(int(index or 0))
+        self.driver, self.make_copies = make_driver(context.memory.device), make_copies
         regions = context.memory.regions
         shared = [(*self.driver.export(region.address), region.num_bytes) for region in regions]
         self._described = CudaIpcDescription(machine_id(), os.getpid(), shared)
@@ -60,51 +64,50 @@ class CudaIpcFabric(Fabric):
         return description.get("machine") == machine_id() and description.get("process") != os.getpid()
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Map the peer's allocations."""
+        """Map the peer's allocations. Raises `ProtocolError` if they do not hold the regions that it describes."""
         described = read_description(self.name, description, CudaIpcDescription)
         if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in described.regions):
             raise ProtocolError("a CUDA IPC description with invalid handles")
-        mapped: dict[bytes, int] = {}
+        mapped: dict[bytes, tuple[int, int]] = {}
         try:
-            for handle, _, _ in described.regions:
+            for handle, offset, size in described.regions:
                 if handle not in mapped:  # an allocation can be mapped once
                     mapped[handle] = self.driver.open(handle)
+                if offset + size > mapped[handle][1]:  # a read beyond it would end this process's use of the GPU
+                    raise ProtocolError(f"a CUDA IPC region of {size} bytes that its allocation does not hold")
+            regions = [Region(mapped[handle][0] + offset, size) for handle, offset, size in described.regions]
+            return CudaIpcPeer(self, regions, [address for address, _ in mapped.values()])
         except BaseException:
-            for address in mapped.values():
+            for address, _ in mapped.values():
                 self.driver.unmap(address)
             raise
-        regions = [Region(mapped[handle] + offset, size) for handle, offset, size in described.regions]
-        return CudaIpcPeer(self, regions, list(mapped.values()))
 
     async def close(self) -> None:
-        """Close the driver's context and stream."""
+        """Release the driver's context."""
         self.driver.close()
 
 
 class CudaIpcPeer(FabricPeer):
-    """The mapped allocations of a peer. Owns the mappings."""
+    """The mapped allocations of a peer. Owns the mappings, and a stream of copies."""
 
     def __init__(self, fabric: CudaIpcFabric, regions: Sequence[Region], mapped: Sequence[int]) -> None:
         self._driver, self._mapped = fabric.driver, mapped
+        self._copies = fabric.make_copies(fabric.driver)
         self._theirs = RegionMap(regions, "peer's")
         self._ours = fabric.context.memory.map
         self._copying = asyncio.Lock()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Begin copies, and wait for the stream, also if the read was given up: copies cannot be cancelled."""
-        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
-        for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
+        """Begin copies, and wait for them, also if the read was given up: copies cannot be cancelled."""
+        pieces = join(remote, self._theirs, local, self._ours, PIECE_BYTES)
+        for part in pieces.slices(MOST_BYTES, MOST_PIECES):
             async with self._copying:
                 self.require_going(deadline)
-                self._driver.make_current()
-                try:
-                    for source, target, length in part.rows():
-                        self._driver.copy(target, source, length)
-                finally:
-                    await uncancelled(self._idle())
+                self._copies.begin(part)
+                await uncancelled(self._idle())
 
     async def _idle(self) -> None:
-        while not self._driver.is_idle():  # noqa: ASYNC110 - nothing of CUDA can be waited for but by asking
+        while not self._copies.is_idle():  # noqa: ASYNC110 - nothing of CUDA can be waited for but by asking
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
@@ -113,5 +116,4 @@ class CudaIpcPeer(FabricPeer):
             return
         self.closed = True
         async with self._copying:
-            for address in self._mapped:
-                self._driver.unmap(address)
+            close_all(self._copies.close, *(partial(self._driver.unmap, address) for address in self._mapped))
