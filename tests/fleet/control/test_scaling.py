@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fleet.control.test_controller import DECODE, PREFILL, Controlled, pooling, ticks
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.control.controller import LetGo
@@ -204,6 +205,21 @@ async def test_recommendations_are_only_said(tmp_path: Path) -> None:
     assert plan.recommends
     assert plan.desired["prefill"] > 1
     assert len([one for one in made.ledger.history() if one.what == "recommend"]) == 1
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_a_clock_that_is_set_makes_no_fleet_idle_and_releases_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    made = Controlled(tmp_path, scaled(least=0, idle="60s", cool_down="30s"))
+    made.front.reported = asked = Traffic(8.0)
+    async with made.running():
+        await followed(made)
+        serving, before = made.backend.serving, decided(made)
+        asked.stopped_at = time.time()
+        monkeypatch.setattr(SYSTEM_CLOCK, "wall", lambda: time.time() + step_s)
+        await ticks(made.backend, 20)
+        assert (made.backend.serving, decided(made)) == (serving, before)
 
 
 async def test_both_roles_go_to_zero_together_and_come_back_for_who_waits(tmp_path: Path) -> None:

@@ -57,6 +57,25 @@ def report(requests: list[RequestObservation], arrived: int | None = None, waiti
     return TrafficReport(NOW, len(requests) if arrived is None else arrived, waiting, requests)
 
 
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_is_no_pause_and_brings_nothing_back(step_s: float) -> None:
+    old, measuring = some(200), Measuring(10.0, NOW)
+    measuring.note({"r": report(old)}, {}, NOW, 0.0)
+    before = measuring.measured(0, NOW)
+    assert before.workload is not None
+    now = NOW + step_s
+    measuring.clock_was_set(now)
+    new = some(150, step_s + 1, step_s + 19)
+    measuring.note({"r": report([*old, *new][-200:], 350)}, {}, now + 20, 0.0)
+    after = measuring.measured(0, now + 20)
+    assert (after.num_known, after.idle_s) == (150, 0.0)
+    assert list(after.demand.counts)[-2:] == [75.0, 75.0]
+    assert after.workload is not None
+    assert len(after.workload.arrivals) == 150
+    measuring.note({"r": report([*old, *new][-200:], 350)}, {}, now + 3590, 0.0)
+    assert measuring.measured(0, now + 3590).num_known == 150, "although it is that time again"
+
+
 def test_phase_times_are_those_of_the_fleet() -> None:
     found = phase_times(some(200))
     assert found is not None

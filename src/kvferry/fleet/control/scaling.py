@@ -26,6 +26,8 @@ from kvferry.fleet.scaling.scaler import ScalingDecision, ScalingMemory, Situati
 logger = logging.getLogger(__name__)
 
 _MOST_DECISIONS = 32
+_CLOCK_STEP_S = 5.0
+"""A wall clock that goes on by so much more or less than the monotonic one has been set, or the machine was asleep."""
 
 
 class Scaling:
@@ -36,6 +38,8 @@ class Scaling:
         self._memory: ScalingMemory | None = ledger.scaled()
         self._measuring: Measuring | None = None
         self._decided_at = -1e18
+        self._wall_ahead_s = 0.0
+        """How far the wall clock was ahead of the monotonic one when it was looked at last."""
         self._decision: ScalingDecision | None = None
         self._decisions = deque[Decided](maxlen=_MOST_DECISIONS)
         self._starting: dict[str, float] = {}
@@ -117,6 +121,11 @@ class Scaling:
         self._note_starts(seen)
         if self._measuring is None:
             self._measuring = Measuring(seconds(scale.interval), wall)
+        elif abs(wall - now - self._wall_ahead_s) > _CLOCK_STEP_S:
+            logger.warning("the clock was set by %.0f s; requests are measured anew", wall - now - self._wall_ahead_s)
+            self._measuring.clock_was_set(wall)
+            self._memory = msgspec.structs.replace(self._memory, changed_at=wall)  # nothing is released for a while
+        self._wall_ahead_s = wall - now
         ready_at = {one.name: wall - (now - one.since) for one in seen if one.phase is Phase.READY}
         self._measuring.note(reports, ready_at, wall, seconds(scale.warm))
         if not reports:

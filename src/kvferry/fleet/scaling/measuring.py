@@ -21,6 +21,8 @@ MOST_KEPT = 4096
 """Requests of a fleet that are kept, the newest."""
 _MOST_BINS = 4096
 _MOST_ROUTERS = 256
+_AHEAD_S = 5.0
+"""How much a router's clock may be ahead, once clocks have been set."""
 _FEWEST_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
 _SHORTEST_STEP_S = 1e-4
@@ -29,6 +31,9 @@ _UNQUEUED = 0.1
 """The share of requests that waited for no prefill instance: what else their first token took is not waiting."""
 _UNSEEN_GROWTH = 0.01
 """By how much of itself a step is taken to grow with each sequence, where only one number of them was seen."""
+
+_Key = tuple[str, float, int]
+"""Of a request: router, arrival and length."""
 
 
 class Measuring:
@@ -42,9 +47,18 @@ class Measuring:
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
         self._num_waiting = 0
-        self._known: dict[tuple[str, float, int], RequestObservation] = {}
-        """Requests that did not fail, by router, arrival and length, as they were reported last."""
+        self._known: dict[_Key, RequestObservation] = {}
+        """Requests that did not fail, as they were reported last."""
+        self._since, self._void = -math.inf, frozenset[_Key]()
+        """Requests that arrived before, and those of these keys, were told of by a clock that has been set since."""
         self._is_warm: Callable[[RequestObservation], bool] = lambda one: True
+
+    def clock_was_set(self, now: float) -> None:
+        """The wall clock, which shows `now`, has made a step. What is known of requests cannot be compared with what is
+        to come, and how many came without a pause is: nothing was idle meanwhile, and nothing came at once."""
+        self._void |= self._known.keys()
+        self._known.clear()
+        self._began_at = self._bin_began_at = self._last_arrival_at = self._since = now
 
     def note(
         self, reports: Mapping[str, TrafficReport], ready_at: Mapping[str, float], now: float, warm_s: float
@@ -68,12 +82,15 @@ class Measuring:
         if is_first and reports:
             self._begin(requests, now)
         self._close_bins(now)
-        self._keep(reports)
+        self._keep(reports, now)
         self._is_warm = lambda one: _is_warm(one, ready_at, warm_s)
 
-    def _keep(self, reports: Mapping[str, TrafficReport]) -> None:
+    def _keep(self, reports: Mapping[str, TrafficReport], now: float) -> None:
+        until = math.inf if self._since == -math.inf else now + _AHEAD_S
         for router, report in reports.items():
-            self._known.update(((router, one.arrived, one.prompt_tokens), one) for one in report.requests)
+            lately = (one for one in report.requests if self._since <= one.arrived <= until)
+            found = (((router, one.arrived, one.prompt_tokens), one) for one in lately)
+            self._known.update((key, one) for key, one in found if key not in self._void)
         newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MOST_KEPT:]
         self._known = {key: one for key, one in newest if one.state != "failed"}
 
