@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.lease import Lease
-from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.display import Display
 
 _TRY_AGAIN_S = 0.5
@@ -27,7 +30,7 @@ class RightToAct:
         self._lease: Lease | None = None
         self._saying: asyncio.Task[None] | None = None
 
-    async def take(self, look: Callable[[], object]) -> bool:
+    async def take(self, look: Callable[[], Wanted]) -> bool:
         """Whether this controller acts; False if it was told to end meanwhile, or does not wait. `look` is called
         before the backend is asked: the backend is to know what is wanted."""
         return await self._take_here() and await self._take_everywhere(look)
@@ -48,20 +51,29 @@ class RightToAct:
         self._saying = asyncio.create_task(lease.keep_saying())
         return True
 
-    async def _take_everywhere(self, look: Callable[[], object]) -> bool:
+    async def _take_everywhere(self, look: Callable[[], Wanted]) -> bool:
         """Be the one controller of all machines."""
-        waited = False
-        look()
+        told = (0, "")
+        wanted = look()
         while not await self._backend.try_to_act():
-            if not waited:
-                waited = True
-                who = self._backend.acts_instead
-                self._display.note(f"{who} looks after this fleet; waiting in case it ends")
-                self._ledger.note("waits", why=f"{who} looks after this fleet")
+            why = f"{self._backend.acts_instead} looks after this fleet"
+            if told[1] != why:
+                self._display.note(f"{why}; waiting in case it ends")
+                self._ledger.note("waits", why=why)
+            if told != (wanted.number, why):
+                self._say_that_it_waits(wanted.number, why)
+                told = wanted.number, why
             if await self._has_ended():
                 return False
-            look()
+            wanted = look()
         return True
+
+    def _say_that_it_waits(self, number: int, why: str) -> None:
+        """In place of what was seen when a controller of this machine acted last."""
+        trouble = f"{why}, and what is changed here is not done meanwhile"
+        status = FleetStatus(SYSTEM_CLOCK.wall(), os.getpid(), number, "", {}, (), (trouble,))
+        with suppress(OSError):
+            self._ledger.write_status(status)
 
     async def _has_ended(self) -> bool:
         """Whether the controller is to end, after a pause."""
