@@ -24,7 +24,7 @@ from kvferry.fleet.started import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, SPEC, Fleet, Load, require_clean, use_state_in
 from support.processes import begun, run, until
-from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
+from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -42,8 +42,9 @@ address = "{address}"
 class RayFleet(Fleet):
     """Also knows its processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: Nodes) -> None:
         super().__init__(folder, NAME)
+        self.nodes = nodes
         self.pids: set[tuple[int, int]] = set()
         """Every process that was seen of it, with its start time."""
 
@@ -53,7 +54,7 @@ class RayFleet(Fleet):
 
     def processes(self) -> dict[str, tuple[int, int]]:
         """Of each member: its actor's process, and its own."""
-        found = processes_of_members()
+        found = self.nodes.members()
         for pair in found.values():
             with suppress(OSError):
                 self.pids |= {(pid, started_at(pid)) for pid in pair}
@@ -79,7 +80,7 @@ def short_lived() -> Iterator[Nodes]:
 def fleet_on(
     nodes: Nodes, folder: Path, model: Path, more: str = "", prefill: str = "[role.prefill]"
 ) -> Iterator[RayFleet]:
-    made = RayFleet(folder)
+    made = RayFleet(folder, nodes)
     spec = SPEC.format(name=NAME, model=model).replace("count = 2\n", "").replace("[role.prefill]", prefill)
     try:
         made.apply(spec + ON_RAY.format(address=nodes.address) + more)
@@ -218,6 +219,84 @@ def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:
     require_clean(fleet)
 
 
+def test_all_routers_are_killed_at_once_and_the_next_ones_hear_of_all_instances(fleet: RayFleet) -> None:
+    """Nobody holds the address any more: the next routers have another one, with which clients go on."""
+    before, url = fleet.processes(), fleet.status.url
+    for name in ("router-0", "router-1"):
+        os.kill(before[name][ACTOR], signal.SIGKILL)
+    replaced(fleet, before, "router-0", "router-1")
+    assert fleet.status.url != url
+    with Load(fleet.status.url) as load:
+        until(lambda: load.num_answers > 10, 60, fleet.log)
+    assert load.wrong == []
+    after = fleet.processes()
+    assert [after[name] for name in ("prefill-0", "decode-0")] == [before[name] for name in ("prefill-0", "decode-0")]
+    require_clean(fleet)
+
+
+def test_of_two_controllers_one_acts_and_the_other_takes_over(
+    fleet: RayFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep what they know apart, as on two machines. The one that acts is killed; the next one is stopped, and
+    finds out when it goes on that it is too late. Nothing is started twice."""
+    states = [tmp_path / "state", tmp_path / "other state"]
+
+    @contextmanager
+    def on(machine: int) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setenv("KVFERRY_STATE_DIR", str(states[machine]))
+            yield
+
+    def waits(machine: int, number: int) -> bool:
+        """For the so-manieth time."""
+        with on(machine):
+            return sum(one.what == "waits" for one in ledger_of(NAME).history()) >= number
+
+    def acts(machine: int) -> bool:
+        with on(machine):
+            seen = ledger_of(NAME).status()
+            return seen is not None and seen.settled
+
+    def pid(machine: int) -> int:
+        with on(machine):
+            holder = ledger_of(NAME).controller
+            assert holder is not None
+            return holder.pid
+
+    pids = list[int]()
+    with Load(fleet.status.url) as load:
+        try:
+            with on(1):
+                fleet.does("apply", str(tmp_path / "spec.toml"), "--wait-s=0")
+            until(lambda: waits(1, 1), 60)
+            pids.append(pid(1))
+            before = fleet.processes()
+            os.kill(pid(0), signal.SIGKILL)
+            until(lambda: acts(1), 90)
+            assert fleet.processes() == before
+
+            fleet.does("resume", NAME, "--wait-s=0")
+            until(lambda: waits(0, 1), 60)
+            assert "looks after this fleet, and what is changed here" in run("fleet", "status", NAME).stdout
+            os.kill(pids[0], signal.SIGSTOP)
+            until(lambda: acts(0), 90, fleet.log)
+            assert fleet.processes() == before
+            os.kill(before["decode-0"][PROCESS], signal.SIGKILL)
+            replaced(fleet, before, "decode-0")
+            between = fleet.processes()
+            os.kill(pids[0], signal.SIGCONT)
+            until(lambda: waits(1, 2), 60)
+            assert fleet.processes() == between
+            with on(1):
+                events = ledger_of(NAME).history()
+            assert not [one for one in events if one.what in ("start", "stop")]
+        finally:
+            for one in pids:
+                os.kill(one, signal.SIGKILL)
+    assert load.wrong == []
+    require_clean(fleet)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_is_the_whole_command_and_leaves_nothing(
     number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
@@ -227,7 +306,7 @@ def test_serve_is_the_whole_command_and_leaves_nothing(
     where = ("--prefill=1", "--decode=1", "--backend=ray", f"--address={nodes.address}")
     with begun("serve", str(model_maker("llama")), *engine, *where, log=tmp_path / "log", ends_cleanly=False) as ready:
         served = ready()
-        found = processes_of_members()
+        found = nodes.members()
         assert sorted(found) == ["decode-0", "prefill-0", "router-0", "router-1"]
         started = {(pid, started_at(pid)) for pair in found.values() for pid in pair}
         assert len(served.complete("a prompt")["choices"][0]["token_ids"]) == 12
@@ -288,9 +367,27 @@ def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, 
     require_clean(fleet)
 
 
+def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(apart: tuple[RayFleet, list[list[int]]]) -> None:
+    """No step ends without it. Until that is noticed, decode does both."""
+    fleet, expected = apart
+    with Load(fleet.status.url) as load:
+        before = fleet.processes()
+        lost = [(pid, started_at(pid)) for _, pid in (before["prefill-0"], before["prefill-0.rank-1"])]
+        os.kill(lost[1][0], signal.SIGSTOP)
+        eventually(fleet, lambda: not any(runs(*one) for one in lost), 150)
+        fleet.settle()
+        assert len(fleet.names("prefill")) == 1
+        assert fleet.processes()["decode-0"] == before["decode-0"]
+        num_answers = load.num_answers
+        until(lambda: load.num_answers > num_answers + 5, 60)
+        assert load.expected == expected
+    assert load.wrong == []
+    require_clean(fleet)
+
+
 def replaced(fleet: RayFleet, before: dict[str, tuple[int, int]], *names: str) -> None:
     """Wait until these members have other processes than before, and all serve."""
-    until(lambda: all(fleet.processes().get(one, before[one]) != before[one] for one in names), 150, fleet.log)
+    eventually(fleet, lambda: all(fleet.processes().get(one, before[one]) != before[one] for one in names), 150)
     fleet.settle()
 
 

@@ -8,10 +8,12 @@ exactly those processes run that are wanted, and nothing is left of any other.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import shutil
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,13 @@ from kvferry.fleet.control.controller import Controller, End, LetGo
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import Backend, MemberRole, WantedFleet, fleet_from
 from kvferry.fleet.process import ProcessSpec
+from support.warm import Program
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(4 * 3600)]
 
 NUM_CHANGES = max(100, int(os.environ.get("KVFERRY_FAULTS", "0")))
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
+_PR_SET_CHILD_SUBREAPER = 36
 NAME = "changes"
 MARK = "KVFERRY_TEST_CHANGES"
 ROLES: tuple[MemberRole, ...] = ("prefill", "decode")
@@ -64,6 +68,16 @@ class Place:
         self.folder, self.dice = folder, dice
         self.backend = Backend()
         self.settles_s = 60.0
+        self.token = f"{MARK}-{os.getpid()}-{id(self)}"
+
+    def processes(self) -> set[int]:
+        """All members that run, whoever knows of them."""
+        found = set()
+        for one in psutil.process_iter():
+            with suppress(psutil.Error):
+                if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == self.token:
+                    found.add(one.pid)
+        return found
 
     def member_folder(self, name: str) -> Path | None:
         return self.folder / "memory" / "members" / name
@@ -92,16 +106,11 @@ class OnRay(Place):
         self.backend = Backend(kind="ray", address=nodes.address)
 
     def member_folder(self, name: str) -> Path | None:
-        for one in root_folder().glob("*/member"):
-            about = MemberFolder(one).about()
-            if about is not None and about.name == name:
-                return one
-        return None
+        actor, _ = self.nodes.members().get(name, (0, 0))
+        return next(root_folder().glob(f"{actor}-*/member"), None)
 
     def any_pid(self, name: str) -> int | None:
-        folder = self.member_folder(name)
-        actor = None if folder is None else int(folder.parent.name.partition("-")[0])
-        return self.dice.choice([actor, self.pid(name)])
+        return self.dice.choice(self.nodes.members().get(name, (None, None)))
 
     def kept(self) -> list[str]:
         import ray
@@ -117,14 +126,15 @@ class OnRay(Place):
 def wanted(dice: random.Random, backend: Backend) -> WantedFleet:
     counts = {role: {"count": dice.randint(0, 3), "max": 4} for role in ROLES}
     counts["prefill"]["can_be"], counts["decode"]["can_be"] = ["decode"], ["prefill"]
+    surge = dice.randint(0, 2)
     told = {
         "name": NAME,
         "model": dice.choice("mn"),
         "mode": "pooling",
         "role": counts,
         "router": {"count": 1, "port": 0},
-        "roll": {"surge": dice.randint(0, 2), "unavailable": dice.randint(1, 2)},
-        "failure": {"backoff": ["10ms", "50ms"], "hang": "1s", "drain": "300ms", "crash_loop": 4000},
+        "roll": {"surge": surge, "unavailable": dice.randint(1, 2) if surge else 4},  # else some could never end
+        "failure": {"backoff": ["10ms", "50ms"], "hang": "1s", "drain": "300ms", "start": "20s", "crash_loop": 4000},
     }
     return msgspec.structs.replace(fleet_from(told), backend=backend)
 
@@ -136,13 +146,12 @@ class Changing:
         self.place, self.dice = place, place.dice
         self.ledger, self.front = Ledger(place.folder / "ledger"), MemoryFront()
         self.ledger.want(wanted(self.dice, place.backend))
-        self.token = f"{MARK}-{os.getpid()}-{id(self)}"
         self.running: asyncio.Task[End] | None = None
 
     # The controller.
 
     async def begin(self) -> None:
-        recipe, memory = Recipe(self.token), self.place.folder / "memory"
+        recipe, memory = Recipe(self.place.token), self.place.folder / "memory"
         context = BackendContext(memory, recipe, RecordingDisplay(), token="a token")
         self.backend = backend_class(self.place.backend.kind)(context)
         self.controller = Controller(self.ledger, self.backend, self.front, RecordingDisplay(), SYSTEM_CLOCK)
@@ -163,15 +172,6 @@ class Changing:
         self.controller.close()
 
     # What runs.
-
-    def processes(self) -> set[int]:
-        """All that this fleet has started and that run, whoever knows of them."""
-        found = set()
-        for one in psutil.process_iter():
-            with suppress(psutil.Error):
-                if one.status() != psutil.STATUS_ZOMBIE and one.environ().get(MARK) == self.token:
-                    found.add(one.pid)
-        return found
 
     def pid(self, role: MemberRole | None = None) -> int | None:
         """Of one of the members at random, or of what owns it."""
@@ -194,7 +194,7 @@ class Changing:
         except TimeoutError:
             raise AssertionError(f"it does not settle: {self.place.kept()}, {self.ledger.status()}") from None
         names = {one.name for one in self.backend.members()}
-        assert self.processes() == {*map(self.place.pid, names)}
+        assert self.place.processes() == {*map(self.place.pid, names)}
 
     def _is_settled(self) -> bool:
         seen = self.ledger.status()
@@ -202,7 +202,7 @@ class Changing:
             return False
         members = self.backend.members()  # one that was killed just now has not been seen to end yet
         names = sorted(one.name for one in members)
-        return len(names) == len(seen.members) == len(self.processes()) and names == self.place.kept()
+        return len(names) == len(seen.members) == len(self.place.processes()) and names == self.place.kept()
 
     # What changes.
 
@@ -227,7 +227,7 @@ class Changing:
         self._signal(self.pid("router"), signal.SIGKILL)
 
     async def kill_all(self) -> None:
-        for pid in self.processes():
+        for pid in self.place.processes():
             self._signal(pid, signal.SIGKILL)
 
     async def apply(self) -> None:
@@ -261,6 +261,11 @@ class Changing:
             shutil.rmtree(folder, ignore_errors=True)
             await asyncio.sleep(2.5)  # it is written anew before anybody else looks for it
 
+    async def clock_is_set(self) -> None:
+        """The wall clock, by an hour. Nothing has a deadline by it."""
+        step_s = self.dice.choice([-3600.0, 0.0, 3600.0])
+        SYSTEM_CLOCK.wall = lambda: time.time() + step_s  # type: ignore[method-assign]
+
     async def another_controller(self) -> None:
         await self.end(at_once=self.dice.random() < 0.5)
         await self.begin()
@@ -289,6 +294,53 @@ async def test_whatever_happens_exactly_what_is_wanted_runs_in_the_end(tmp_path:
     await change_at_random(Place(tmp_path, random.Random(SEED)), NUM_CHANGES)
 
 
+async def test_controllers_that_are_killed_at_any_moment_start_nobody_twice(tmp_path: Path) -> None:
+    """Between the start of a process and its record, for one: each is a process of its own, and ends by SIGKILL a
+    moment after it has begun to follow a change."""
+    place = Place(tmp_path, random.Random(SEED))
+    fleet = Changing(place)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # in a container, there may be nobody else who reaps orphans
+    try:
+        for number in range(NUM_CHANGES // 5):
+            await place.dice.choice([fleet.apply, fleet.roll, fleet.kill_all, fleet.apply])()
+            folder = tmp_path / f"controller-{number}"
+            controller = Program(CONTROL.format(folder=str(tmp_path), token=place.token), folder)
+            while not controller.output and controller.process.poll() is None:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(place.dice.uniform(0.0, 0.6))
+            assert controller.process.poll() is None, (folder / "errors").read_text()
+            controller.process.kill()
+            controller.process.wait(30)
+            if number % 5 == 4:
+                await fleet.begin()
+                await fleet.settle()
+                await fleet.end()
+    finally:
+        await fleet.begin()
+        await fleet.end(members_too=True)
+        left = place.processes()
+        await fleet.kill_all()
+    assert not left
+    assert place.kept() == []
+
+
+CONTROL = """
+import asyncio
+from pathlib import Path
+from fleet.test_random_changes import control
+asyncio.run(control(Path({folder!r}), {token!r}))
+"""
+
+
+async def control(folder: Path, token: str) -> None:
+    """For ever."""
+    ledger = Ledger(folder / "ledger")
+    context = BackendContext(folder / "memory", Recipe(token), RecordingDisplay(), token="a token")
+    backend = backend_class("local")(context)
+    print("begins", flush=True)
+    await Controller(ledger, backend, MemoryFront(), RecordingDisplay(), SYSTEM_CLOCK).run()
+
+
 async def test_on_ray_too_and_nodes_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     import ray
@@ -308,7 +360,7 @@ async def change_at_random(place: Place, number: int) -> None:
     fleet = Changing(place)
     common = [fleet.kill, fleet.stop, fleet.terminate, fleet.kill_router, fleet.apply, fleet.roll, fleet.roll_back]
     changes = [*common * 2, fleet.kill_all, fleet.pause, fleet.requests, fleet.routers_hang]
-    changes += [fleet.folder_goes, fleet.another_controller, fleet.another_controller]
+    changes += [fleet.folder_goes, fleet.clock_is_set, fleet.another_controller, fleet.another_controller]
     if isinstance(place, OnRay):
         changes += [fleet.lose_node] * 2
     done: list[str] = []
@@ -325,8 +377,9 @@ async def change_at_random(place: Place, number: int) -> None:
     except AssertionError as error:
         raise AssertionError(f"after {done}") from error
     finally:
+        SYSTEM_CLOCK.wall = time.time  # type: ignore[method-assign]
         await fleet.end(members_too=True)
-        left = fleet.processes()
+        left = place.processes()
         await fleet.kill_all()
     assert not left, f"after {done}"
     assert place.kept() == []

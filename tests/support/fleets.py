@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -165,3 +169,46 @@ def require_clean(fleet: Fleet) -> None:
                 30,
                 fleet.log,
             )
+
+
+def change_at_random(
+    fleet: Fleet, dice: random.Random, number: int, strike: Callable[[str, int], None], *more: Callable[[], None]
+) -> None:
+    """So many changes under load, some in the middle of others: counts, rolls, other controllers, whatever `more` does,
+    and members that `strike` sends a signal to. Every answer is right, and in the end nothing is kept."""
+
+    def kill() -> None:
+        strike(dice.choice(fleet.names("prefill", "decode") or ["none"]), signal.SIGKILL)
+
+    def stop() -> None:
+        strike(dice.choice(fleet.names("prefill", "decode") or ["none"]), signal.SIGSTOP)
+
+    def scale() -> None:
+        fleet.scale(f"prefill={dice.randint(1, 2)}", f"decode={dice.randint(1, 2)}", "--wait-s=0")
+
+    def role() -> None:
+        """One becomes the other without a restart, where there is one too many."""
+        fleet.scale(*dice.choice([("prefill=1", "decode=2"), ("prefill=2", "decode=1")]), "--wait-s=0")
+
+    def roll() -> None:
+        fleet.does("roll", fleet.name, "--wait-s=0")
+
+    def controller() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(fleet.status.pid, signal.SIGKILL)
+        fleet.does("resume", fleet.name, "--wait-s=0")
+
+    changes = [kill, stop, scale, role, roll, controller, *more]
+    done: list[str] = []
+    with Load(fleet.status.url) as load:
+        for _ in range(number):
+            change = dice.choice(changes)
+            done.append(change.__name__)
+            change()
+            time.sleep(dice.choice([0.0, 0.2, 1.0]))
+            if dice.random() < 0.4:
+                fleet.settle()
+            assert load.wrong == [], f"after {done}\n{json.dumps([*map(str, fleet.status.members)], indent=1)}"
+        fleet.settle()
+    assert load.wrong == [], done
+    require_clean(fleet)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -27,6 +28,18 @@ class Nodes:
         self.cluster: Any = cluster_utils.Cluster()
         self._num = 0
         self.head = self.add()
+
+    def members(self) -> dict[str, tuple[int, int]]:
+        """By the name of each member that an actor of this cluster has: the actor's process, and the member's."""
+        raylets = {int(one.all_processes["raylet"][0].process.pid) for one in self.cluster.list_all_nodes()}
+        found = {}
+        for folder in root_folder().glob("*/member"):
+            actor, member = int(folder.parent.name.partition("-")[0]), MemberFolder(folder)
+            about, pid = member.about(), member.pid()
+            with suppress(psutil.Error):
+                if about is not None and pid is not None and psutil.Process(actor).ppid() in raylets:
+                    found[about.name] = actor, pid
+        return found
 
     @property
     def address(self) -> str:
@@ -56,17 +69,6 @@ def ray_nodes(num: int = 1, *, cpus: int = 8) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.cluster.shutdown()
-
-
-def processes_of_members() -> dict[str, tuple[int, int]]:
-    """By the name of each member that an actor on this machine has: the actor's process, and the member's."""
-    found = {}
-    for folder in root_folder().glob("*/member"):
-        member = MemberFolder(folder)
-        about, pid = member.about(), member.pid()
-        if about is not None and pid is not None:
-            found[about.name] = int(folder.parent.name.partition("-")[0]), pid
-    return found
 
 
 def runs(pid: int, started: int) -> bool:

@@ -29,7 +29,7 @@ from kvferry.fleet.control.ray_spec import ActorSpec
 from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
 from kvferry.fleet.started import started_at
 from kvferry.testing.backends import Programs, UnheardWatcher, named, until
-from support.ray_nodes import Nodes, processes_of_members, ray_nodes, runs
+from support.ray_nodes import Nodes, ray_nodes, runs
 
 ray = pytest.importorskip("ray")
 
@@ -74,7 +74,7 @@ async def serving(backend: FleetBackend, name: str, unit: str = "") -> None:
 async def test_a_member_ends_with_its_actor_however_that_ends(nodes: Nodes, tmp_path: Path) -> None:
     async with opened(tmp_path, wanted(nodes, "killed")) as backend:
         await serving(backend, "stays-0")
-        actor, pid = processes_of_members()["stays-0"]
+        actor, pid = nodes.members()["stays-0"]
         started = started_at(pid)
         os.kill(actor, signal.SIGKILL)
         member = await until(backend, "stays-0", MemberState.ENDED)
@@ -169,7 +169,7 @@ async def test_members_that_do_not_outlive_their_backend_are_seen_by_no_other(no
         await serving(one, "serves-0")
         async with opened(tmp_path, fleet, outlives=False) as other:
             assert list(other.members()) == []
-        _, pid = processes_of_members()["serves-0"]
+        _, pid = nodes.members()["serves-0"]
         started = started_at(pid)
     assert not runs(pid, started)
 
