@@ -4,7 +4,7 @@
 
 The trace is repeated until there are so many requests, `--speed` times as fast as it was recorded. Figures are of one
 process on one core: requests a second of CPU time, how many virtual seconds pass in one, and the resident memory after
-each tenth of the requests.
+each tenth of the requests. They are kept after each tenth, so a run that is interrupted leaves those up to there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry.sim.engine import SimInstanceSpec
-from kvferry.sim.replay import Spread
 from kvferry.sim.traffic import Arrival, TracePrompt, faster, read_traffic
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 from report import print_machine, save
@@ -48,47 +50,57 @@ def main() -> None:
         has_log=arguments.exact,
     )
     arrivals = faster(read_traffic(arguments.trace), arguments.speed)
-    figures = _run(spec, arrivals, arguments.requests)
+    settings = {name: str(value) for name, value in vars(arguments).items()}
+    for figures in _run(spec, arrivals, arguments.requests):
+        path = save("simulator", settings, figures)
+        print(f"{figures['requests']} requests, {figures['cpu_s']} s, {figures['memory_mib'][-1]} MiB", flush=True)
     for name, value in figures.items():
         print(f"{name}: {value}")
-    settings = {name: str(value) for name, value in vars(arguments).items()}
-    print(save("simulator", settings, figures))
+    print(path)
 
 
-def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> dict[str, Any]:
+def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> Iterator[dict[str, Any]]:
+    """The figures until now, after each tenth of the requests."""
     world, tenth = World(spec, SEED), max(1, number // 10)
     memory_mib: list[int] = []
+    cpu_s: list[float] = []
     with world.running():
-        begun, first_s = time.process_time(), world.simulation.now
+        first_s = world.simulation.now
         world.submit(_requests(arrivals, number, first_s, spec.instance.vocab_size))
         for part in range(1, 11):
+            begun = time.process_time()
             while not world.is_done and world.num_ended < part * tenth:
                 world.run_until(lambda: world.is_done or world.num_ended >= part * tenth, spec.patience_s)  # noqa: B023
+            cpu_s.append(round(time.process_time() - begun, 1))
             memory_mib.append(_resident_mib())
-            print(f"{world.num_ended} requests, {time.process_time() - begun:.1f} s, {memory_mib[-1]} MiB", flush=True)
-        cpu_s, virtual_s = time.process_time() - begun, world.simulation.now - first_s
-        wrong = sum(not one.is_right for one in world.results)
-    complete = [one for one in world.results if one.outcome == "complete"]
+            yield _figures(world, world.simulation.now - first_s, cpu_s, memory_mib)
+
+
+def _figures(world: World, virtual_s: float, cpu_s: list[float], memory_mib: list[int]) -> dict[str, Any]:
+    ended = [one for one in world.results if one.ends]
+    complete = [one for one in ended if one.outcome == "complete"]
     return {
-        "requests": len(world.results),
+        "requests": len(ended),
         "complete": len(complete),
-        "wrong": wrong,
+        "wrong": sum(not one.is_right for one in ended),
         "tokens": sum(one.num_tokens for one in complete),
-        "cpu_s": round(cpu_s, 1),
+        "cpu_s": round(sum(cpu_s), 1),
         "virtual_s": round(virtual_s, 1),
-        "requests_per_s": round(len(world.results) / cpu_s, 1),
-        "times_real": round(virtual_s / cpu_s, 2),
-        "instance_seconds_per_s": round(virtual_s * len(world.instances) / cpu_s),
+        "requests_per_s": round(len(ended) / sum(cpu_s), 1),
+        "times_real": round(virtual_s / sum(cpu_s), 2),
+        "instance_seconds_per_s": round(virtual_s * len(world.instances) / sum(cpu_s)),
         "memory_mib": memory_mib,
-        "ttft_s": vars_of(Spread.of([one.first_s or 0.0 for one in complete])),
-        "itl_s": vars_of(Spread.of(world.gaps_s)),
+        "cpu_s_of_each_tenth": cpu_s,
+        "ttft_s": _spread(np.array([one.first_s or 0.0 for one in complete])),
+        "itl_s": _spread(np.array(world.gaps_s)),
         "errors": world.logged[:3],
     }
 
 
-def vars_of(spread: Spread) -> dict[str, float]:
-    """Rounded."""
-    return {name: round(getattr(spread, name), 5) for name in ("p50", "p90", "p99", "mean")}
+def _spread(seconds: NDArray[np.floating[Any]]) -> dict[str, float]:
+    p50, p90, p99 = np.percentile(seconds, (50, 90, 99), method="higher").tolist()
+    spread = {"p50": p50, "p90": p90, "p99": p99, "mean": float(seconds.mean())}
+    return {name: round(value, 5) for name, value in spread.items()}
 
 
 def _requests(arrivals: Sequence[Arrival], number: int, first_s: float, vocab_size: int) -> Iterator[RequestSpec]:

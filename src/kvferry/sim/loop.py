@@ -138,7 +138,7 @@ class Simulation:
         self.num_callbacks = self.num_tasks = 0
         self.errors: list[dict[str, Any]] = []
         """What loops were told by `call_exception_handler`: errors that nobody waits for."""
-        self._timers: list[tuple[float, float, int, SimHandle, SimLoop]] = []
+        self._timers: list[tuple[float, float, int, SimHandle]] = []
         self._num_timers = self._num_cancelled = 0
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
@@ -166,10 +166,10 @@ class Simulation:
 
     # What is to run.
 
-    def add_timer(self, when: float, handle: SimHandle, loop: SimLoop) -> None:
+    def add_timer(self, when: float, handle: SimHandle) -> None:
         """For `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
         self._num_timers += 1
-        heappush(self._timers, (when, self.random.random(), self._num_timers, handle, loop))
+        heappush(self._timers, (when, self.random.random(), self._num_timers, handle))
 
     def timer_cancelled(self) -> None:
         """For `SimHandle`. When most timers are cancelled, these are dropped: some are far in the future."""
@@ -249,9 +249,9 @@ class Simulation:
             return True
         now = self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= now:
-            _, _, _, handle, loop = heappop(timers)
+            handle = heappop(timers)[3]
             if not handle._cancelled:
-                loop.add_ready(handle)
+                handle._loop.add_ready(handle)
         return True
 
     @contextmanager
@@ -326,13 +326,16 @@ class SimHandle(asyncio.TimerHandle):
     """A callback of a loop. As asyncio's, with less around it: most of a simulation's time goes into callbacks."""
 
     __slots__ = ()
+    _loop: SimLoop
 
     def __init__(
         self, when: float, callback: Callable[..., object], args: tuple[Any, ...], loop: SimLoop, context: Context
     ) -> None:
         self._when, self._callback, self._args, self._loop, self._context = when, callback, args, loop, context
         self._cancelled = False
-        self._repr = self._source_traceback = None
+
+    def __repr__(self) -> str:
+        return f"<SimHandle at {self._when} of {self._callback}>"
 
     def cancel(self) -> None:
         """As of asyncio's."""
@@ -375,7 +378,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._is_parked = True
         until = self.process.stalled_until
         wake = SimHandle(until, self._unpark, (), self.simulation_loop, Context())
-        self.simulation.add_timer(until, wake, self.simulation_loop)
+        self.simulation.add_timer(until, wake)
 
     @property
     def simulation_loop(self) -> SimLoop:
@@ -419,14 +422,20 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> SimHandle:
-        return self.call_at(self.simulation.now + delay, callback, *args, context=context)
+        simulation = self.simulation  # as `call_at`, without a frame more
+        handle = SimHandle(
+            simulation.now + delay, callback, args, self, copy_context() if context is None else context
+        )
+        if self.process.is_alive:
+            simulation.add_timer(handle._when, handle)
+        return handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> SimHandle:
         handle = SimHandle(when, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
-            self.simulation.add_timer(when, handle, self)
+            self.simulation.add_timer(when, handle)
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
