@@ -423,9 +423,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> SimHandle:
         simulation = self.simulation  # as `call_at`, without a frame more
-        handle = SimHandle(
-            simulation.now + delay, callback, args, self, copy_context() if context is None else context
-        )
+        handle = SimHandle(simulation.now + delay, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
             simulation.add_timer(handle._when, handle)
         return handle

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.core.blocks.block_hash import token_bytes
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.timeline import Timeline
 
@@ -187,7 +187,7 @@ def prefix_digests(tokens: Sequence[int], lengths: Iterable[int], salt: str = ""
     if salt:
         hasher.update(hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest())
     for length in lengths:
-        hasher.update(array("q", tokens[start:length]).tobytes())
+        hasher.update(token_bytes(tokens[start:length]))
         found.append((length, hasher.hexdigest()[:32]))
         start = length
     return found

@@ -7,12 +7,13 @@ alike. A prompt of token ids also gets the names of its KV blocks, which are com
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import msgspec
 from xxhash import xxh3_64_intdigest
+
+from kvferry.core.blocks.block_hash import token_bytes
 
 _ENDS = (
     *range(128, 1024, 128),
@@ -55,7 +56,7 @@ def chain_blocks(parent: int | None, token_ids: Sequence[int], block_size: int) 
     """Names of the full blocks of `token_ids` that follow the block named `parent` (None: they begin a prompt)."""
     key = _TOKENS_ROOT if parent is None else parent
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        key = xxh3_64_intdigest(array("q", token_ids[start : start + block_size]).tobytes(), key)
+        key = xxh3_64_intdigest(token_bytes(token_ids[start : start + block_size]), key)
         yield key
 
 
