@@ -167,13 +167,13 @@ class SimExecutor(Executor):
 
     def decode_seconds(self, sequences: Sequence[EngineSequence], number: int) -> list[float]:
         """How long the next steps take if in each these sequences decode and nothing else happens."""
+        times, each = self.spec.times, len(sequences)
         num_new = sum(one.request_id not in self._running for one in sequences)
-        context, found = sum(one.num_computed_tokens + 1 for one in sequences), []
-        for place in range(number):
-            read = context + place * len(sequences)
-            work = StepWork(decode_sequences=len(sequences), context_tokens=read, num_new=0 if place else num_new)
-            found.append(self.spec.times.seconds(work))
-        return found
+        context = sum(one.num_computed_tokens + 1 for one in sequences)
+        first = times.seconds(StepWork(decode_sequences=each, context_tokens=context, num_new=num_new))
+        fixed = times.seconds(StepWork(decode_sequences=each))
+        rest = [fixed + times.context_token_s * (context + place * each) for place in range(1, number)]
+        return [first, *rest][:number]
 
     def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float, *, is_last: bool) -> StepResult:
         """A step of sequences that decode, in no time. `is_last`: of several that are made together; transfers cannot
