@@ -131,15 +131,16 @@ class BlockPool:
 
     def check(self, num_held: int = 0) -> None:
         """Raise `LeakError` unless exactly `num_held` blocks are in use, and counts, free blocks and hashes agree."""
-        used = sum(1 for count in self._references if count)
+        references = self._references.__getitem__
+        used = len(self._references) - self._references.count(0)
         if used != num_held:
             raise LeakError(f"{used} KV blocks are in use where {num_held} should be")
-        free_cached = sum(1 for block in self._hash_of if self._references[block] == 0)
-        if used + self._num_free != self.num_blocks or any(self._references[block] for block in self._free_uncached):
+        free_cached = list(map(references, self._hash_of)).count(0)
+        if used + self._num_free != self.num_blocks or any(map(references, self._free_uncached)):
             raise LeakError("the free list and the reference counts disagree")
         if free_cached + len(self._free_uncached) != self._num_free:
             raise LeakError("the free list lacks blocks, or has some that are cached")
-        if {block_hash: block for block, block_hash in self._hash_of.items()} != self._block_of:
+        if dict(zip(self._hash_of.values(), self._hash_of, strict=True)) != self._block_of:
             raise LeakError("the two halves of the block index disagree")
         self._order.check(free_cached, len(self._hash_of) - free_cached)
 
