@@ -1,20 +1,23 @@
 """Real vLLM servers that share a GPU, as vLLM runs there: Model Runner V2, CUDA graphs, FlashAttention, bfloat16.
 
-Run where there is one: `pytest -m gpu`. The servers are asked for vLLM's batch-invariant kernels, so that a token does
-not depend on what else is in a batch, and all answers must be those of one server. They were run on an H200 without
-these (38 of 40 answers one by one, 46 of 64 in batches); never yet with them.
+Run where there is one: `pytest -m gpu`. The servers are asked for vLLM's batch-invariant kernels. Two plain servers on
+an H100 nevertheless gave different answers to one of these 64 prompts: in bfloat16, two tokens often have the same
+logit, or the next one to it. So a token that differs from the plain server's must be as good there, within a step of
+bfloat16.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -23,6 +26,7 @@ from support.vllm_servers import (
     Reference,
     Server,
     answers,
+    body_of,
     held,
     kill,
     num_received,
@@ -43,6 +47,8 @@ pytestmark = [
 
 METRIC = "vllm:kvferry_p2p_connector"
 ON_GPU = ("--dtype=bfloat16", "--gpu-memory-utilization=0.1", "--seed=0", "--no-enable-prefix-caching")
+STEP = 1 / 16
+"""Between two numbers of bfloat16 from 8 to 16, as the best logits are here."""
 GRAPHS = ("--no-enforce-eager", '--compilation-config={"mode": 0, "cudagraph_mode": "FULL"}')
 
 
@@ -116,8 +122,7 @@ def test_tokens_are_those_of_one_server_and_the_kv_came(
     pair = started.pairs[transport]
     before = num_received(pair.decode)
     found = answers(pair.router.url, reference.prompts, at_once=at_once)
-    wrong = [f"{ours} {theirs}" for ours, theirs in zip(found, reference.tokens, strict=True) if ours != theirs]
-    assert not wrong, f"{len(wrong)} of {len(found)} answers differ"
+    require_same(started.alone, reference.prompts, found, reference.tokens)
     assert num_received(pair.decode) - before >= reference.num_prompt_tokens - len(found)
     kind = "cuda_ipc" if transport == "auto" else transport
     assert pair.decode.metric(METRIC + "_taken_bytes_total", kind=kind) > 0
@@ -128,12 +133,33 @@ def test_tokens_are_those_of_one_server_and_the_kv_came(
 def test_a_store_between_servers(at_once: int, started: Started, reference: Reference) -> None:
     asked = [[at_once, *prompt] for prompt in reference.prompts]
     expected = answers(started.alone.url, asked)
-    assert answers(started.stores.url, asked, at_once=at_once) == expected
+    require_same(started.alone, asked, answers(started.stores.url, asked, at_once=at_once), expected)
     until(lambda: waiting_to_be_written(started.stores) == 0, within_s=60, context=started.stores.log)
     before = num_received(started.loads)
-    assert answers(started.loads.url, asked, at_once=at_once) == expected
+    require_same(started.alone, asked, answers(started.loads.url, asked, at_once=at_once), expected)
     assert num_received(started.loads) - before > sum(map(len, asked)) / 3
     require_nothing_kept(started.stores, started.loads)
+
+
+def require_same(
+    alone: KvferryProcess, asked: Sequence[list[int]], found: Sequence[list[int]], expected: Sequence[list[int]]
+) -> None:
+    """Each answer is the plain server's, up to a token that is as good there as the one it chose."""
+    differing = [each for each in zip(asked, found, expected, strict=True) if each[1] != each[2]]
+    for prompt, ours, theirs in differing:
+        index = next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+        worse_by = distance(alone, [*prompt, *theirs[:index]], ours[index])
+        assert worse_by <= STEP, f"{ours} instead of {theirs}: its token {index} is worse by {worse_by}"
+    assert len(differing) <= len(asked) / 8, f"{len(differing)} of {len(asked)} answers differ"
+
+
+def distance(alone: KvferryProcess, prompt: list[int], token: int) -> float:
+    """By how much the token's logit is below the best one, as this server computes them."""
+    options = {"max_tokens": 1, "logprobs": 5, "return_tokens_as_token_ids": True}
+    response = httpx.post(alone.url + "/v1/completions", json=body_of(prompt, **options), timeout=200)
+    assert response.status_code == 200, response.text
+    [best] = response.json()["choices"][0]["logprobs"]["top_logprobs"]
+    return float(max(best.values()) - best.get(f"token_id:{token}", -math.inf))
 
 
 def waiting_to_be_written(server: KvferryProcess) -> float:
@@ -151,5 +177,6 @@ def test_p_dies_and_d_computes(transport: str, started: Started, reference: Refe
     ticket = prefilled(pair.prefill.url, prompt)
     kill(pair.prefill)
     with within(60):
-        assert answers(pair.decode.url, [prompt], kv_transfer_params=ticket) == expected
+        found = answers(pair.decode.url, [prompt], kv_transfer_params=ticket)
+    require_same(started.alone, [prompt], found, expected)
     require_nothing_kept(pair.decode)
