@@ -93,6 +93,32 @@ def test_a_step_that_failed_keeps_nothing(make: Callable[..., FakeEngine]) -> No
     engine.run_until(lambda: request.state == "done")
 
 
+def test_blocks_for_which_there_is_no_pinned_memory_are_neither_saved_nor_loaded(
+    make_engine: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
+    left = [3]
+
+    def allocate(num_bytes: int) -> memoryview:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no more")
+        return memoryview(bytearray(num_bytes))
+
+    def build(context: ConnectorContext) -> KVStoreWorkerSide:
+        return KVStoreWorkerSide(context, lambda memory, _: DeviceBlocks(memory, None, HostCopies, allocate))
+
+    extra = {"shared_storage_path": str(tmp_path), "build_worker": build}
+    first, second = (make_engine("SharedStorageConnector", "kv_both", chunk=4, **extra) for _ in range(2))
+    assert first.run(FakeRequest("r", PROMPT)).error is None
+    first.run_until(first.worker._writer.is_empty)
+    left[0] = 2
+    loaded = second.run(FakeRequest("r", PROMPT))
+    assert (loaded.state, loaded.num_computed_here) == ("done", len(PROMPT))
+    assert loaded.error is not None
+    left[0] = 3
+    assert second.run(FakeRequest("s", PROMPT)).num_computed_here == len(PROMPT) - 3 * BLOCK
+
+
 def test_many_pieces_and_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are divided, and begun in parts."""
     monkeypatch.setattr(copies, "MOST_PIECES", 7)

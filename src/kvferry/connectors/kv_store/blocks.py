@@ -49,12 +49,12 @@ class BlockBytes(ABC):
 
     @abstractmethod
     def copying(self, block_ids: Sequence[int]) -> Copying:
-        """Begin to copy blocks that are being written in this step."""
+        """Begin to copy blocks that are being written in this step. Raises `MemoryError`."""
 
     @abstractmethod
     def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
         """Room for these layers of the blocks. `in_place`: their own memory will do, since the caller waits for the
-        store whatever happens."""
+        store whatever happens. Raises `MemoryError`."""
 
     def close(self) -> None:
         """Free what copies needed, when none is under way."""

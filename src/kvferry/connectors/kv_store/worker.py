@@ -131,8 +131,9 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 self._loader.start(load)
         if layerwise := [load for load in plan.loads if load.layerwise]:
             self._step = self._loader.start_layerwise(layerwise)
-        assert self._blocks is not None
-        self._saves = [(save, self._blocks.copying(save.block_ids)) for save in plan.saves]
+        self._saves = []
+        for save in plan.saves:
+            self._begin_to_save(save)
         if self._producer is not None and (plan.marks or plan.saves):
             self._loop.call(self._producer.writes)
             for marker in plan.marks:
@@ -144,6 +145,14 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         for transfer_id in plan.forgets:
             rank = self.context.layout.tp_rank
             self._writer.then(partial(self._markers.remove, self._store, transfer_id, rank))
+
+    def _begin_to_save(self, save: SaveBlocks) -> None:
+        assert self._blocks is not None
+        try:
+            self._saves.append((save, self._blocks.copying(save.block_ids)))
+        except MemoryError as error:
+            log.warning("%d blocks are not saved: %s", len(save.block_ids), error)
+            self._writer.drop(save.hashes)
 
     def wait_layer(self, layer: int) -> None:
         """Wait for the layerwise loads of this step."""

@@ -80,10 +80,14 @@ class CudaCopies:
 
 
 def pinned_memory(num_bytes: int) -> memoryview:
-    """Host memory that the GPU can access, from PyTorch's cache of it, to which it returns with its last view."""
+    """Host memory that the GPU can access, from PyTorch's cache of it, to which it returns with its last view. Raises
+    `MemoryError` if there is no more."""
     import torch  # where KV is on a device, the engine beside has it
 
-    array: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    try:
+        array: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        raise MemoryError(f"no more pinned host memory: {error}") from error
     return memoryview(array)
 
 
