@@ -13,6 +13,7 @@ TORCH_FREE = [
     "kvferry.http.server.http_server",
     "kvferry.observe.metrics",
     "kvferry.connectors.api",
+    "kvferry.connectors.caching",
     "kvferry.connectors.registry",
     "kvferry.connectors.p2p.scheduler",
     "kvferry.connectors.kv_store.scheduler",

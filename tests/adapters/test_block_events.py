@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.api import StoreEvents
+from kvferry.connectors.caching import StoreEvents
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
 from kvferry.store.base import Changes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors import overdue
+from kvferry.connectors import reports
 from support.endless import EndlessFabric
 from support.engines import GREEDY, random_prompts, require_same
 from support.pairs import pair_of
@@ -25,7 +25,7 @@ BLOCK = {"block_size": 8}
 @pytest.fixture(autouse=True)
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(EndlessFabric, "gate", gate := threading.Event())
-    monkeypatch.setattr(overdue, "SPARE_S", 0.1)
+    monkeypatch.setattr(reports, "SPARE_S", 0.1)
     yield gate
     gate.set()
 

@@ -9,8 +9,8 @@ They speak through a `StepPlan` (scheduler → worker, with every step) and a `T
             worker.flush → worker.poll ──TransferReport──► scheduler.completed
 
 Every connector has the methods of `SchedulerSide` and `WorkerSide`. What only some do has a class of its own, from
-which a side is derived too: `HandsOff` and `ServesPeers`, `KeepsBlocks` and `StoresBlocks`, `ByLayers`,
-`HasStatistics`.
+which a side is derived too: `HandsOff` and `ServesPeers`, `ByLayers`, `HasStatistics`, and for those that keep blocks
+`KeepsBlocks` and `StoresBlocks` (`connectors.caching`).
 
 Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends,
 `finish` says by its type who keeps them: `Release`, the pool takes them back now; `Hold`, they stay until a
@@ -20,10 +20,8 @@ report has `Released` for the request.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -34,9 +32,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.hand_off import HandOff, PrefillResult, Ticket
 from kvferry.core.messages.instance_facts import TicketKinds
-from kvferry.core.messages.kept import TierShare
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import Changes
 from kvferry.transport.memory import BlockMemory
 
 API_VERSION = 2
@@ -217,46 +213,9 @@ TransferReport = list[TransferEvent]
 """What happened on the worker side since the last report, in that order."""
 
 
-class Reports:
-    """For a worker side whose transfers end on other threads: what happened, until `poll` takes it."""
-
-    def __init__(self) -> None:
-        self.wake: Wake = lambda: None
-        """Called when there is something new: set it in `WorkerSide.on_report`."""
-        self._events: deque[TransferEvent] = deque()
-
-    def add(self, *events: TransferEvent) -> None:
-        """Any thread: this happened."""
-        self._events.extend(events)
-        self.wake()
-
-    def take(self) -> TransferReport:
-        """What happened since the last call."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def __len__(self) -> int:
-        return len(self._events)
-
-
 def failures(report: TransferReport) -> dict[str, KvferryError]:
     """Why KV will not come, by request id."""
     return {event.request_id: event.error for event in report if isinstance(event, Failed)}
-
-
-@dataclass
-class StoreEvents:
-    """What happened to blocks that a worker side keeps in a store, since the last call.
-
-    `stored`: blocks that are in it now. `dropped`: blocks that were to be stored and are not. Each block that a plan
-    wants stored is in one of these two, once. `changes`: which blocks are now on which medium, and which no longer are.
-    """
-
-    stored: list[BlockHash] = field(default_factory=list)
-    dropped: list[BlockHash] = field(default_factory=list)
-    changes: list[Changes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.dropped or self.changes)
 
 
 @dataclass(frozen=True)
@@ -452,43 +411,6 @@ class ServesPeers(ABC, Generic[Plan]):
     def withdraw(self, plan: Plan) -> None:
         """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
         `start`, and before such blocks are written to. Default: nothing."""
-
-
-class KeepsBlocks(ABC, Generic[Plan]):
-    """A scheduler side that keeps blocks for reuse, by their hash."""
-
-    @classmethod
-    @abstractmethod
-    def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
-        """The lossy codecs because of which loaded KV may not be exact. Raises `ConfigError`."""
-
-    def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt. Default: not
-        known."""
-        return ()
-
-    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
-        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
-        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`.
-        Default: not known."""
-        return ()
-
-    @abstractmethod
-    def reset_cache(self) -> bool:
-        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
-
-
-class StoresBlocks(ABC):
-    """A worker side that reports what becomes of blocks in a store."""
-
-    @abstractmethod
-    def watch_store(self) -> None:
-        """Record from now on what `store_events` returns. Called once, after `register`."""
-
-    @abstractmethod
-    def store_events(self) -> StoreEvents:
-        """What happened to blocks that were to be kept for reuse, since the last call."""
 
 
 class ByLayers:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connectors.api import API_VERSION, ConnectorContext, KeepsBlocks, SchedulerSide, StepPlan, WorkerSide
+from kvferry.connectors.api import API_VERSION, ConnectorContext, SchedulerSide, StepPlan, WorkerSide
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint, resolve
 from kvferry.core.settings.options import read_options
@@ -71,16 +71,6 @@ class ConnectorSpec:
         self.check(config)
         if self.here_check:
             resolve(self.here_check)(self.completed(config), known=known)
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether it is a cache, with or without hand-offs."""
-        return issubclass(self.scheduler_class(), KeepsBlocks)
-
-    def lossy_codecs(self, config: KVTransferConfig) -> list[str] | None:
-        """The lossy codecs because of which loaded KV may not be exact. None: the connector keeps no KV."""
-        side = self.scheduler_class()
-        return list(side.lossy_codecs(self.completed(config))) if issubclass(side, KeepsBlocks) else None
 
     def _completed(self, context: ConnectorContext) -> ConnectorContext:
         return replace(context, config=self.completed(context.config))

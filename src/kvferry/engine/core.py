@@ -17,7 +17,6 @@ import msgspec
 from kvferry.connectors.api import (
     ConnectorContext,
     HandsOff,
-    KeepsBlocks,
     SchedulerSide,
     StepPlan,
     TransferEvent,
@@ -25,6 +24,7 @@ from kvferry.connectors.api import (
     gauges_of,
     statistics_of,
 )
+from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core import entropy
 from kvferry.core.blocks.block_hash import BlockHash

@@ -18,8 +18,8 @@ from kvferry.connectors.api import (
     Hit,
     Miss,
     Pending,
-    StoreEvents,
 )
+from kvferry.connectors.caching import StoreEvents
 from kvferry.connectors.kv_store.markers import SIGN_BYTES
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
 from kvferry.connectors.kv_store.settings import StoreSettings

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from kv_support import BlockRegion, make_layout
 
-from kvferry.connectors.api import Loaded, Released, Reports, StoreEvents, failures
+from kvferry.connectors.api import Loaded, Released, failures
+from kvferry.connectors.caching import StoreEvents
 from kvferry.connectors.kv_store.blocks import HostBlocks
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, sign_of
 from kvferry.connectors.kv_store.plan import LoadBlocks
 from kvferry.connectors.kv_store.prober import SIGN_POLL_S, SILENT_S, Prober, StoreQuestion
 from kvferry.connectors.kv_store.writer import StoreWriter
-from kvferry.core.clock import ManualClock
+from kvferry.connectors.reports import Reports
+from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.store.base import Block, KVStore, Put, Read, Run, StoreOptions
@@ -211,7 +213,7 @@ def region() -> BlockRegion:
 
 @pytest.fixture
 def reports() -> Reports:
-    return Reports()
+    return Reports(20, SYSTEM_CLOCK)
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import WorkerHalf
-from kvferry.connectors.api import ConnectorContext, HandsOff, KeepsBlocks, statistics_of
+from kvferry.connectors.api import ConnectorContext, HandsOff, statistics_of
+from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError, ConnectorLost
 

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvferry.adapters.vllm.requests import RequestAdapter
-from kvferry.connectors.api import StoreEvents
+from kvferry.connectors.caching import StoreEvents
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import LeakError

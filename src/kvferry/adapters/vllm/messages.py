@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.connectors.api import StepPlan, StoreEvents
+from kvferry.connectors.api import StepPlan
+from kvferry.connectors.caching import StoreEvents
 from kvferry.core.blocks.layout import KVLayout
 
 

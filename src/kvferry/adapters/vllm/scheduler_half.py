@@ -31,7 +31,6 @@ from kvferry.connectors.api import (
     Failed,
     Hit,
     Hold,
-    KeepsBlocks,
     Loaded,
     Miss,
     Pending,
@@ -44,6 +43,7 @@ from kvferry.connectors.api import (
     TransferEvent,
     statistics_of,
 )
+from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.ranks import RankReports
 from kvferry.connectors.report_codec import decode_report
 from kvferry.core.blocks.layout import KVLayout

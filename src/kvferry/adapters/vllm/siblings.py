@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
+from kvferry.connectors.caching import keeps_blocks
 from kvferry.connectors.registry import VLLMS_HAND_OFFS, find_connector
 from kvferry.core.errors import ConfigError
 
@@ -37,7 +38,7 @@ def hands_off(connector: object, settings: AdapterSettings, others: Iterable[obj
     theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLMS_HAND_OFFS), None)
     if theirs is None or not settings.options.hand_off:
         return settings.options.hand_off
-    if not find_connector(settings.transfer).keeps_blocks:
+    if not keeps_blocks(find_connector(settings.transfer)):
         raise ConfigError(f"{theirs} and {type(connector).__name__} would both hand requests off; do without one")
     return False
 

@@ -35,10 +35,10 @@ from kvferry.connectors.api import (
     ConnectorContext,
     ServesPeers,
     StepPlan,
-    StoresBlocks,
     TransferReport,
     WorkerSide,
 )
+from kvferry.connectors.caching import StoresBlocks
 from kvferry.connectors.registry import find_connector
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.closing import close_all

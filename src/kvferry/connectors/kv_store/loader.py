@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.connectors.api import Failed, Loaded, Prefilled, Released, Reports
+from kvferry.connectors.api import Failed, Loaded, Prefilled, Released
 from kvferry.connectors.kv_store.blocks import BlockBytes
 from kvferry.connectors.kv_store.plan import LoadBlocks
+from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.store.base import KVStore, Read

@@ -23,7 +23,6 @@ from kvferry.connectors.api import (
     HasStatistics,
     Hit,
     Hold,
-    KeepsBlocks,
     Loaded,
     Match,
     Miss,
@@ -37,6 +36,7 @@ from kvferry.connectors.api import (
     StepView,
     TransferReport,
 )
+from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.kv_store.load_choice import LoadChoice
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan

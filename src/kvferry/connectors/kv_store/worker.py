@@ -17,19 +17,17 @@ from kvferry.connectors.api import (
     ByLayers,
     ConnectorContext,
     HasStatistics,
-    Reports,
-    StoreEvents,
-    StoresBlocks,
     TransferReport,
     WorkerSide,
 )
+from kvferry.connectors.caching import StoreEvents, StoresBlocks
 from kvferry.connectors.kv_store.blocks import BlockBytes, Copying, block_bytes_of
 from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
 from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
-from kvferry.connectors.overdue import OverdueLoads
+from kvferry.connectors.reports import Reports
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError, StoreError
 from kvferry.store.base import Block
@@ -66,11 +64,10 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._step: LayerwiseStep | None = None
         self._store = self._settings.open_later(context.layout)
         self._loop = TransferLoop("kvferry-store")
-        self._reports = Reports()
+        self._reports = Reports(self._settings.timeout_s, context.clock)
         self._markers = Markers(context.auth_token, context.clock)
         self._producer: MarkerProducer | None = None
         """Set if this instance can hand off."""
-        self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._writer: StoreWriter
         self._loader: StoreLoader
 
@@ -123,11 +120,11 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         if plan is None:
             return
         for request_id in plan.cancels:
-            self._overdue.forget(request_id)
+            self._reports.forget(request_id)
             self._loader.cancel(request_id)
         for load in plan.loads:
             if not load.layerwise:
-                self._overdue.begin(load.request_id)
+                self._reports.begin(load.request_id)
                 self._loader.start(load)
         if layerwise := [load for load in plan.loads if load.layerwise]:
             self._step = self._loader.start_layerwise(layerwise)
@@ -199,7 +196,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def poll(self) -> TransferReport:
         """Report loads that have ended, and hand-offs that were written."""
-        return self._overdue.checked(self._reports.take())
+        return self._reports.take()
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the store's thread."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 
-from kvferry.connectors.api import StoreEvents
+from kvferry.connectors.caching import StoreEvents
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import KvferryError

@@ -28,7 +28,6 @@ from kvferry.connectors.api import (
     HasStatistics,
     Hit,
     Hold,
-    KeepsBlocks,
     Match,
     Miss,
     Pending,
@@ -43,6 +42,7 @@ from kvferry.connectors.api import (
     TransferReport,
     check_side,
 )
+from kvferry.connectors.caching import KeepsBlocks, lossy_codecs
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_configs, child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec, find_connector
@@ -292,7 +292,7 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
     @classmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
         """The lossy codecs of the caches among the children, which agree."""
-        lossy = [find_connector(child).lossy_codecs(child) for child in child_configs(config)]
+        lossy = [lossy_codecs(find_connector(child), child) for child in child_configs(config)]
         return next((names for names in lossy if names is not None), [])
 
     # Statistics and checks, and the end.

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connectors.api import ConnectorContext, HandsOff, SchedulerSide, WorkerSide, gauges_of, statistics_of
+from kvferry.connectors.caching import keeps_blocks, lossy_codecs
 from kvferry.connectors.registry import BUILTIN, ConnectorSpec, find_connector
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import read_options, unknown_key
@@ -68,7 +69,7 @@ def check_here(config: KVTransferConfig, *, known: bool) -> None:
 
 def _require_exact_alike(config: KVTransferConfig, children: list[KVTransferConfig]) -> None:
     """Raise `ConfigError` unless the connectors agree on how exact KV is: what one loads, others keep and hand off."""
-    lossy = [find_connector(child).lossy_codecs(child) for child in children]
+    lossy = [lossy_codecs(find_connector(child), child) for child in children]
     kinds = {tuple(names) for names in lossy if names is not None}
     where = "kv_connector_extra_config"
     if len(kinds) > 1:
@@ -94,7 +95,7 @@ def child_configs(config: KVTransferConfig) -> list[KVTransferConfig]:
     hands_off = handing_off(children) or 0
     return [
         child
-        if index == hands_off or "kv_role" in listed[index] or not find_connector(child).keeps_blocks
+        if index == hands_off or "kv_role" in listed[index] or not keeps_blocks(find_connector(child))
         else msgspec.structs.replace(child, kv_role="kv_both")
         for index, child in enumerate(children)
     ]
@@ -104,7 +105,7 @@ def _loading_whole(child: KVTransferConfig, index: int) -> KVTransferConfig:
     """The child's configuration, with loads before the model runs instead of beside it: if a load fails during a step,
     what the model computed in that step is wrong, and the other connectors have saved it by then."""
     spec = find_connector(child)
-    load = spec.completed(child).kv_connector_extra_config.get("load") if spec.keeps_blocks else None
+    load = spec.completed(child).kv_connector_extra_config.get("load") if keeps_blocks(spec) else None
     if load == "layerwise":
         raise ConfigError(
             f"kv_connector_extra_config.connectors[{index}]: load layerwise is for a connector alone: where blocks do"
@@ -123,7 +124,7 @@ def handing_off(children: Sequence[KVTransferConfig]) -> int | None:
     no_caches = {
         index: spec.scheduler_class()
         for index, spec in enumerate(map(find_connector, children))
-        if not spec.keeps_blocks
+        if not keeps_blocks(spec)
     }
     hands_off = (index for index, side in no_caches.items() if issubclass(side, HandsOff))
     return next(hands_off, next(iter(no_caches), None))

@@ -23,12 +23,11 @@ from kvferry.connectors.api import (
     Released,
     ServesPeers,
     StepPlan,
-    StoreEvents,
-    StoresBlocks,
     TransferReport,
     WorkerSide,
     check_side,
 )
+from kvferry.connectors.caching import StoreEvents, StoresBlocks
 from kvferry.connectors.multi.plan import MultiPlan
 from kvferry.connectors.multi.settings import child_gauges, child_statistics, handing_off, read_children
 from kvferry.connectors.registry import ConnectorSpec

@@ -14,8 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvferry.connectors.api import Failed, Fetchable, Loaded, Prefilled, Released, Reports, TransferReport
+from kvferry.connectors.api import Failed, Fetchable, Loaded, Prefilled, Released, TransferReport
 from kvferry.connectors.p2p.plan import HandOffMeta, Load, P2pPlan, decode_meta
+from kvferry.connectors.reports import Reports
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.blocks.sharding import orphans, sources
 from kvferry.core.errors import LeaseEnded, PeerLost, ProtocolError

@@ -21,14 +21,13 @@ from kvferry.connectors.api import (
     ConnectorContext,
     HasStatistics,
     Released,
-    Reports,
     ServesPeers,
     TransferReport,
     WorkerSide,
 )
-from kvferry.connectors.overdue import OverdueLoads
 from kvferry.connectors.p2p.arrivals import Arrivals
 from kvferry.connectors.p2p.plan import P2pPlan, Save, Seal
+from kvferry.connectors.reports import Reports
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.connection import Identity
@@ -60,9 +59,8 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         super().__init__(context)
         self._config = context.config
         self._settings = options_of(context.config)
-        self._overdue = OverdueLoads(self._settings.timeout_s, context.clock)
         self._loop = loop or TransferLoop()
-        self.reports = Reports()
+        self.reports = Reports(self._settings.timeout_s, context.clock)
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None
         self._saves: list[Save] = []
@@ -129,9 +127,9 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             self._held[seal.transfer_id] = seal.request_id
             self._each(seal.transfer_id, partial(self._seal, seal))
         for request_id in plan.cancels:
-            self._overdue.forget(request_id)
+            self.reports.forget(request_id)
         for load in plan.loads.values():
-            self._overdue.begin(load.request_id)
+            self.reports.begin(load.request_id)
         if plan.cancels or plan.waits or plan.loads or plan.unwanted:
             self._loop.call(partial(self._arrivals.begin, plan))
 
@@ -191,7 +189,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
         over = self.table.over(self._held)
-        arrived = self._overdue.checked(self.reports.take())
+        arrived = self.reports.take()
         return [*(Released(self._held.pop(transfer_id)) for transfer_id in over), *arrived]
 
     def on_report(self, wake: Callable[[], None]) -> None:

@@ -1,0 +1,81 @@
+"""What only connectors do that keep blocks for reuse, by their hash: caches. A scheduler side is derived from
+`KeepsBlocks` too, and a worker side from `StoresBlocks`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic
+
+from kvferry.connectors.api import Plan
+from kvferry.connectors.registry import ConnectorSpec
+from kvferry.core.blocks.block_hash import BlockHash
+from kvferry.core.messages.kept import TierShare
+from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.store.base import Changes
+
+
+class KeepsBlocks(ABC, Generic[Plan]):
+    """A scheduler side that keeps blocks for reuse, by their hash."""
+
+    @classmethod
+    @abstractmethod
+    def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:
+        """The lossy codecs because of which loaded KV may not be exact. Raises `ConfigError`."""
+
+    def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
+        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt. Default: not
+        known."""
+        return ()
+
+    def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
+        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
+        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
+        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`.
+        Default: not known."""
+        return ()
+
+    @abstractmethod
+    def reset_cache(self) -> bool:
+        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
+
+
+@dataclass
+class StoreEvents:
+    """What happened to blocks that a worker side keeps in a store, since the last call.
+
+    `stored`: blocks that are in it now. `dropped`: blocks that were to be stored and are not. Each block that a plan
+    wants stored is in one of these two, once. `changes`: which blocks are now on which medium, and which no longer are.
+    """
+
+    stored: list[BlockHash] = field(default_factory=list)
+    dropped: list[BlockHash] = field(default_factory=list)
+    changes: list[Changes] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.dropped or self.changes)
+
+
+class StoresBlocks(ABC):
+    """A worker side that reports what becomes of blocks in a store."""
+
+    @abstractmethod
+    def watch_store(self) -> None:
+        """Record from now on what `store_events` returns. Called once, after `register`."""
+
+    @abstractmethod
+    def store_events(self) -> StoreEvents:
+        """What happened to blocks that were to be kept for reuse, since the last call."""
+
+
+def keeps_blocks(spec: ConnectorSpec) -> bool:
+    """Whether a connector is a cache, with or without hand-offs."""
+    return issubclass(spec.scheduler_class(), KeepsBlocks)
+
+
+def lossy_codecs(spec: ConnectorSpec, config: KVTransferConfig) -> list[str] | None:
+    """The lossy codecs because of which loaded KV may not be exact. None: the connector keeps no KV."""
+    side = spec.scheduler_class()
+    return list(side.lossy_codecs(spec.completed(config))) if issubclass(side, KeepsBlocks) else None
