@@ -49,7 +49,7 @@ class Others:
         await self._client.__aexit__(None, None, None)
 
     def routes(self) -> Routes:
-        """For clients and operators."""
+        """The routes for clients and operators."""
         of_all = {
             "/metrics": self.show_metrics,
             DECISIONS_PATH: self.show_decisions,

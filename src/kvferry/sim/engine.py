@@ -84,7 +84,7 @@ class SimInstanceSpec:
     tokens_at_once: int = 1
 
     def layout(self) -> KVLayout:
-        """Of the only rank."""
+        """The layout of the only rank."""
         half = self.layer_bytes // 4  # key and value, two bytes each
         layers = (LayerLayout(1, half, half),) * self.num_layers
         return KVLayout(model_fingerprint=MODEL, dtype="bfloat16", block_size=self.block_size, layers=layers)

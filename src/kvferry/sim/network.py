@@ -145,10 +145,10 @@ class AcceptedSocket:
         self.transport = transport
 
     def setblocking(self, flag: bool) -> None:
-        """Nothing blocks here."""
+        """Ignored: no call blocks here."""
 
     def adopted_by(self, loop: SimLoop, protocol: asyncio.Protocol) -> SimTransport:
-        """From now on this protocol gets what comes."""
+        """Give what comes to this protocol from now on."""
         self.transport.begin(loop, protocol)
         return self.transport
 
@@ -325,7 +325,7 @@ class SimTransport(asyncio.Transport):
                 self._loop.call_soon(self._read)
 
     def _unexpected(self, what: bytes | _Mark) -> None:
-        """Of a connection that is over: the other end hears that, if there is a machine to say it."""
+        """What comes on a connection that is over is answered with a reset, if there is a machine to send one."""
         if what is not _RESET and what is not _END and self.process.host.is_up and not self.peer.is_over:
             self.peer.expect(_RESET)
 

@@ -340,7 +340,7 @@ class Controller:
         remember(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
 
     def _in_trouble(self, text: str) -> None:
-        """Nobody is at fault whom it could be told."""
+        """Log a failure; if somebody waits for the fleet and it has never come up, end it with this failure."""
         if self._attended and not self.is_up:
             self.end(FleetFailed(None, text))
         else:

@@ -59,7 +59,7 @@ class Values:
         return self._expression("toJson .Release.Namespace") if self.chart else name
 
     def quoted_namespace(self, name: str) -> str:
-        """The same within another text, in quotation marks."""
+        """A namespace as a quoted string within another text."""
         return self.namespace(name) if self.chart else json.dumps(name)
 
     def within(self, text: str) -> str:

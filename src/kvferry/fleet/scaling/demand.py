@@ -25,7 +25,7 @@ class Demand:
 
     @property
     def known_s(self) -> float:
-        """For how long arrivals have been counted."""
+        """Seconds for which arrivals have been counted."""
         return len(self.counts) * self.bin_s
 
     def mean(self, for_s: float) -> float:

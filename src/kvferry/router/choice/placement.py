@@ -73,7 +73,7 @@ class Placement:
         return instance
 
     def next_decode(self, prefill: Instance | None = None) -> Instance | None:
-        """The same for decode instances; only those that can read the KV of `prefill`."""
+        """The next decode instance to try, of those that can read the KV of `prefill`; None if none is left to try."""
         if self._num_decodes > self._retries:
             return None
         choice: Choice[Instance] | None = self.decision.choice

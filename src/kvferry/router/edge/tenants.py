@@ -239,7 +239,7 @@ def _measure_pairs(body: RequestBody, first: tuple[str, ...], second: tuple[str,
 
 
 def _num_items(raw: bytes) -> int:
-    """Of a JSON list; 1 of anything else, and of an empty one."""
+    """The number of items of a JSON list; 1 for anything else, and for an empty list."""
     return max(1, len(_ITEMS.decode(raw))) if raw[:1] == b"[" else 1
 
 

@@ -138,7 +138,7 @@ class Turns:
             last[2].set_exception(full)
 
     def _list(self, line: _Line | None) -> None:
-        """From now on this tenant may be next."""
+        """Enter this tenant among those that may be next."""
         if line is None or not line.waiting or line.listed or not self._may_run(line.tenant):
             return
         line.listed = True

@@ -47,7 +47,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     origins: tuple[KVSource, ...] = ()
 
     def with_origin(self, origin: KVSource) -> VllmFacts:
-        """The same after a ticket has come from there."""
+        """These facts after a ticket with this origin has come from the instance."""
         if origin in self.origins:
             return self
         others = [one for one in self.origins if one.engine_id != origin.engine_id]
@@ -134,7 +134,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str, bootstrap_port: int) -> Address:
-        """Of a URL from `normalise_url`."""
+        """The address in a URL that `normalise_url` has returned."""
         parts = urlsplit(url)
         return cls(Origin.parse(f"{parts.scheme}://{parts.netloc}"), parts.path, parts.hostname or "", bootstrap_port)
 

@@ -166,7 +166,7 @@ class SharedState:
         self._run("DELETE FROM routers WHERE pid = ?", self._pid)
 
     def others(self) -> dict[int, str]:
-        """By process id, where the other routers that live answer; those that died are forgotten."""
+        """The URLs of the other routers that live, by process id; those that died are forgotten."""
         rows = self._run("SELECT pid, started, url FROM routers WHERE pid != ?", self._pid)
         dead = [pid for pid, started, _ in rows if not _lives(pid, started)]
         for pid in dead:
@@ -253,7 +253,7 @@ class SharedState:
     # Leases.
 
     def lease(self, url: str) -> LeaseRow | None:
-        """Of the process that registered this URL."""
+        """The lease of the process that registered this URL."""
         found = self._run("SELECT process, until FROM leases WHERE url = ?", url)
         return LeaseRow(*found[0]) if found else None
 
@@ -271,7 +271,7 @@ class SharedState:
         self._run("DELETE FROM leases WHERE url = ?", url)
 
     def extend_leases(self, seconds: float) -> None:
-        """Nobody could renew them meanwhile."""
+        """Extend all leases by a time in which nobody could renew them."""
         self._run("UPDATE leases SET until = until + ?", seconds)
 
     def end_leases(self, now: float) -> list[str]:

@@ -104,7 +104,7 @@ def _has_part(facts: Facts, part: LegRole) -> bool:
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
 def _tickets_fit(prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds) -> bool:
-    """Of two connectors. Asked for each request, and said once."""
+    """Whether D reads a kind of ticket that P writes. Asked for each request, but logged once for each pair."""
     if of_prefill.fit(of_decode):
         return True
     logger.warning(

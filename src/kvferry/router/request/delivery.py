@@ -44,7 +44,7 @@ _LONGEST_READ = 64 * 2**20
 
 
 class Delivery:
-    """Of one request's answer."""
+    """Brings one request's answer to the client."""
 
     def __init__(
         self, services: Services, response: Response, body: RequestBody, legs: RequestLegs, record: RequestRecord

@@ -66,7 +66,7 @@ class EventPassage(ABC):
         `OverflowError` if the marks of the last instance were invalid."""
 
     def count_tokens(self) -> int:
-        """Of the answer so far; 0: they are not told."""
+        """The number of tokens of the answer so far; 0 if the stream does not tell."""
         return 0
 
     def restart(self) -> None:
@@ -138,7 +138,7 @@ class EventPassage(ABC):
 
 
 class Progress(EventPassage):
-    """Of a stream whose events have marks."""
+    """The progress of a stream whose events have marks."""
 
     def __init__(self) -> None:
         super().__init__(InstanceFacts)
@@ -179,7 +179,7 @@ class Progress(EventPassage):
             self._marks.clear()
 
     def count_tokens(self) -> int:
-        """Of the answer so far."""
+        """The number of tokens of the answer so far."""
         self._compact()
         return len(self._tokens)
 

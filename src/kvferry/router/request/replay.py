@@ -51,7 +51,7 @@ class Replay(EventPassage):
         self._again, self._finishes = _Said(), False
 
     def fields(self) -> dict[str, Any]:
-        """Nothing: the request is sent as it came."""
+        """No fields: the request is sent again as it came."""
         return {}
 
     def _event(self, event: bytes) -> bytes:

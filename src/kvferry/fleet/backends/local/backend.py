@@ -69,7 +69,7 @@ class LocalBackend(FleetBackend):
 
     @property
     def num_routers(self) -> int:
-        """As the cores allow."""
+        """As many routers as the cores allow."""
         return self.recipe.num_routers
 
     async def open(self) -> None:
@@ -156,7 +156,7 @@ class LocalBackend(FleetBackend):
             self.changed.set()
 
     def ends(self) -> None:
-        """From now on, no connection waits for a router that will not come."""
+        """Close the routers' addresses, so that no connection waits for a router that will not come."""
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -329,5 +329,5 @@ async def _leave(registrar: Registrar, within_s: float, gone: asyncio.Event) -> 
 
 
 def memory_folder() -> str | None:
-    """For what is to be on no disk: keys, and a database whose writes must not wait."""
+    """A folder in memory, for what must not be on a disk (keys) or must be written at once (a database); None: none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

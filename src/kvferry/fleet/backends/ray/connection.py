@@ -57,7 +57,7 @@ class RayConnection:
 
     @classmethod
     async def close(cls) -> None:
-        """To be called once for each `open`."""
+        """End one use of the connection. Called once for each `open`."""
         cls._num_users -= 1
         if not cls._num_users and cls._is_ours:
             cls._is_ours = False

@@ -72,7 +72,7 @@ class RayLease(FleetLease):
         return self.is_held
 
     async def renew(self) -> None:
-        """The same, unless it is too late."""
+        """Take it again, if it is still held."""
         if self.is_held:
             await self.try_to_take()
 

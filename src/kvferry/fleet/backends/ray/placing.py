@@ -33,13 +33,13 @@ class Needs:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As a bundle of a placement group."""
+        """These resources as a bundle of a placement group."""
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: number for name, number in named.items() if number} or {"CPU": _LEAST_CPUS}
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of an actor."""
+        """These resources as options of an actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources)}
 
 

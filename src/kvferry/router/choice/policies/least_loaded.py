@@ -14,7 +14,7 @@ def work(targets: Candidates[T], leg: Leg) -> Vector:
 
 
 class LeastLoaded(LegPolicy):
-    """By `work`."""
+    """The instance with the least work (`work`)."""
 
     def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of each target."""

@@ -11,7 +11,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class PowerOfTwo(LegPolicy):
-    """By `work`, of two."""
+    """The one with less work (`work`) of two instances that are drawn at random."""
 
     def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of the two that were drawn; the others are never chosen."""

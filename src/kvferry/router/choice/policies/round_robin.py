@@ -15,5 +15,5 @@ class RoundRobin(LegPolicy):
     """Gives all the same score; among equals, the one that was chosen longest ago wins."""
 
     def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
-        """The same for all."""
+        """The same score for all, so that the turn decides."""
         return np.zeros(len(targets))

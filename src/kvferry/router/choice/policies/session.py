@@ -23,7 +23,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 @dataclass(frozen=True)
 class SessionSettings(PrefixSettings):
-    """For conversations that are recognised by their beginning: as for the prefix policy."""
+    """Settings; those of the prefix policy are for conversations without a name, recognised by how they begin."""
 
     max_sessions: int = 65536
     """Most conversations remembered; beyond, those that were silent longest are forgotten."""
@@ -68,7 +68,7 @@ class SessionAffinity(PrefixAware):
 
 
 def _places(targets: Candidates[T]) -> Mapping[str, int]:
-    """By name, the places of the instances."""
+    """The places of the instances in `targets`, by name."""
     known: dict[str, int] | None = targets.memo.get(_places)
     if known is None:
         known = targets.memo[_places] = {one.name: place for place, one in enumerate(targets)}
@@ -76,7 +76,7 @@ def _places(targets: Candidates[T]) -> Mapping[str, int]:
 
 
 def _hashes(session: str, targets: Candidates[T]) -> Vector:
-    """From 0 to 1 for each instance, different for each session."""
+    """A number from 0 to 1 for each instance (rendezvous hashing), different for each session."""
     seeds: Any = targets.memo.get(_hashes)
     if seeds is None:
         seeds = targets.memo[_hashes] = np.array([xxh3_64_intdigest(one.name.encode()) for one in targets], np.uint64)
