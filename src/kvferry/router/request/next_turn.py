@@ -101,7 +101,7 @@ class NextTurns:
             self.release(kept)
 
     def release(self, kept: Kept) -> None:
-        """Have the instance free what it keeps, which nobody will fetch. Returns at once; may be called several times."""
+        """Have D free what it keeps, which nobody will fetch. Returns at once; may be called several times."""
         if kept.until > self._clock.monotonic():
             self._releases.start(kept.decode, kept.transfer_id)
 
