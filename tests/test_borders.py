@@ -77,5 +77,5 @@ def test_a_hand_off_over_shared_memory_loads_no_other_medium() -> None:
     done = subprocess.run([sys.executable, "-c", SHARED_MEMORY_HAND_OFF], check=True, capture_output=True, text=True)
     loaded = {name.removeprefix("kvferry.transport").removeprefix(".") for name in done.stdout.split()}
     assert {"fabric.shm", "lookup_buffer.fabric"} <= loaded
-    others = {"tls", "checksum", "memory_vector", "fabric.pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
+    others = {"tls", "checksum", "memory_vector", "cuda", "fabric.pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
     assert not loaded & others

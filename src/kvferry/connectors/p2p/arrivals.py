@@ -68,17 +68,13 @@ class Arrivals:
     def begin(self, plan: P2pPlan) -> None:
         """Do the consumer's part of a plan. An error of one request does not affect the others."""
         for request_id in plan.cancels:
-            end, otherwise = partial(self._cancel, request_id), partial(self._not_cancelled, request_id)
-            call_contained(end, f"the end of request {request_id}", otherwise)
+            _contained(request_id, partial(self._cancel, request_id), self._not_cancelled)
         for request_id, ticket in plan.waits.items():
-            wait, otherwise = partial(self._wait, request_id, ticket), partial(self._not_waiting, request_id)
-            call_contained(wait, f"the lease of request {request_id}", otherwise)
-        for load in plan.loads.values():
-            start, otherwise = partial(self._start, load), partial(self._failed, load.request_id)
-            call_contained(start, f"a load of request {load.request_id}", otherwise)
+            _contained(request_id, partial(self._wait, request_id, ticket), self._not_waiting)
+        for request_id, load in plan.loads.items():
+            _contained(request_id, partial(self._start, load), self._failed)
         for request_id, ticket in plan.unwanted.items():
-            give_up, otherwise = partial(self._give_up, request_id, ticket), partial(self._not_waiting, request_id)
-            call_contained(give_up, f"the lease of request {request_id}", otherwise)
+            _contained(request_id, partial(self._give_up, request_id, ticket), self._not_waiting)
 
     def _cancel(self, request_id: str) -> None:
         """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
@@ -257,6 +253,10 @@ class Arrivals:
     def is_empty(self) -> bool:
         """Whether no load is under way, and no ticket waits for one."""
         return not (self._tasks or self._waits)
+
+
+def _contained(request_id: str, act: Callable[[], None], otherwise: Callable[[str, Exception], None]) -> None:
+    call_contained(act, f"a transfer of request {request_id}", partial(otherwise, request_id))
 
 
 def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:

@@ -31,11 +31,10 @@ from kvferry.connectors.reports import Reports
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, LeakError
 from kvferry.transport.connection import Identity
-from kvferry.transport.cuda.copies import device_wait
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.memory import BlockMemory
+from kvferry.transport.memory import BlockMemory, device_wait
 from kvferry.transport.options import options_of
 from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_together
 
