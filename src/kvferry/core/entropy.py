@@ -33,12 +33,12 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def token_hex(num_bytes: int) -> str:
-    """Twice as many hexadecimal digits, that nobody can guess."""
+    """`num_bytes` bytes that nobody can guess, in hexadecimal."""
     return token_bytes(num_bytes).hex()
 
 
 def token_bits(num_bits: int) -> int:
-    """A number of at most so many bits, that nobody can guess."""
+    """A number of at most `num_bits` bits that nobody can guess."""
     return int.from_bytes(token_bytes((num_bits + 7) // 8), "big") >> (-num_bits % 8)
 
 

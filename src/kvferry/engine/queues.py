@@ -40,7 +40,7 @@ class SequenceQueues:
         return heapq.heappop(self._waiting)[1]
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
-        """These were taken out by `next_waiting` and still wait."""
+        """Put sequences back that `next_waiting` took out and that still wait."""
         for sequence in sequences:
             heapq.heappush(self._waiting, (sequence.rank, sequence))
 
@@ -63,11 +63,11 @@ class SequenceQueues:
         )
 
     def stop(self, sequence: Sequence) -> None:
-        """It runs no longer, and its status is the caller's to set; nothing happens if it does not run."""
+        """Take it out of the running sequences, if it is one of them. The caller sets its status."""
         self._running = [other for other in self._running if other is not sequence]
 
     def leave(self, sequence: Sequence) -> None:
-        """It is about to end: take it out of the queue that it is in, if any."""
+        """Take a sequence that is about to end out of the queue that it is in, if any."""
         match sequence.status:
             case Status.RUNNING:
                 self.stop(sequence)

@@ -1,12 +1,12 @@
-"""Says how many instances a fleet needs, where somebody else starts them, such as Deployments with an autoscaler. They
-have registered at the routers by themselves.
+"""Recommends how many instances a fleet needs, where others start them, such as Deployments with an autoscaler. The
+instances register at the routers themselves.
 
     look      which instances the routers know, and what they have measured of requests
     decide    as the controller of a fleet does (`scaling`)
     tell      all routers, whose metrics show it (`kvferry_fleet_desired_instances`)
 
-Starts and stops nothing, and needs nothing but the routers. One that begins goes on from what the routers were told
-before; where they were told nothing, it waits until all instances had the time to register.
+It starts and stops nothing, and needs only the routers. When it begins, it continues from the plan that the routers
+were told last; if they have none, it waits until all instances have had time to register.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 from kvferry.fleet.scaling.rules import PREFILL, Counts
 
 REGISTERS_S = 30.0
-"""How long after the first router has answered all instances that serve have registered: two leases."""
+"""By this time after a router first answers, all serving instances have registered: two leases."""
 _LOOK_S = 1.0
 
 
 def read_recommended(path: Path) -> WantedFleet:
-    """A spec of which counts can be said. Instances keep the role that they were started for. Raises `ConfigError`."""
+    """Read a spec to recommend counts for. Instances keep the role that they were started for. Raises `ConfigError`."""
     fleet = read_fleet(path)
     if fleet.scale is None:
         raise ConfigError(f"{path}: there is no table [scale], which says what counts are to reach")
@@ -73,7 +73,7 @@ class Recommender:
             await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
-        """One round."""
+        """Look, decide and tell, once."""
         fleet = self._spec.follow()
         views = await self._views()
         if not views:
