@@ -11,7 +11,7 @@ Owns nothing: the engine's KV cache owns the memory and outlives every user of a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -186,16 +186,6 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         first, count = block_id, 1
     if count:
         yield first, count
-
-
-def device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for what this thread has queued on the device, such as a model's kernels. None for host
-    memory."""
-    if device == "cpu":
-        return None
-    import torch  # where KV is on a device, the engine beside has it
-
-    return lambda: torch.cuda.current_stream(device).synchronize()
 
 
 ANYWHERE = RegionMap([Region(0, HIGHEST_ADDRESS)], "peer's")

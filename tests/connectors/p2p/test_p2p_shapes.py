@@ -13,6 +13,7 @@ from kv_support import make_layout, sharded
 from kvferry.connectors.api import Failed, Hit
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.core.blocks.layout import KVLayout
+from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ChecksumMismatch, LayoutMismatch, LeaseEnded, PeerLost, ProtocolError
 from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.messages.ticket_seal import TicketSealer
@@ -348,15 +349,17 @@ def test_nothing_is_kept_of_an_answer_that_broke_off(make_engine: MakeEngine) ->
 def test_kept_blocks_are_bounded_and_end_by_time(make_engine: MakeEngine) -> None:
     layout = make_layout(2)
     bound = 8.0 * layout.block_bytes
-    options: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 0.1, "lease_s": LONG_S}
-    prefiller = make_engine("P2pConnector", **options)
-    decoder = make_engine("P2pConnector", buffer_size=bound, **options)
+    clock = ManualClock()
+    options: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": LONG_S, "lease_s": 2 * LONG_S}
+    prefiller = make_engine("P2pConnector", clock=clock, **options)
+    decoder = make_engine("P2pConnector", buffer_size=bound, clock=clock, **options)
     kept = []
     for key in ("a", "b"):
         ticket = prefiller.run(produced(PROMPT, key)).ticket
         kept.append(decoder.run(consumed(PROMPT, ticket, key)).ticket)
     assert kept[0] is not None
     assert kept[1] is None, "there was no room for it"
+    clock.advance(LONG_S)
     until_free(decoder)
     assert decoder.worker.statistics()["ended_expired"] == 1
     hand_off = parse_hand_off({**kept[0], "transfer_id": "late"}, "x")

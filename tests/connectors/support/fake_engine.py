@@ -48,6 +48,7 @@ from kvferry.connectors.registry import find_connector
 from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.blocks.sharding import on_rank
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
 from kvferry.core.settings.transfer_config import KVTransferConfig
@@ -128,6 +129,7 @@ class FakeEngine:
         buffer_size: float = 1e9,
         seed: int = 5,
         build_worker: Callable[[ConnectorContext], WorkerSide[Any]] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
         **extra: Any,
     ) -> None:
         self.layout, self.chunk, self.shares_prefixes = layout, chunk, shares_prefixes
@@ -146,9 +148,9 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}
         self.preempted: list[FakeRequest] = []
         self._woken = threading.Event()
-        self.scheduler = spec.build_scheduler_side(ConnectorContext(config, ranks[0], token))
+        self.scheduler = spec.build_scheduler_side(ConnectorContext(config, ranks[0], token, clock))
         build_worker = build_worker or spec.build_worker_side
-        self.workers = [build_worker(ConnectorContext(config, ranked, token)) for ranked in ranks]
+        self.workers = [build_worker(ConnectorContext(config, ranked, token, clock)) for ranked in ranks]
         self.reports = RankReports(len(ranks))
         self.addresses: list[dict[str, Any]] = []
         try:

@@ -15,9 +15,9 @@ import numpy as np
 from kvferry.core.errors import ConfigError
 from kvferry.store.copying import copy_bytes
 from kvferry.store.record import LayerViews
-from kvferry.transport.cuda.copies import CudaCopies, pinned_memory
+from kvferry.transport.cuda.copies import CudaCopies, device_wait, pinned_memory
 from kvferry.transport.cuda.driver import CudaDriver
-from kvferry.transport.memory import BlockMemory, Pieces, device_wait
+from kvferry.transport.memory import BlockMemory, Pieces
 
 
 class Copying(ABC):

@@ -34,7 +34,7 @@ from kvferry.transport.connection import Identity
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, lookup_buffer_class
 from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
-from kvferry.transport.memory import BlockMemory, device_wait
+from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import options_of
 from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_together
 
@@ -207,3 +207,12 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self.table.check()
         if self._held or self.reports or not self._arrivals.is_empty():
             raise LeakError("the P2P connector still waits for the end of hand-offs")
+
+
+def device_wait(device: str) -> Callable[[], None] | None:
+    """A function that waits for what this thread has queued on the device; None for host memory."""
+    if device == "cpu":
+        return None
+    from kvferry.transport.cuda import copies  # only where KV is on a device
+
+    return copies.device_wait(device)

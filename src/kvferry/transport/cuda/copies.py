@@ -6,6 +6,7 @@ The driver's own copies take 4 to 6 µs each to begin, which is more than a bloc
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -88,3 +89,13 @@ def pinned_memory(num_bytes: int) -> memoryview:
     except RuntimeError as error:
         raise MemoryError(f"no more pinned host memory: {error}") from error
     return memoryview(array)
+
+
+def device_wait(device: str) -> Callable[[], None] | None:
+    """A function that waits for what this thread has queued on the device, such as a model's kernels. None for host
+    memory."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return lambda: torch.cuda.current_stream(device).synchronize()
