@@ -10,7 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -22,7 +22,7 @@ from kvferry.core.keys import shared_token, users_token
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.backends.local.member import ERROR_PREFIX
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
-from kvferry.fleet.control.controller import Controller, End, EndAsked, LetGo, Superseded
+from kvferry.fleet.control.controller import Controller, EndAsked, LetGo, Superseded
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet
@@ -59,13 +59,7 @@ def control(
 
 async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
     """Run a fleet's controller until it is told to end. One that was silent for so long that another may have taken
-    over starts again, and waits for that one. `owner`: of the members, as in `BackendContext`."""
-    while isinstance(await _look_after(ledger, owner, waits=waits), Superseded):
-        waits = True
-    return 0
-
-
-async def _look_after(ledger: Ledger, owner: str, *, waits: bool) -> End:
+    over begins anew, and waits for that one. `owner`: of the members, as in `BackendContext`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, owner)
     async with Front(backend.context.token) as front:
@@ -77,12 +71,20 @@ async def _look_after(ledger: Ledger, owner: str, *, waits: bool) -> End:
             loop.add_signal_handler(number, controller.end, LetGo())
         try:
             end = await controller.run()
+            if isinstance(end, Superseded):
+                _begin_anew()
             if isinstance(end, EndAsked):
                 await controller.bring_down()
-            return end
+            return 0
         finally:
             await backend.close()
             controller.close()
+
+
+def _begin_anew() -> NoReturn:
+    """Become the program that this process has begun as. What it has asked for, and what hangs, is left behind: a
+    connection to a cluster that does not answer can neither be closed in time nor used again."""
+    os.execv(PROGRAM[0], [*PROGRAM, *sys.argv[1:]])
 
 
 def existing_ledger(name: str) -> Ledger:
