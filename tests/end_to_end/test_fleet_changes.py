@@ -155,7 +155,7 @@ def test_a_whole_unit_dies_at_once(
                 until(lambda: not any(_runs(one) for one in lost.values()), 10)  # noqa: B023
                 fleet.settle()
             num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 10, 60, fleet.log)
+            until(lambda: load.num_answers > num_answers + 10, 60, lambda: fleet.log)
         assert load.wrong == []
         require_clean(fleet)
     finally:
@@ -168,11 +168,11 @@ def test_ctrl_c_in_the_middle_of_a_change_leaves_the_change_to_the_controller(fl
         command = subprocess.Popen(
             [*PROGRAM, "fleet", "scale", NAME, "decode=3"], stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-        until(lambda: any(one.name == "decode-2" for one in ledger_of(NAME).history()), 60, fleet.log)
+        until(lambda: any(one.name == "decode-2" for one in ledger_of(NAME).history()), 60, lambda: fleet.log)
         os.killpg(command.pid, signal.SIGINT)  # as a terminal does
         _, said = command.communicate(timeout=30)
         assert (command.returncode, f"{NAME} goes on without being watched" in said) == (130, True), said
-        until(lambda: fleet.status.settled and len(fleet.names("decode")) == 3, 120, fleet.log)
+        until(lambda: fleet.status.settled and len(fleet.names("decode")) == 3, 120, lambda: fleet.log)
     assert load.wrong == []
 
 
@@ -189,11 +189,11 @@ def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(
         (rank,) = (one for one in psutil.Process(before).children() if "rank_start" in " ".join(one.cmdline()))
         with Load(fleet.status.url) as load:
             rank.suspend()
-            until(lambda: fleet.pid("prefill-0") != before, 150, fleet.log)
+            until(lambda: fleet.pid("prefill-0") != before, 150, lambda: fleet.log)
             fleet.settle()
             assert not rank.is_running()
             num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 5, 60, fleet.log)
+            until(lambda: load.num_answers > num_answers + 5, 60, lambda: fleet.log)
         assert load.wrong == []
         require_clean(fleet)
     finally:

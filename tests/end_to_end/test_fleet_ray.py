@@ -1,9 +1,13 @@
 """A fleet on a Ray cluster that is changed, and loses its parts, while it serves: no request is answered wrongly, and
-none fails but those that a killed router was answering. Nothing of it is left in the end."""
+none fails but those that a killed router was answering. Nothing of it is left in the end.
+
+`KVFERRY_FAULTS` says how many changes at random (a quarter of it), `KVFERRY_SEED` which.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -22,13 +26,15 @@ from kvferry.engine.engine import Engine
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
 from support.engines import run_prompts
-from support.fleets import PROMPTS, SPEC, Fleet, Load, require_clean, use_state_in
+from support.fleets import PROMPTS, SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
 from support.processes import begun, run, until
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
 NAME = "on-ray"
+NUM_CHANGES = max(4, int(os.environ.get("KVFERRY_FAULTS", "0")) // 4)
+SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 ACTOR, PROCESS = 0, 1
 """Of a member."""
 NUM_NODES = 3
@@ -87,7 +93,7 @@ def fleet_on(
         yield made
     finally:
         made.delete()
-    until(made.is_gone, 60, made.log)
+    until(made.is_gone, 60, lambda: made.log)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +125,7 @@ def test_an_actor_and_a_controller_are_killed(fleet: RayFleet) -> None:
         actor, pid = before["decode-0"]
         started = started_at(pid)
         os.kill(actor, signal.SIGKILL)
-        until(lambda: not runs(pid, started), 10, fleet.log)
+        until(lambda: not runs(pid, started), 10, lambda: fleet.log)
         fleet.settle()
         os.kill(fleet.status.pid, signal.SIGKILL)
         until(lambda: not ledger_of(NAME).has_controller, 10)
@@ -135,7 +141,7 @@ def test_a_node_is_killed(fleet: RayFleet, nodes: Nodes) -> None:
     with Load(fleet.status.url) as load:
         node = a_node(fleet, nodes)
         nodes.cluster.remove_node(node, allow_graceful=False)
-        until(lambda: not on(fleet, node), 60, fleet.log)
+        until(lambda: not on(fleet, node), 60, lambda: fleet.log)
         fleet.settle()
         num_answers = load.num_answers
         until(lambda: load.num_answers > num_answers + 5, 60)
@@ -174,9 +180,9 @@ def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model
             service = short_lived.head.all_processes["gcs_server"][0].process
             service.kill()
             service.wait()
-            until(lambda: "control service (GCS) has not answered" in fleet.log, 60, fleet.log)
+            until(lambda: "control service (GCS) has not answered" in fleet.log, 60, lambda: fleet.log)
             num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 20, 30, fleet.log)
+            until(lambda: load.num_answers > num_answers + 20, 30, lambda: fleet.log)
         assert load.wrong == []
         short_lived.cluster.shutdown()
 
@@ -194,7 +200,7 @@ def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
             os.kill(before["decode-1"][PROCESS], signal.SIGKILL)
             eventually(fleet, lambda: fleet.names("decode") == ["decode-0"], 30)
             num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 10, 30, fleet.log)
+            until(lambda: load.num_answers > num_answers + 10, 30, lambda: fleet.log)
         finally:
             service.resume()
         fleet.settle()
@@ -213,7 +219,7 @@ def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:
             os.kill(before[name][which], signal.SIGKILL)
             replaced(fleet, before, name)
             num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 20, 60, fleet.log)  # noqa: B023
+            until(lambda: load.num_answers > num_answers + 20, 60, lambda: fleet.log)  # noqa: B023
         assert all("Error" in one for one in load.wrong), load.wrong  # of a connection; no answer is wrong
         assert len(load.wrong) <= load.num_clients
     require_clean(fleet)
@@ -227,7 +233,7 @@ def test_all_routers_are_killed_at_once_and_the_next_ones_hear_of_all_instances(
     replaced(fleet, before, "router-0", "router-1")
     assert fleet.status.url != url
     with Load(fleet.status.url) as load:
-        until(lambda: load.num_answers > 10, 60, fleet.log)
+        until(lambda: load.num_answers > 10, 60, lambda: fleet.log)
     assert load.wrong == []
     after = fleet.processes()
     assert [after[name] for name in ("prefill-0", "decode-0")] == [before[name] for name in ("prefill-0", "decode-0")]
@@ -279,7 +285,7 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
             until(lambda: waits(0, 1), 60)
             assert "looks after this fleet, and what is changed here" in run("fleet", "status", NAME).stdout
             os.kill(pids[0], signal.SIGSTOP)
-            until(lambda: acts(0), 90, fleet.log)
+            until(lambda: acts(0), 90, lambda: fleet.log)
             assert fleet.processes() == before
             os.kill(before["decode-0"][PROCESS], signal.SIGKILL)
             replaced(fleet, before, "decode-0")
@@ -295,6 +301,24 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
                 os.kill(one, signal.SIGKILL)
     assert load.wrong == []
     require_clean(fleet)
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_random_changes(fleet: RayFleet, nodes: Nodes) -> None:
+    """An actor is struck, or its member; and nodes are lost."""
+    dice = random.Random(SEED)
+
+    def strike(member: str, number: int) -> None:
+        if pair := fleet.processes().get(member):
+            with suppress(ProcessLookupError):
+                os.kill(dice.choice(pair), number)
+
+    def lose_node() -> None:
+        if left := to_lose(fleet, nodes):
+            nodes.cluster.remove_node(dice.choice(left), allow_graceful=False)
+            nodes.add()
+
+    change_at_random(fleet, dice, NUM_CHANGES, strike, lose_node)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

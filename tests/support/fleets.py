@@ -81,7 +81,7 @@ class Fleet:
     def settle(self) -> None:
         """As `kvferry fleet resume`, which also starts a controller where there is none."""
         self.does("resume", self.name)
-        until(lambda: self.status.settled, 240, self.log)
+        until(lambda: self.status.settled, 240, lambda: self.log)
 
     def delete(self) -> None:
         """Also of one that has never come up."""
@@ -161,14 +161,15 @@ class Load:
 
 
 def require_clean(fleet: Fleet) -> None:
-    """Nothing is kept on any instance, once nobody asks any more."""
-    for one in fleet.status.members:
-        if one.role != "router":
-            until(
-                lambda url=one.url: httpx.get(f"{url}/kvferry/check", auth=OPERATOR, timeout=30).status_code == 200,  # type: ignore[misc]
-                30,
-                fleet.log,
-            )
+    """Nothing is kept on any instance, once nobody asks any more and those that have just been killed are replaced."""
+    until(lambda: all(_is_clean(one) for one in fleet.status.members if one.role != "router"), 90, lambda: fleet.log)
+
+
+def _is_clean(member: MemberStatus) -> bool:
+    try:
+        return httpx.get(f"{member.url}/kvferry/check", auth=OPERATOR, timeout=30).status_code == 200
+    except (httpx.HTTPError, httpx.InvalidURL):  # it does not serve yet, or any more
+        return False
 
 
 def change_at_random(

@@ -123,11 +123,13 @@ def sum_of(metrics: str, name: str, **labels: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted))
 
 
-def until(holds: Callable[[], bool], within_s: float, context: str = "") -> None:
-    """Ask until it holds; fail after `within_s`."""
+def until(holds: Callable[[], bool], within_s: float, context: str | Callable[[], str] = "") -> None:
+    """Ask until it holds; fail after `within_s`, with the end of `context`, or of what it returns then."""
     deadline = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < deadline, f"not within {within_s} s\n{context[-3000:]}"
+        if time.monotonic() >= deadline:
+            text = context if isinstance(context, str) else context()
+            raise AssertionError(f"not within {within_s} s\n{text[-3000:]}")
         time.sleep(0.02)  # between two HTTP requests, so that the asked one gets its core
 
 
