@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from kvferry.fleet.kubernetes.pods import Object
     from kvferry.fleet.kubernetes.values import Values
 
-PROMETHEUS = "http://prometheus-operated.monitoring:9090"
-"""The Service that Prometheus' operator makes, in its usual namespace."""
-
 
 def add_to(fleet: App) -> None:
     """Give `kvferry fleet` this command."""
@@ -52,7 +49,13 @@ def render(
             " Default: hpa for a fleet with [scale] in pooling mode, otherwise none."
         ),
     ] = None,
-    prometheus: Annotated[str, Parameter(help="URL of Prometheus, for --autoscaler keda.")] = PROMETHEUS,
+    prometheus: Annotated[
+        str | None,
+        Parameter(
+            help="URL of Prometheus, for --autoscaler keda, such as http://prometheus-operated.monitoring:9090."
+            " Default: KEDA asks the routers."
+        ),
+    ] = None,
 ) -> int:
     """Write a fleet as manifests of Kubernetes.
 
@@ -66,7 +69,7 @@ def render(
 
     fleet = read_fleet(spec)
     check(fleet)
-    write = _how_to_write(fleet, controller, autoscaler, _url("--prometheus", prometheus))
+    write = _how_to_write(fleet, controller, autoscaler, prometheus and _url("--prometheus", prometheus))
     if chart is not None:
         try:
             files = write_chart(fleet, chart, lambda values: write(values, ""))
@@ -83,7 +86,7 @@ def render(
 
 
 def _how_to_write(
-    fleet: WantedFleet, controller: str | None, autoscaler: Kind | None, prometheus: str
+    fleet: WantedFleet, controller: str | None, autoscaler: Kind | None, prometheus: str | None
 ) -> Callable[[Values, str], list[Object]]:
     """What gives the objects, for values and a token. Raises `ConfigError` for flags that contradict each other, and
     for what cannot be done so."""
@@ -105,7 +108,7 @@ def _how_to_write(
         why = f", because of {asked_for}" if asked_for else ""
         sys.stderr.write(f"kvferry: kvferry's controller makes the pods{why}\n")
         return lambda values, token: render_controller(fleet, values, token)
-    autoscaling = Autoscaling(chosen(fleet, autoscaler), prometheus)
+    autoscaling = Autoscaling(chosen(fleet, autoscaler, prometheus or ""), prometheus or "")
     _say_what_scales(fleet, autoscaling)
     return lambda values, token: render(fleet, values, token, autoscaling)
 
@@ -129,7 +132,7 @@ def _say_what_scales(fleet: WantedFleet, autoscaling: Autoscaling) -> None:
         return
     if autoscaling.kind == "none" and (why := why_not(fleet)):
         sys.stderr.write(f"kvferry: no autoscaler is among these: {why}\n")
-    elif autoscaling.kind != "none" and not kubernetes.pod_monitor:
+    elif (autoscaling.kind == "hpa" or autoscaling.prometheus) and not kubernetes.pod_monitor:
         what = "the routers' /metrics, with the labels namespace and app_kubernetes_io_instance"
         sys.stderr.write(f"kvferry: Prometheus must read {what}; pod_monitor = true has its operator do so\n")
 

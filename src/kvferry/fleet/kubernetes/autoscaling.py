@@ -1,6 +1,6 @@
 """What has Kubernetes start as many instances as a fleet with `[scale]` needs: for each role a HorizontalPodAutoscaler,
-or KEDA's ScaledObject, which follows `kvferry_fleet_desired_instances` in the routers' metrics. `kvferry fleet
-recommend`, in a Deployment, puts it there.
+or KEDA's ScaledObject, which follows `kvferry_fleet_desired_instances` in the routers' metrics, or what routers answer
+to GET /kvferry/plan. `kvferry fleet recommend`, in a Deployment, puts it there.
 
 kvferry has decided already when they see a number: they follow at once, and without a tolerance.
 """
@@ -13,9 +13,10 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.messages.traffic import PLAN_PATH
 from kvferry.fleet.control.scaling import most_of
 from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
-from kvferry.fleet.kubernetes.pods import Object, kubernetes_of
+from kvferry.fleet.kubernetes.pods import HTTP_PORT, Object, kubernetes_of
 from kvferry.fleet.kubernetes.values import Values
 
 Kind = Literal["hpa", "keda", "none"]
@@ -30,7 +31,7 @@ _TOLERATED = 10
 
 @dataclass(frozen=True)
 class Autoscaling:
-    """`prometheus`: its URL, which only KEDA needs."""
+    """`prometheus`: its URL, for KEDA; without it, KEDA asks the routers."""
 
     kind: Kind = "none"
     prometheus: str = ""
@@ -39,9 +40,9 @@ class Autoscaling:
 NOT_SCALED = Autoscaling()
 
 
-def chosen(fleet: WantedFleet, asked: Kind | None) -> Kind:
-    """The autoscaler that is written. Default: an HPA for a fleet that is to be scaled, and can be. Raises
-    `ConfigError` for one that could not do what the spec asks for."""
+def chosen(fleet: WantedFleet, asked: Kind | None, prometheus: str = "") -> Kind:
+    """The autoscaler that is written. Default: an HPA for a fleet that is to be scaled, and can be. `prometheus`: as in
+    `Autoscaling`. Raises `ConfigError` for one that could not do what the spec asks for."""
     why = why_not(fleet)
     asked = asked or ("none" if why else "hpa")
     if asked == "none":
@@ -55,7 +56,17 @@ def chosen(fleet: WantedFleet, asked: Kind | None) -> Kind:
             f"--autoscaler hpa: with {zero} a role may have no instance, and an HPA keeps one; --autoscaler keda does"
             " not"
         )
+    if asked == "keda" and not prometheus and (keys := _keys_of(fleet)):
+        raise ConfigError(
+            f"--autoscaler keda: with {keys}, routers show what is wanted to nobody without a key; give --prometheus"
+        )
     return asked
+
+
+def _keys_of(fleet: WantedFleet) -> str:
+    """The flag that gives routers keys, or has them answer elsewhere; empty if there is none."""
+    flags = (one.partition("=")[0].replace("_", "-") for one in fleet.router.args)
+    return next((one for one in flags if one.startswith(("--api-key", "--admin-"))), "")
 
 
 def why_not(fleet: WantedFleet) -> str:
@@ -120,17 +131,35 @@ def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any
 
 
 def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
-    """Where nothing is known of the metric, nothing is scaled: KEDA would take it for 0."""
+    """Where nothing is known of the number, nothing is scaled."""
+    if told.prometheus:
+        return {
+            "type": "prometheus",
+            "metricType": "AverageValue",
+            "metadata": _of_prometheus(fleet, values, role, told),
+        }
+    namespace = values.within_text(kubernetes_of(fleet).namespace)
+    asked = {
+        "url": f"http://{fleet.name}.{namespace}:{HTTP_PORT}{PLAN_PATH}",
+        "format": "json",
+        "valueLocation": f"desired.{role}",
+        "targetValue": "1",
+        "activationTargetValue": "0",
+    }
+    return {"type": "metrics-api", "metricType": "AverageValue", "metadata": asked}
+
+
+def _of_prometheus(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
+    """KEDA would take a metric that is not there for 0."""
     namespace = values.quoted_namespace(kubernetes_of(fleet).namespace)
     labels = f'namespace={namespace},{METRIC_LABEL}="{fleet.name}",role="{role}"'
-    asked = {
+    return {
         "serverAddress": values.value("prometheus", told.prometheus),
         "query": f"max({METRIC}{{{labels}}})",
         "threshold": "1",
         "activationThreshold": "0",
         "ignoreNullValues": "false",
     }
-    return {"type": "prometheus", "metricType": "AverageValue", "metadata": asked}
 
 
 def _behavior(most: int) -> Object:

@@ -62,6 +62,10 @@ class Values:
         """A namespace as a quoted string within another text."""
         return self.namespace(name) if self.chart else json.dumps(name)
 
+    def within_text(self, name: str) -> str:
+        """The same within another text, as it is."""
+        return self._expression(".Release.Namespace") if self.chart else name
+
     def within(self, text: str) -> str:
         """A text of JSON or TOML in which values are strings; they become what they are."""
         return _QUOTED.sub(r"\1", text)
