@@ -62,6 +62,8 @@ def test_a_file(tmp_path: Path) -> None:
         ({**BASE, "role": {"prefil": {}}}, "role.prefil is not a known key; did you mean 'prefill'"),
         ({**BASE, "role": {"prefill": {"cuont": 2}, "decode": {}}}, "role.prefill.cuont .*did you mean 'count'"),
         ({**BASE, "role": {"prefill": {"count": -1}, "decode": {}}}, "role.prefill.count: must be 0 to 4096, got -1"),
+        ({**BASE, "role": {"prefill": {"count": 10**9}, "decode": {}}}, "role.prefill.count: must be 0 to 4096"),
+        (in_pods(image="i", controllers=10**9), "backend.kubernetes.controllers: must be 1 to 8"),
         ({**BASE, "role": {"prefill": {"count": "two"}, "decode": {}}}, "role.prefill.count"),
         ({**BASE, "role": {"prefill": {}}}, "there are prefill instances, and none for decode"),
         ({**BASE, "role": {}}, "there is no role"),

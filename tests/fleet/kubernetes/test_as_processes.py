@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.backends.kubernetes.pod import pods_for
+from kvferry.fleet.control.backend import MemberSpec
+from kvferry.fleet.control.spec import Role, fleet_from
 from kvferry.fleet.kubernetes.render import render
 from kvferry.fleet.kubernetes.values import Values
+from support.ports import free_port
 from support.processes import AUTH_TOKEN, KvferryProcess, begun, until
 
-TOLD = {
+TOLD: dict[str, Any] = {
     "name": "chat",
     "model": "kvferry/tiny-python",
     "mode": "pooling",
@@ -36,13 +40,15 @@ def containers() -> dict[str, Any]:
     return found
 
 
-def start(running: ExitStack, container: Any, address: str, log: Path, **changed: str) -> Callable[[], KvferryProcess]:
+def start(
+    running: ExitStack, container: Any, address: str, log: Path, *, ends_cleanly: bool = True, **changed: str
+) -> Callable[[], KvferryProcess]:
     """The container's command, at this address instead of a pod's and at any port instead of the pod's own."""
     said = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     environment = {name: value for name, value in said.items() if name.startswith("KVFERRY_")} | changed
     command = [*container["command"][1:], *container["args"]]
     command = [one.replace("$(POD_IP)", address).replace("0.0.0.0", address) for one in command if "--port" not in one]
-    return running.enter_context(begun(*command, log=log, more=environment))
+    return running.enter_context(begun(*command, log=log, ends_cleanly=ends_cleanly, more=environment))
 
 
 def probe(process: KvferryProcess, container: Any, name: str) -> bool:
@@ -85,6 +91,50 @@ def test_the_pods_of_a_fleet(tmp_path: Path) -> None:
         )
         assert "drained" in done.stdout
         assert router.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code in (200, 503)
+
+
+@pytest.mark.processes
+def test_the_pods_of_one_instance(tmp_path: Path) -> None:
+    """Its ranks meet at its first pod, and all of them end with any of them."""
+    told = {**TOLD, "role": {"prefill": {}, "decode": {"tensor_parallel_size": 2}}}
+    kubernetes = {**TOLD["backend"]["kubernetes"], "pod": {"decode": {"hosts": 2}}}
+    fleet = fleet_from({**told, "backend": {"kind": "kubernetes", "kubernetes": kubernetes}})
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    pods = {role: pods_for(fleet, MemberSpec(f"{role}-0", role, "r")) for role in roles}
+    (prefill,), (first, second) = ([pod["spec"]["containers"][0] for pod in pods[role]] for role in roles)
+    assert second["command"] == ["kvferry", "rank", "decode-0.chat-ranks:7000"]
+    spec = pods["decode"][0]["spec"]
+    assert f"{spec['hostname']}.{spec['subdomain']}" == "decode-0.chat-ranks"
+    port = free_port()
+    first["args"] = [one.replace("7000", str(port)) for one in first["args"]]
+    with ExitStack() as running:
+        router = start(running, containers()["chat-router"], "127.0.0.1", tmp_path / "router.log")()
+        registers = {"KVFERRY_REGISTER": router.url}
+        ready = [
+            start(
+                running,
+                container,
+                f"127.0.0.{number}",
+                tmp_path / f"{number}.log",
+                ends_cleanly=number == 2,
+                **registers,
+            )
+            for number, container in ((2, prefill), (3, first))
+        ]
+        rank = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.cli.main", "rank", f"127.0.0.3:{port}"],
+            env={**os.environ, "KVFERRY_AUTH_TOKEN": AUTH_TOKEN, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            prefilling, decoding = (one() for one in ready)
+            until(lambda: {prefilling.url, decoding.url} <= {*listed(router).split()}, 20, router.log)
+            assert router.complete("def add(a, b):")["usage"]["completion_tokens"] == 12
+            assert prefilling.metric("vllm:prompt_tokens_total") > 0
+        finally:
+            rank.kill()
+            rank.wait()
+        until(lambda: decoding.returncode is not None, 30, decoding.log)
+        assert decoding.returncode, "which its pod says"
 
 
 def listed(router: KvferryProcess) -> str:

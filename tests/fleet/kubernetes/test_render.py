@@ -80,6 +80,7 @@ CASES: dict[str, OBJECTS] = {
     "one role": pooling(roles={"both": {"count": 2}}),
     "vllm": pooling(VLLM),
     "ranks on several pods": pooling(VLLM, WIDE, **ON_HOSTS),
+    "ranks of kvferry's own on several pods": pooling(None, WIDE, pod={"prefill": {"hosts": 8}}),
     "gang": pooling(VLLM, WIDE, **ON_HOSTS, gang="kubernetes"),
     "gang of Volcano's": pooling(VLLM, WIDE, **ON_HOSTS, gang="volcano"),
     "disaggregated set": pooling(disaggregated_set=True),
@@ -102,6 +103,7 @@ def scaled(
 
 
 HPA, KEDA = Autoscaling("hpa"), Autoscaling("keda", "http://prometheus.monitoring:9090")
+KEDA_ALONE = Autoscaling("keda")
 NO_MINIMUM = {"prefill": {"min": 0, "max": 3}, "decode": {"min": 0, "max": 3}}
 WIDE_SCALED = {role: {**one, "max": 6} for role, one in WIDE.items()}
 SCALED: dict[str, tuple[OBJECTS, Autoscaling]] = {
@@ -112,6 +114,7 @@ SCALED: dict[str, tuple[OBJECTS, Autoscaling]] = {
     "HPA within a budget": (scaled({"prefill": {}, "decode": {}}, {"budget": 8, "most_per_decode": 2.0}), HPA),
     "KEDA": (scaled(pod_monitor=True, namespace="llm"), KEDA),
     "KEDA down to nothing": (scaled(NO_MINIMUM, {"idle": "10m"}), KEDA),
+    "KEDA without Prometheus": (scaled(namespace="llm"), KEDA_ALONE),
 }
 CASES |= {name: told for name, (told, _) in SCALED.items()}
 ROLE_CHANGES = {"prefill": {"can_be": ["decode"], "max": 3}, "decode": {"min": 1, "max": 4}}
@@ -119,6 +122,7 @@ CONTROLLED: dict[str, OBJECTS] = {
     "controller": pooling(**FULL),
     "controller that scales": scaled(ROLE_CHANGES, engine=VLLM, controllers=2, context="mine"),
     "controller of units": {**in_units(), "failure": {"restart": "unit"}},
+    "controller of several pods": pooling(VLLM, WIDE, **ON_HOSTS),
     "controller with a Secret of one's own": pooling(token_secret="mine", service_account="plain"),
 }
 CASES |= CONTROLLED
@@ -210,7 +214,7 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> N
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> None:
-    """Helm itself is not here: its three expressions that a chart uses are filled in as it does."""
+    """Helm itself is not here: its four expressions that a chart uses are filled in as it does."""
     fleet = fleet_from(CASES[case])
     write_chart(fleet, tmp_path, lambda values: renders(case)(values, ""))
     values = {**yaml.safe_load((tmp_path / "values.yaml").read_text()), "token": "the token of a test"}
@@ -218,13 +222,14 @@ def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> 
 
     def fill(found: re.Match[str]) -> str:
         expression = re.fullmatch(
-            r'toJson \.(Values\.[\w.]+|Release\.Namespace)|required "set token" \.(Values\.token) \| toJson', found[1]
+            r'(toJson )?\.(Values\.[\w.]+|Release\.Namespace)|required "set token" \.(Values\.token) \| toJson',
+            found[1],
         )
         assert expression is not None, found[1]
         place: Any = {"Values": values, "Release": {"Namespace": fleet.backend.kubernetes.namespace}}  # type: ignore[union-attr]
-        for step in (expression[1] or expression[2]).split("."):
+        for step in (expression[2] or expression[3]).split("."):
             place = place[step]
-        return json.dumps(place)
+        return json.dumps(place) if expression[1] or expression[3] else str(place)
 
     text = re.sub(r"\{\{ (.+?) \}\}", fill, (tmp_path / "templates/fleet.yaml").read_text())
     assert list(yaml.safe_load_all(text)) == of_case(case)
@@ -293,6 +298,16 @@ def test_ranks_on_several_pods_find_each_other() -> None:
     assert {"--nnodes=2", "--node-rank=0", "--master-addr=$(LWS_LEADER_ADDRESS)"} <= {*leader["args"]}
     assert {"--headless", "--node-rank=$(LWS_WORKER_INDEX)", "--tensor-parallel-size=16"} <= {*worker["command"]}
     assert "lifecycle" not in worker
+
+
+def test_ranks_of_kvferry_s_own_on_several_pods_find_each_other() -> None:
+    objects = of_case("ranks of kvferry's own on several pods")
+    (found,) = of_kind(objects, "LeaderWorkerSet").values()
+    pods_of = found["spec"]["leaderWorkerTemplate"]
+    leader, worker = (pods_of[f"{name}Template"]["spec"]["containers"][0] for name in ("leader", "worker"))
+    assert pods_of["size"] == 8
+    assert {"--tensor-parallel-size=8", "--ranks-at=$(POD_IP):7000"} <= {*leader["args"]}
+    assert worker["command"] == ["kvferry", "rank", "$(LWS_LEADER_ADDRESS):7000"]
 
 
 def test_flags_of_routers_are_theirs() -> None:
@@ -389,6 +404,9 @@ def test_an_autoscaler_asks_for_its_own_role_of_its_own_fleet() -> None:
     labels = 'namespace="llm",app_kubernetes_io_instance="chat",role="decode"'
     assert trigger["metadata"]["query"] == f"max(kvferry_fleet_desired_instances{{{labels}}})"
     assert of_kind(objects, "PodMonitor")["chat"]["spec"]["podTargetLabels"] == ["app.kubernetes.io/instance"]
+    (trigger,) = of_kind(of_case("KEDA without Prometheus"), "ScaledObject")["chat-decode"]["spec"]["triggers"]
+    assert trigger["metadata"]["url"] == "http://chat.llm:8000/kvferry/plan"
+    assert trigger["metadata"]["valueLocation"] == "desired.decode"
     down = of_kind(of_case("KEDA down to nothing"), "ScaledObject")["chat-decode"]["spec"]
     assert (down["minReplicaCount"], down["maxReplicaCount"]) == (0, 3)
 
@@ -406,6 +424,7 @@ def test_an_autoscaler_asks_for_its_own_role_of_its_own_fleet() -> None:
         (scaled(NO_MINIMUM, {"idle": "10m"}), "hpa", "scale.idle"),
         (scaled(NO_MINIMUM, {"idle": "10m"}), None, "scale.idle"),
         (scaled(NO_MINIMUM, {"aggregate": True}), "hpa", "scale.aggregate"),
+        ({**scaled(), "router": {"args": ["--api-key-file=/keys"]}}, "keda", "--api-key-file, routers show"),
         (scaled(disaggregated_set=True), "hpa", "DisaggregatedSet"),
     ],
 )
@@ -447,9 +466,10 @@ def test_names_that_kubernetes_would_not_take(kubernetes: OBJECTS, complaint: st
     ("told", "complaint"),
     [
         ({**pooling(), "name": "7b"}, "must begin with a letter"),
-        (pooling(pod={"controller": {"hosts": 2}}), "only vLLM's instances"),
-        (pooling(pod={"decode": {"hosts": 2}}), "only vLLM's instances"),
-        (pooling(VLLM, pod={"router": {"hosts": 2}}), "only vLLM's instances"),
+        (pooling(pod={"controller": {"hosts": 2}}), "only instances"),
+        (pooling(VLLM, pod={"router": {"hosts": 2}}), "only instances"),
+        (pooling(pod={"decode": {"hosts": 2}}), "must be a multiple"),
+        (pooling(None, WIDE, pod={"prefill": {"hosts": 4}}), "each rank has a pod of its own"),
         (pooling(VLLM, pod={"decode": {"hosts": 2}}), "must be a multiple"),
         (in_units(disaggregated_set=True), "disaggregated_set is for"),
         (pooling(roles={"both": {}}, disaggregated_set=True), "two roles or more"),
@@ -533,5 +553,8 @@ def test_the_command_with_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*asked, "--prometheus", "http://user:secret@p"]) == 2
     assert main([*asked, "--chart", str(tmp_path / "chart")]) == 0
     values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
-    assert values["prometheus"] == "http://prometheus-operated.monitoring:9090"
+    assert "prometheus" not in values
+    assert main([*asked, "--prometheus", "http://prometheus:9090", "--chart", str(tmp_path / "chart")]) == 0
+    values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
+    assert values["prometheus"] == "http://prometheus:9090"
     assert values["autoscaling"]["decode"] == {"min": 1, "max": 3}

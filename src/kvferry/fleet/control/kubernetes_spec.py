@@ -63,7 +63,7 @@ class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerations: tuple[Toleration, ...] = ()
     """Taints of nodes that pods accept."""
     hosts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Pods of one instance, among which its ranks are divided (a LeaderWorkerSet). More than one needs vLLM."""
+    """Pods of one instance, among which its ranks are divided; of kvferry's own engine, one for each rank."""
     shared_memory: Quantity = "8Gi"
     """Size of /dev/shm: the KV cache is in it on CPUs, and what ranks pass to each other."""
 

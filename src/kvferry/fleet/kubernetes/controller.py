@@ -36,7 +36,6 @@ def require_plain_pods(fleet: WantedFleet) -> None:
     for what, is_asked in (
         ("gang", told.gang != "none"),
         ("disaggregated_set", told.disaggregated_set),
-        ("pod.….hosts", any(one.hosts > 1 for one in told.pod.values())),
     ):
         if is_asked:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from kvferry.fleet.kubernetes.values import Values
 
 Object = dict[str, Any]
 
-HTTP_PORT, KV_PORT = 8000, 8101
+HTTP_PORT, KV_PORT, RANKS_PORT = 8000, 8101, 7000
 SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
 _MARGIN_S = 30
 """How much longer than its drain a pod may take to end before it is killed."""
@@ -55,6 +56,21 @@ def member_roles(fleet: WantedFleet) -> list[MemberRole]:
     return [*(fleet.role if fleet.unit is None else fleet.unit.members), "router"]
 
 
+@dataclass(frozen=True)
+class Host:
+    """One of the pods of an instance. `number`: 0 is that of the first, which answers requests. `leader`: the host name
+    of that one."""
+
+    number: str
+    leader: str
+
+
+FIRST = "0"
+ALONE = Host(FIRST, "")
+LWS_LEADER, LWS_WORKER = (Host(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
+"""Of a LeaderWorkerSet, whose controller sets these variables."""
+
+
 class Pods:
     """Writes the pods of one fleet."""
 
@@ -69,20 +85,20 @@ class Pods:
         *,
         unit: int | None,
         group: str,
-        rank: int = 0,
+        host: Host = ALONE,
         started_as: Role | None = None,
     ) -> Object:
         """The template of an instance's pods, which register at `routers`; without any, who starts them tells the
-        routers. `rank` above 0: those of the other ranks of an instance on several pods. `group`: of the pods that are
-        scheduled together. `started_as`: what it can do, if that is more than its role."""
+        routers. `host`: which of an instance's pods it is. `group`: of the pods that are scheduled together.
+        `started_as`: what it can do, if that is more than its role."""
         started_as = started_as or role
         container = self._container(role)
-        if rank:
-            container["command"] = _vllm_worker(self._fleet, role)
+        if host.number != FIRST:
+            container["command"] = self._worker(role, started_as, host)
         else:
             command = "prefill" if started_as == "prefill" else "decode"
             container["command"] = ["kvferry", command, self._fleet.model]
-            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, started_as))
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, started_as, host))
             container |= self._instance_probes()
             if routers:
                 container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
@@ -144,7 +160,13 @@ class Pods:
         template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})
         return template
 
-    def _arguments(self, role: Role, started_as: Role) -> list[str]:
+    def _worker(self, role: Role, started_as: Role, host: Host) -> list[str]:
+        """The command of a further pod of an instance, which answers nobody."""
+        if self._fleet.engine.kind == "kvferry":
+            return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
+        return _vllm_worker(self._fleet, role, started_as, host)
+
+    def _arguments(self, role: Role, started_as: Role, host: Host) -> list[str]:
         engine, one = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
@@ -154,9 +176,11 @@ class Pods:
         ]
         ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
         if engine.kind == "kvferry":
-            return [*arguments, *([f"--tensor-parallel-size={ranks}"] if ranks > 1 else []), *engine.args, *more]
+            arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
+            arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
+            return [*arguments, *engine.args, *more]
         python = [f"--engine-python={engine.python}"] if engine.python else []
-        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, "0")]
+        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 
     def _instance_probes(self) -> Object:
         """It has loaded its model; it serves now; its process still answers."""
@@ -271,6 +295,11 @@ def token_secret(fleet: WantedFleet) -> str:
     return kubernetes_of(fleet).token_secret or f"{fleet.name}-token"
 
 
+def ranks_service(fleet: WantedFleet) -> str:
+    """The name of the Service through which the pods of one instance find its first."""
+    return f"{fleet.name}-ranks"
+
+
 def transfer_config(connectors: Sequence[str], role: Role) -> str:
     """`--kv-transfer-config` of an instance in a pod, which is reached at the pod's address."""
     reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
@@ -284,24 +313,24 @@ def transfer_config(connectors: Sequence[str], role: Role) -> str:
     return msgspec.json.encode(told).decode()
 
 
-def _vllm_arguments(fleet: WantedFleet, role: Role, rank: str) -> list[str]:
+def _vllm_arguments(fleet: WantedFleet, role: Role, host: Host) -> list[str]:
     one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
     arguments = list(fleet.engine.args)
     if one is not None:
         arguments += [f"--tensor-parallel-size={one.tensor_parallel_size}", *one.args]
     if hosts > 1:
-        arguments += [f"--nnodes={hosts}", f"--node-rank={rank}", "--master-addr=$(LWS_LEADER_ADDRESS)"]
+        arguments += [f"--nnodes={hosts}", f"--node-rank={host.number}", f"--master-addr={host.leader}"]
     return arguments
 
 
-def _vllm_worker(fleet: WantedFleet, role: Role) -> list[str]:
-    """vLLM's own command for further ranks of an instance, which answer nobody."""
-    role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
-    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, role)) | {"kv_role": role_of_kv}
+def _vllm_worker(fleet: WantedFleet, role: Role, started_as: Role, host: Host) -> list[str]:
+    """vLLM's own command for further ranks of an instance."""
+    role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[started_as]
+    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, started_as)) | {"kv_role": role_of_kv}
     python = fleet.engine.python or "python3"
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
     command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")
-    return [*command, *_vllm_arguments(fleet, role, "$(LWS_WORKER_INDEX)")]
+    return [*command, *_vllm_arguments(fleet, role, host)]
 
 
 def _http(path: str, *, period_s: int, failures: int) -> Object:

@@ -20,15 +20,20 @@ from kvferry.fleet.control.spec import Role, WantedFleet, seconds
 from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, autoscaler, bounded
 from kvferry.fleet.kubernetes.controller import controller_objects, require_plain_pods, spec_text
 from kvferry.fleet.kubernetes.pods import (
+    ALONE,
     FLEET_LABEL,
     HTTP_PORT,
+    LWS_LEADER,
+    LWS_WORKER,
     SPEC_FILE,
+    Host,
     Object,
     Pods,
     kubernetes_of,
     labels_of,
     member_roles,
     pod_of,
+    ranks_service,
     token_secret,
 )
 from kvferry.fleet.kubernetes.values import Values
@@ -54,7 +59,7 @@ def render_controller(fleet: WantedFleet, values: Values, token: str = "") -> li
 
 def support(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
     """What pods that are made one by one need beside them, but for their budgets. `token`: as for `render`."""
-    return [*_Rendering(fleet, values).support(token)]
+    return [*_Rendering(fleet, values).beside_plain_pods(token)]
 
 
 def budgets(fleet: WantedFleet, values: Values, counts: Mapping[str, int]) -> list[Object]:
@@ -81,11 +86,16 @@ def check(fleet: WantedFleet) -> None:
         where = f"backend.kubernetes.pod.{role}.hosts = {one.hosts}"
         if one.hosts == 1:
             continue
-        if role in ("router", "controller") or fleet.engine.kind != "vllm":
-            raise ConfigError(f"{where}: only vLLM's instances can be on several pods")
+        if role in ("router", "controller"):
+            raise ConfigError(f"{where}: only instances can be on several pods")
         wanted = next((each for name, each in fleet.role.items() if name == role), None)
         if wanted is None or wanted.tensor_parallel_size % one.hosts:
             raise ConfigError(f"{where}: role.{role}.tensor_parallel_size must be a multiple of it")
+        if fleet.engine.kind == "kvferry" and wanted.tensor_parallel_size != one.hosts:
+            raise ConfigError(
+                f"{where}: of kvferry's engine, each rank has a pod of its own, and role.{role}.tensor_parallel_size is"
+                f" {wanted.tensor_parallel_size}"
+            )
     if kubernetes.disaggregated_set and (fleet.unit is not None or len(fleet.role) < 2):
         raise ConfigError('backend.kubernetes.disaggregated_set is for mode = "pooling" with two roles or more')
 
@@ -117,9 +127,14 @@ class _Rendering:
                 yield from self._scaled(part)
 
     def controlled(self, token: str) -> Iterator[Object]:
-        yield from self.support(token)
+        yield from self.beside_plain_pods(token)
         for version, kind, name, content in controller_objects(self._fleet, self._values):
             yield self._object(version, kind, name, more=content)
+
+    def beside_plain_pods(self, token: str) -> Iterator[Object]:
+        yield from self.support(token)
+        if any(one.hosts > 1 for one in self._kubernetes.pod.values()):
+            yield self._service(ranks_service(self._fleet), labels_of(self._fleet), headless=True)
 
     def _scaled(self, part: _Part) -> Iterator[Object]:
         """Who says how many instances are needed, and what has Kubernetes start them."""
@@ -209,8 +224,8 @@ class _Rendering:
         hosts, roll = pod_of(self._fleet, role).hosts, self._fleet.roll
         pods: Object = {"size": hosts, "restartPolicy": "RecreateGroupOnPodRestart"}
         if hosts > 1:
-            pods["leaderTemplate"] = self._template(part, role)
-        pods["workerTemplate"] = self._template(part, role, rank=int(hosts > 1))
+            pods["leaderTemplate"] = self._template(part, role, LWS_LEADER)
+        pods["workerTemplate"] = self._template(part, role, LWS_WORKER if hosts > 1 else ALONE)
         return {
             **self._replicas(part, role),
             "rolloutStrategy": {
@@ -220,8 +235,8 @@ class _Rendering:
             "leaderWorkerTemplate": pods,
         }
 
-    def _template(self, part: _Part, role: Role, rank: int = 0) -> Object:
-        return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, rank=rank)
+    def _template(self, part: _Part, role: Role, host: Host = ALONE) -> Object:
+        return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, host=host)
 
     def _replicas(self, part: _Part, role: Role) -> Object:
         """How many, unless an autoscaler decides, whose count would be taken back each time that this is applied."""
@@ -240,7 +255,8 @@ class _Rendering:
 
     def _service(self, name: str, selector: dict[str, str], *, headless: bool) -> Object:
         """For clients: the routers that are ready. Headless, for instances: each router by name, ready or not, since
-        one is ready only when instances have registered."""
+        one is ready only when instances have registered; or each first pod of several, which is ready when the others
+        have joined it."""
         spec: Object = {
             "selector": selector,
             "ports": [{"name": "http", "port": HTTP_PORT, "targetPort": "http"}],

@@ -6,7 +6,10 @@ No container runs. A node says of each pod what its name means: see `kvferry.tes
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import random
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,18 +22,66 @@ from kmock import KubernetesEmulator, KubernetesError, Request, Server, action
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL
+from kvferry.fleet.kubernetes.pods import FLEET_LABEL, PART_LABEL
 
 VERSION = "1.37"
-_LOOK_S = 0.01
+_LOOK_S = 0.03
 _FINALIZER = "tests/node"
 _UNPROCESSABLE, _GONE, _CONFLICT, _FORBIDDEN = 422, 410, 409, 403
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
 
+class Faults:
+    """What a server does wrong at random. `share`: of requests that come with a token and fail. `most`: pods of each
+    role that may be there at a time; `exceeded`: when there were more."""
+
+    def __init__(self, dice: random.Random, most: dict[str, int]) -> None:
+        self.dice, self.most, self.share = dice, most, 0.0
+        self.exceeded: list[str] = []
+        self.watch_hangs = self.does_without_saying_so = False
+        self._past: deque[dict[str, Any]] = deque(maxlen=50)
+
+    def before(self, request: Request) -> None:
+        """What is refused."""
+        if self.dice.random() < self.share:
+            by_action = {action.LIST: [_GONE], action.WATCH: [_GONE], action.DELETE: [_CONFLICT]}
+            status = self.dice.choice([429, 500, 503, *by_action.get(request.action, [])])  # type: ignore[call-overload]
+            raise KubernetesError(status=status, reason="Random", message="before")
+
+    def after(self, request: Request) -> None:
+        """What is done, and nobody hears of it."""
+        if request.method != "GET" and (self.does_without_saying_so or self.dice.random() < self.share):
+            raise KubernetesError(status=504, reason="Random", message="after")
+
+    def count(self, pods: list[dict[str, Any]]) -> None:
+        """Look whether there are too many."""
+        found = Counter(one["metadata"].get("labels", {}).get(PART_LABEL, "") for one in pods if is_member(one))
+        self.exceeded += [f"{number} of {role}" for role, number in found.items() if number > self.most.get(role, 99)]
+
+    async def told(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Late and repeated; or nothing any more, for as long as the connection is there."""
+        is_silent = False
+        async for event in events:
+            is_silent = is_silent or self.watch_hangs
+            if is_silent:
+                continue
+            yield event
+            if isinstance(event, dict):
+                self._past.append(copy.deepcopy(event))
+                if self.dice.random() < self.share:
+                    yield self.dice.choice(self._past)
+
+
+def is_member(pod: dict[str, Any]) -> bool:
+    """Whether it has the name that goes with its labels."""
+    labels = pod["metadata"].get("labels", {})
+    return bool(pod["metadata"]["name"] == f"{labels.get(FLEET_LABEL)}-{labels.get(MEMBER_LABEL)}")
+
+
 class ApiServer(KubernetesEmulator):
     """kmock deletes at once. An API server waits for a pod's node, for which a finalizer stands here; and it refuses
-    objects that are not valid. `fails`: actions that are refused with a status, in place of what they would do.
-    `rules`: of a Role; nothing else is allowed to who comes with a token."""
+    objects that are not valid. For those who come with a token, `fails` has actions that are refused with a status, in
+    place of what they would do, and `rules` are those of a Role: nothing else is allowed."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -40,6 +91,7 @@ class ApiServer(KubernetesEmulator):
         self.rules: list[dict[str, Any]] | None = None
         self.used: set[tuple[str, str]] = set()
         """Resources and verbs, of those that came with a token."""
+        self.faults: Faults | None = None
         self._num_changes = 0
         self._watches: set[asyncio.Task[Any]] = set()
         self.resources["v1/pods"] = {"kind": "Pod", "namespaced": True}
@@ -55,11 +107,13 @@ class ApiServer(KubernetesEmulator):
             self.changes.append((request.headers.get("Authorization", ""), f"{request.method} {what}"))
         if "Authorization" in request.headers:
             self._require_allowed(request)
-        if (status := self.fails.get(request.action)) is not None:  # type: ignore[arg-type]
-            if status == _GONE and request.action is action.WATCH:
-                told = {"type": "ERROR", "object": {"code": _GONE, "reason": "Expired", "message": "too old"}}
-                return aiohttp.web.json_response(told)
-            raise KubernetesError(status=status, reason="Told", message="by a test")
+            if self.faults is not None:
+                self.faults.before(request)
+            if (status := self.fails.get(request.action)) is not None:  # type: ignore[arg-type]
+                if status == _GONE and request.action is action.WATCH:
+                    told = {"type": "ERROR", "object": {"code": _GONE, "reason": "Expired", "message": "too old"}}
+                    return aiohttp.web.json_response(told)
+                raise KubernetesError(status=status, reason="Told", message="by a test")
         if request.action is action.WATCH:
             task = asyncio.current_task()
             assert task is not None
@@ -82,7 +136,16 @@ class ApiServer(KubernetesEmulator):
                 known = self.objects[key].raw["metadata"].get("deletionGracePeriodSeconds", grace_s)
                 changes: dict[str, Any] = {"deletionGracePeriodSeconds": min(known, grace_s)}
                 self.objects[key].patch({"metadata": {**changes, **({} if grace_s else {"finalizers": []})}})
-        return await super()._handle(request)
+        answer = await super()._handle(request)
+        if self.faults is not None and "Authorization" in request.headers:
+            self.faults.count(self.pods())
+            self.faults.after(request)
+        return answer
+
+    async def _serve_watch(self, request: Request) -> AsyncIterator[Any]:
+        events = super()._serve_watch(request)
+        async for event in events if self.faults is None else self.faults.told(events):
+            yield event
 
     def _require_allowed(self, request: Request) -> None:
         """As an API server with RBAC. An object that is to be made has no name yet."""
@@ -99,9 +162,9 @@ class ApiServer(KubernetesEmulator):
         """Versions and uids, which kmock does not know; a change may name the version that it is made for."""
         metadata = request.data.setdefault("metadata", {})
         key = (request.resource, request.namespace, request.name)
-        if request.action is action.UPDATE and key in self.objects:
-            version = self.objects[key].raw["metadata"]["resourceVersion"]
-            if metadata.get("resourceVersion", version) != version:
+        if request.action is action.UPDATE and key in self.objects and not self.objects[key].deleted:
+            there = self.objects[key].raw["metadata"]
+            if any(metadata.get(name, there[name]) != there[name] for name in ("resourceVersion", "uid")):
                 raise KubernetesError(status=_CONFLICT, reason="Conflict", message="the object has been modified")
         self._num_changes += 1
         metadata["resourceVersion"] = str(self._num_changes)
@@ -250,8 +313,10 @@ class Cluster:
                 with _kubeconfig(write_kubeconfig(folder, self.url)):
                     yield self
             finally:
+                has_failed = node.done()
                 node.cancel()
                 await asyncio.wait([node])
+                assert not has_failed, node
 
 
 def write_kubeconfig(folder: Path, url: str, token: str = "a token of the API") -> Path:

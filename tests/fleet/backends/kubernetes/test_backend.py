@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,7 @@ pytest.importorskip("kubernetes")
 
 from kmock import action
 
-from fleet.backends.kubernetes.emulated import Cluster
+from fleet.backends.kubernetes.emulated import Cluster, Faults, terminated
 from fleet.control.memory import MemoryFront
 from fleet.recording import RecordingDisplay
 from kvferry.cli.main import main
@@ -32,16 +33,26 @@ from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.fleet.process import PROGRAM
 from kvferry.testing.backends import Programs, named, start, until
 
-HANGS_S = 60.0
+HANGS_S = 200.0
 
 
-def fleet(prefill: int = 1, decode: int = 1, *, image: str = "kvferry:1", **kubernetes: Any) -> WantedFleet:
+def fleet(
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    image: str = "kvferry:1",
+    tensor_parallel_size: int = 1,
+    **kubernetes: Any,
+) -> WantedFleet:
     return fleet_from(
         {
             "name": "chat",
             "model": "m",
             "mode": "pooling",
-            "role": {"prefill": {"count": prefill}, "decode": {"count": decode}},
+            "role": {
+                "prefill": {"count": prefill},
+                "decode": {"count": decode, "tensor_parallel_size": tensor_parallel_size},
+            },
             "failure": {"backoff": ["10ms", "50ms"], "hang": "0s"},
             "backend": {"kind": "kubernetes", "kubernetes": {"image": image, "namespace": "llm", **kubernetes}},
         }
@@ -98,13 +109,40 @@ async def test_a_stop_waits_for_an_api_server_that_fails_for_a_while(tmp_path: P
         await until(backend, "serves-0", MemberState.SERVING)
         cluster.server.fails = {action.DELETE: 500, action.CREATE: 500}
         stopping = asyncio.create_task(backend.stop("serves-0", 5.0))
-        with pytest.raises(NotStarted, match="no pod is made: Told: by a test"):
-            await start(backend, "serves-1")
+        await start(backend, "serves-1")
+        assert named(backend, "serves-1").reason == "its pod is not made yet: Told: by a test"
         assert not stopping.done()
         cluster.server.fails = {}
         await stopping
+        await until(backend, "serves-1", MemberState.SERVING)
+        assert [one["metadata"]["name"] for one in cluster.server.pods()] == ["chat-serves-1"]
+
+
+async def test_a_pod_that_the_api_server_refuses_is_not_started(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        cluster.server.fails = {action.CREATE: 403}
+        with pytest.raises(NotStarted, match="no pod is made: Told: by a test"):
+            await start(backend, "serves-0")
         assert list(backend.members()) == []
-        assert cluster.server.pods() == []
+        cluster.server.fails = {action.CREATE: 503}
+        await start(backend, "serves-0")
+        cluster.server.fails = {action.CREATE: 403}
+        member = await until(backend, "serves-0", MemberState.ENDED)
+        assert member.reason == "no pod is made: Told: by a test"
+        await backend.stop("serves-0", 1.0)
+        assert list(backend.members()) == []
+
+
+async def test_one_that_is_stopped_before_it_could_be_made_is_not_made(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        cluster.server.fails = {action.CREATE: 503}
+        await start(backend, "serves-0")
+        await backend.stop("serves-0", 1.0)
+        cluster.server.fails = {}
+        assert list(backend.members()) == []
+        await start(backend, "serves-1")
+        await until(backend, "serves-1", MemberState.SERVING)
+        assert [one["metadata"]["name"] for one in cluster.server.pods()] == ["chat-serves-1"]
 
 
 @pytest.mark.full
@@ -149,6 +187,53 @@ async def test_a_member_s_role_is_a_label(tmp_path: Path) -> None:
         cluster.server.fails = {action.UPDATE: 500}
         await backend.assign("serves-0", "prefill")  # is asked for again, as the role is not that
         assert named(backend, "serves-0").role == "decode"
+
+
+async def test_an_instance_on_several_pods_is_made_and_ends_as_one(tmp_path: Path) -> None:
+    async with opened(tmp_path, tensor_parallel_size=3, pod={"decode": {"hosts": 3}}) as (backend, cluster):
+
+        def names() -> list[str]:
+            return sorted(one["metadata"]["name"] for one in cluster.server.pods())
+
+        def with_hosts(member: str) -> list[str]:
+            return [f"chat-{member}", f"chat-{member}-host-1", f"chat-{member}-host-2"]
+
+        assert "chat-ranks" in [one["metadata"]["name"] for one in cluster.server.there("services")]
+        await start(backend, "serves-0", role="decode")
+        await until(backend, "serves-0", MemberState.SERVING)
+        assert names() == with_hosts("serves-0")
+        await cluster.node.deletes(cluster.server.pods()[1])
+        await until(backend, "serves-0", MemberState.ENDED)
+        await backend.stop("serves-0", 1.0)
+        assert names() == []
+
+        await start(backend, "serves-0", role="decode")
+        await until(backend, "serves-0", MemberState.SERVING)
+        (second,) = [one for one in cluster.server.pods() if one["metadata"]["name"].endswith("-1")]
+        await cluster.node.says(second, terminated(7, "the last words\n"))
+        assert (await until(backend, "serves-0", MemberState.ENDED)).reason == "its pod 1: ended with exit code 7"
+        await backend.stop("serves-0", 1.0)
+
+        other = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "chat-serves-1-host-2", "namespace": "llm"}}
+        await cluster.node.creates(other | {"spec": {"containers": [{"name": "c", "image": "i"}]}})
+        with pytest.raises(NotStarted, match="a pod chat-serves-1-host-2 is there already"):
+            await start(backend, "serves-1", role="decode")
+        assert names() == ["chat-serves-1-host-2"], "the others are gone, and this one is somebody else's"
+        assert backend.members() == []
+
+
+async def test_what_an_api_server_has_done_without_saying_so_is_found(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (backend, cluster):
+        faults = cluster.server.faults = Faults(random.Random(1), {})
+        faults.does_without_saying_so = True
+        await start(backend, "serves-0")
+        member = await until(backend, "serves-0", MemberState.SERVING)
+        assert len(cluster.server.pods()) == 1
+        stopping = asyncio.create_task(backend.stop("serves-0", 1.0))
+        await eventually(lambda: not cluster.server.pods())
+        await stopping
+        assert member.reason == ""
+        assert backend.members() == []
 
 
 async def test_what_pods_need_is_made_kept_as_it_is_to_be_and_removed(tmp_path: Path) -> None:
@@ -324,7 +409,7 @@ kubernetes = { image = "kvferry:1", namespace = "llm", routers = 1 }
         assert process.returncode == 0, said.decode()
         return said.decode()
 
-    async with asyncio.timeout(4 * HANGS_S), Cluster().running(tmp_path) as cluster:
+    async with asyncio.timeout(HANGS_S), Cluster().running(tmp_path) as cluster:
         assert "+ start both-0" in await kvferry("apply", str(spec), "--dry-run")
         assert cluster.server.there("secrets") == []
         await kvferry("apply", str(spec), "--wait-s=0")

@@ -26,7 +26,7 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.fleet.backends.kubernetes.cluster import Cluster
 from kvferry.fleet.backends.kubernetes.lease import ClusterLease
-from kvferry.fleet.backends.kubernetes.pod import pod_for
+from kvferry.fleet.backends.kubernetes.pod import pods_for
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, LetGo, Superseded
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S, LeaseUnknown
@@ -141,8 +141,12 @@ async def test_an_api_server_that_fails_for_a_while_costs_nobody_the_right(tmp_p
 
 
 def made_once() -> list[dict[str, Any]]:
-    pod = {role: pod_for(fleet(), MemberSpec(f"{role}-0", role, "r")) for role in ("decode", "router")}  # type: ignore[arg-type]
-    return [*pod.values(), *support(fleet(), Values(), "t"), *budgets(fleet(), Values(), {})]
+    specs = [MemberSpec(f"{role}-0", role, "r") for role in ("decode", "router")]  # type: ignore[arg-type]
+    return [
+        *(pods_for(fleet(), one)[0] for one in specs),
+        *support(fleet(), Values(), "t"),
+        *budgets(fleet(), Values(), {}),
+    ]
 
 
 async def test_a_controller_that_loses_the_right_changes_nothing_any_more(

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.fleet.backends.kubernetes.pod import member_of, pod_for, selector_of
+from kvferry.fleet.backends.kubernetes.pod import member_of, member_of_pods, pods_for, selector_of
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.kubernetes.render import support
+from kvferry.fleet.kubernetes.values import Values
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
@@ -17,8 +19,8 @@ UNITS = {"mode": "replica", "unit": {"members": {"prefill": 1, "decode": 2}}}
 IMAGE = "registry.example/kvferry:1"
 
 
-def fleet(told: dict[str, Any], engine: str = "kvferry") -> WantedFleet:
-    pods = {"prefill": {"limits": {"nvidia.com/gpu": "1", "rdma/hca": "1"}}}
+def fleet(told: dict[str, Any], engine: str = "kvferry", **more: dict[str, Any]) -> WantedFleet:
+    pods = {"prefill": {"limits": {"nvidia.com/gpu": "1", "rdma/hca": "1"}}, **more}
     backend = {"kind": "kubernetes", "kubernetes": {"image": IMAGE, "namespace": "llm", "pod": pods}}
     return fleet_from({"name": "chat", "model": "m", "engine": {"kind": engine}, "backend": backend, **told})
 
@@ -29,7 +31,7 @@ def fleet(told: dict[str, Any], engine: str = "kvferry") -> WantedFleet:
 def test_each_pod_is_valid_and_says_whose_it_is(engine: str, role: Any, unit: str) -> None:
     member = MemberSpec(f"{role}-0", role, "abc", "" if role == "router" else unit)
     wanted = fleet(UNITS if unit else POOLING, engine)
-    pod = pod_for(wanted, member)
+    (pod,) = pods_for(wanted, member)
     kubernetes_validate.validate(pod, "1.37", strict=True)
     assert (pod["metadata"]["name"], pod["metadata"]["namespace"]) == (f"chat-{role}-0", "llm")
     assert pod["spec"]["restartPolicy"] == "Never"
@@ -45,16 +47,16 @@ def test_each_pod_is_valid_and_says_whose_it_is(engine: str, role: Any, unit: st
     assert not [one for one in container["env"] if one["name"] == "KVFERRY_REGISTER"]
 
 
+def pod_for(role: str) -> dict[str, Any]:
+    (pod,) = pods_for(fleet(POOLING), MemberSpec(f"{role}-0", role, "r"))  # type: ignore[arg-type]
+    return pod
+
+
 def test_an_instance_that_can_change_its_role_is_started_for_both() -> None:
-    told = [
-        pod_for(fleet(POOLING), MemberSpec("a-0", role, "r"))["spec"]["containers"][0] for role in ("prefill", "decode")
-    ]
+    told = [pod_for(role)["spec"]["containers"][0] for role in ("prefill", "decode")]
     assert [one["command"][1] for one in told] == ["decode", "decode"]
     assert [[arg for arg in one["args"] if "kv_both" in arg] != [] for one in told] == [True, False]
-    assert (
-        pod_for(fleet(POOLING), MemberSpec("a-0", "prefill", "r"))["metadata"]["labels"]["app.kubernetes.io/component"]
-        == "prefill"
-    )
+    assert pod_for("prefill")["metadata"]["labels"]["app.kubernetes.io/component"] == "prefill"
 
 
 def seen(pod: dict[str, Any], status: dict[str, Any], *, has_served: bool = False) -> Member:
@@ -138,7 +140,7 @@ ValueError: no such layer
     ],
 )
 def test_what_a_status_says(status: dict[str, Any], has_served: bool, state: str, reason: str) -> None:
-    pod = pod_for(fleet(POOLING), MemberSpec("decode-0", "decode", "r"))
+    pod = pod_for("decode")
     found = seen(pod, status, has_served=has_served)
     assert (found.state.value, found.reason, found.url) == (state, reason, "")
     assert found.is_misconfigured == (reason in ("InvalidImageName", "no such model"))
@@ -150,10 +152,57 @@ def test_what_a_status_says(status: dict[str, Any], has_served: bool, state: str
 def test_where_a_member_is_reached(address: str, url: str) -> None:
     """Clients reach routers by their Service; the controller asks each of them."""
     status = {"phase": "Running", "podIP": address, "containerStatuses": container({"running": {}}, started=True)}
-    instance = seen(pod_for(fleet(POOLING), MemberSpec("decode-0", "decode", "r")), status)
+    instance = seen(pod_for("decode"), status)
     assert (instance.state, instance.url, instance.health_url) == (MemberState.SERVING, url, "")
-    router = seen(pod_for(fleet(POOLING), MemberSpec("router-0", "router", "r")), status)
+    router = seen(pod_for("router"), status)
     assert (router.state, router.url, router.health_url) == (MemberState.SERVING, "http://chat.llm:8000", url)
+
+
+def test_the_pods_of_one_instance_find_its_first() -> None:
+    wide = {"mode": "pooling", "role": {"prefill": {}, "decode": {"tensor_parallel_size": 4}}}
+    wanted = fleet(wide, "vllm", decode={"hosts": 2})
+    first, second = pods_for(wanted, MemberSpec("decode-0", "decode", "r"))
+    for one in (first, second):
+        kubernetes_validate.validate(one, "1.37", strict=True)
+    assert [one["metadata"]["name"] for one in (first, second)] == ["chat-decode-0", "chat-decode-0-host-1"]
+    assert {"--nnodes=2", "--node-rank=0", "--master-addr=decode-0.chat-ranks"} <= {*arguments(first)}
+    assert {"--headless", "--node-rank=1", "--master-addr=decode-0.chat-ranks"} <= {*arguments(second)}
+    assert (first["spec"]["hostname"], first["spec"]["subdomain"]) == ("decode-0", "chat-ranks")
+    assert "hostname" not in second["spec"]
+    services = [one["metadata"]["name"] for one in support(wanted, Values()) if one["kind"] == "Service"]
+    assert services == ["chat", "chat-ranks"]
+
+
+def arguments(pod: dict[str, Any]) -> list[str]:
+    (one,) = pod["spec"]["containers"]
+    return [*one["command"], *one.get("args", [])]
+
+
+RUNS = {"phase": "Running", "containerStatuses": container({"running": {}}, started=True), "podIP": "10.0.0.1"}
+LOADS = {"phase": "Running", "containerStatuses": container({"running": {}}), "podIP": "10.0.0.1"}
+NO_ROOM = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "state", "reason"),
+    [
+        (RUNS, RUNS, "serving", ""),
+        (LOADS, RUNS, "starting", ""),
+        (LOADS, NO_ROOM, "starting", "its pod 1: Unschedulable: 0/3"),
+        (NO_ROOM, NO_ROOM, "starting", "Unschedulable: 0/3"),
+        (RUNS, ended(7), "ended", "its pod 1: ended with exit code 7"),
+        (ended(8), ended(7), "ended", "ended with exit code 8"),
+        (RUNS, {"phase": "Failed", "reason": "Evicted"}, "ended", "its pod 1: Evicted"),
+    ],
+)
+def test_an_instance_is_all_of_its_pods(first: dict[str, Any], second: dict[str, Any], state: str, reason: str) -> None:
+    wide = {"mode": "pooling", "role": {"prefill": {}, "decode": {"tensor_parallel_size": 4}}}
+    pods = pods_for(fleet(wide, "vllm", decode={"hosts": 2}), MemberSpec("decode-0", "decode", "r"))
+    told = [{**pod, "status": status} for pod, status in zip(pods, (first, second), strict=True)]
+    for order in (told, told[::-1]):
+        found = member_of_pods(order, "http://chat.llm:8000", has_served=True)
+        assert found is not None
+        assert (found.state.value, found.reason, bool(found.url)) == (state, reason, state == "serving")
 
 
 def test_other_pods_are_no_members() -> None:

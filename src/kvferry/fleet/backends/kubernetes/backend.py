@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.kubernetes.known_pods import KnownPods
 from kvferry.fleet.backends.kubernetes.pod import (
-    MEMBER_LABEL,
+    REVISION_LABEL,
     Object,
-    member_of,
+    host_of,
     owner_reference,
-    pod_for,
     pod_name,
+    pods_for,
     selector_of,
 )
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
-from kvferry.fleet.kubernetes.controller import require_plain_pods
-from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
+from kvferry.fleet.kubernetes.controller import controller_name, require_plain_pods
+from kvferry.fleet.kubernetes.pods import PART_LABEL, kubernetes_of, labels_of, pod_of
 from kvferry.fleet.kubernetes.render import budgets, check, support
 from kvferry.fleet.kubernetes.values import Values
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POD = ("v1", "Pod")
-_NOTHING: Object = {"metadata": {}}
+_CONFLICT, _NOT_FOUND = 409, 404
 _LEAST_GRACE_S = 1
 """0 would have Kubernetes forget the pod while it may still run."""
 _CONFIRMED_S = 15.0
@@ -50,6 +49,8 @@ _WAITS_S = (0.2, 10.0)
 """Before the API server is asked again for what it did not do: the first wait, which doubles, and the longest."""
 _TOGETHER_S = 0.1
 """For how long changes of pods are gathered before what is beside them follows."""
+_AT_ONCE = 32
+"""Pods that the API server is asked for at a time."""
 
 
 class KubernetesBackend(FleetBackend):
@@ -60,14 +61,10 @@ class KubernetesBackend(FleetBackend):
         super().__init__(context)
         self._fleet: WantedFleet | None = None
         self._cluster: Cluster | None = None
-        self._pods: dict[str, Object] = {}
-        """By the name of the member."""
-        self._served: set[str] = set()
-        """Those that serve, or did."""
-        self._lost: dict[str, Member] = {}
-        """Those whose pods somebody else has deleted."""
-        self._leaving: dict[str, asyncio.Event] = {}
-        """Those that are to end; set when they are gone."""
+        self._known = KnownPods(context.watcher, self._have_changed)
+        self._making: dict[str, asyncio.Task[None]] = {}
+        """Members whose pods the API server could not make yet."""
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._owner: Object | None = None
         """What the pods belong to, as they refer to it."""
         self._is_to_apply = asyncio.Event()
@@ -95,6 +92,7 @@ class KubernetesBackend(FleetBackend):
                 "backend.kubernetes.namespace cannot be changed: delete the fleet, and apply the spec then"
             )
         self._fleet = fleet
+        self._known.use(fleet)
         self._applied.clear()
         self._is_to_apply.set()
 
@@ -110,7 +108,7 @@ class KubernetesBackend(FleetBackend):
         from kvferry.fleet.backends.kubernetes.cluster import Cluster
         from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 
-        told, name = kubernetes_of(self._wanted), f"{self._wanted.name}-controller"
+        told, name = kubernetes_of(self._wanted), controller_name(self._wanted)
         self._lease_api = await Cluster.connect(told.namespace, told.context)
         return ClusterLease(self._lease_api, told.namespace, name, labels_of(self._wanted))
 
@@ -125,29 +123,27 @@ class KubernetesBackend(FleetBackend):
             if self.context.owner:
                 owner = await cluster.read("v1", "ConfigMap", self.context.owner)
                 self._owner = owner_reference(owner)
+            self._known.listing()
             pods, version = await cluster.list_all(*_POD, selector_of(self._wanted))
-            for pod in pods:
-                if (
-                    _is_ours(pod, self._wanted) and "deletionTimestamp" in pod["metadata"]
-                ):  # an earlier controller wanted that
-                    self._leaving[pod["metadata"]["labels"][MEMBER_LABEL]] = asyncio.Event()
-            self.listed(pods)
+            self._known.listed(pods)
+            self._known.take_up()
             await self._apply()
         except ClusterError as error:
             raise ConfigError(f"backend.kubernetes: {error}") from error
         self._tasks += [
-            asyncio.create_task(cluster.follow(*_POD, selector_of(self._wanted), self, version)),
+            asyncio.create_task(cluster.follow(*_POD, selector_of(self._wanted), self._known, version)),
             asyncio.create_task(self._keep_applied()),
         ]
 
     async def close(self) -> None:
         """Pods stay, unless they are not to outlive this process."""
         if not self.context.outlives:
-            await asyncio.gather(*(self.stop(name, 0.0) for name in [*self._pods, *self._lost]))
-        for task in self._tasks:
+            await asyncio.gather(*(self.stop(one.name, 0.0) for one in self.members()))
+        tasks = [*self._tasks, *self._making.values()]
+        for task in tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks)
         if self._cluster is not None:
             await self._cluster.close()
         await self.give_up()
@@ -175,139 +171,180 @@ class KubernetesBackend(FleetBackend):
 
     def members(self) -> Sequence[Member]:
         """As the watch has told."""
-        seen = (self._member(pod) for pod in self._pods.values())
-        return [*(one for one in seen if one is not None), *self._lost.values()]
-
-    def _member(self, pod: Object) -> Member | None:
-        has_served = pod["metadata"]["labels"][MEMBER_LABEL] in self._served
-        return member_of(pod, self._service_url, has_served=has_served)
+        return self._known.members()
 
     async def start(self, member: MemberSpec) -> None:
-        """Create a pod. Raises `NotStarted`."""
+        """Create the pods. While the API server cannot, they are asked for again: a member has the same names then,
+        so that there are never two of it. Raises `NotStarted` if they are refused."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
-        name = member.name
-        if name in self._pods or name in self._lost:
+        name, known = member.name, self._known
+        if known.has(name):
             raise NotStarted(f"{name} is there already")
+        wanted = Member(name, member.role, member.revision, MemberState.STARTING, member.unit)
+        known.being_made[name] = (wanted, "")
         try:
-            pod = await self._api.create(pod_for(self._wanted, member, self._owner))
+            left = await self._create(wanted, pods_for(self._wanted, member, self._owner))
         except ClusterError as error:
+            await self._stop_what_is_there(name, 0.0)
             raise NotStarted(f"no pod is made: {error}") from error
-        self._leaving.pop(name, None)
-        self._pods.setdefault(name, pod)  # the watch may have told more of it by now
-        self._has_changed()
+        except BaseException:
+            known.give_up(name)
+            raise
+        if left:
+            self._making[name] = asyncio.create_task(self._create_later(wanted, left))
+        self._have_changed()
+
+    async def _create(self, member: Member, pods: list[Object]) -> list[Object]:
+        """Those that the API server could not make now. Raises `ClusterError` for one that it refuses."""
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        for number, pod in enumerate(pods):
+            try:
+                async with self._at_once:
+                    self._known.learn(await self._create_one(pod))
+            except ClusterError as error:
+                if not error.is_passing:
+                    raise
+                self._known.being_made[member.name] = (member, f"its pod is not made yet: {error}")
+                return pods[number:]
+        self._known.being_made.pop(member.name, None)
+        return []
+
+    async def _create_one(self, pod: Object) -> Object:
+        """The pod, which may be there already: an answer that did not arrive may have said so."""
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        try:
+            return await self._api.create(pod)
+        except ClusterError as error:
+            if error.status != _CONFLICT:
+                raise
+        metadata = pod["metadata"]
+        there = await self._find(metadata["name"])
+        if there is None:
+            raise ClusterError(f"the pod {metadata['name']} was there a moment ago")
+        is_this = (
+            self._known.is_ours(there)
+            and there["metadata"]["labels"].get(REVISION_LABEL) == metadata["labels"][REVISION_LABEL]
+            and not self._known.gone(there).is_set()
+        )
+        if not is_this:
+            raise ClusterError(f"a pod {metadata['name']} is there already, and is none of this start's", _CONFLICT)
+        return there
+
+    async def _create_later(self, member: Member, left: list[Object]) -> None:
+        """Create these pods once the API server can, until the member is to end."""
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        wait_s, longest = _WAITS_S
+        try:
+            while left and self.may_act:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, longest)
+                left = await self._create(member, left)
+                self._have_changed()
+        except ClusterError as error:
+            self._known.cannot_be_made(member.name, f"no pod is made: {error}")
+        finally:
+            del self._making[member.name]
+
+    async def _find(self, pod: str) -> Object | None:
+        """The pod of this name, if there is one. Raises `ClusterError`."""
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        try:
+            return await self._api.read(*_POD, pod)
+        except ClusterError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            return None
 
     async def stop(self, name: str, grace_s: float) -> None:
-        """Delete a pod, and wait until its node says that it is gone."""
-        if self._lost.pop(name, None) is not None:
-            self._has_changed()
-        if name not in self._pods:
-            return
-        gone = self._leaving.setdefault(name, asyncio.Event())
-        self._is_to_apply.set()
-        await self._delete(name, max(_LEAST_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
-        if not gone.is_set() and self.may_act:
-            logger.warning("the pod of %s is forgotten: its node does not say that it has ended", name)
-            await self._delete(name, 0, gone, _CONFIRMED_S)
+        """Delete the pods, and wait until their nodes say that they are gone."""
+        if self._known.has(name):
+            await self._stop_what_is_there(name, grace_s)
 
-    async def _delete(self, name: str, grace_s: int, gone: asyncio.Event, within_s: float) -> None:
+    async def _stop_what_is_there(self, name: str, grace_s: float) -> None:
+        """The first pod answers requests for as long as the others are there: they go after it."""
+        known = self._known
+        known.leaving.add(name)
+        self._is_to_apply.set()
+        if (making := self._making.get(name)) is not None:
+            making.cancel()
+            await asyncio.wait([making])
+        if name in known.being_made:
+            await self._find_what_was_made(name)
+        for pods in _by_turn(known.pods(name).values()):
+            is_first = host_of(pods[0])[0] == 0
+            await asyncio.gather(*(self._end(name, pod, grace_s if is_first else 0.0) for pod in pods))
+        known.give_up(name)
+
+    async def _find_what_was_made(self, name: str) -> None:
+        """Of a member that was still being made: an answer that did not arrive may have said so."""
+        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
+
+        wanted, _ = self._known.being_made[name]
+        hosts = 1 if wanted.role == "router" else pod_of(self._wanted, wanted.role).hosts
+        for pod in {pod_name(self._wanted, name, number) for number in range(hosts)} - self._known.pods(name).keys():
+            with suppress(ClusterError):  # the watch will tell
+                if (found := await self._find(pod)) is not None:
+                    self._known.changed_to(found, deleted=False)
+
+    async def _end(self, member: str, pod: Object, grace_s: float) -> None:
+        gone = self._known.gone(pod)
+        await self._delete(pod, max(_LEAST_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
+        if not gone.is_set() and self.may_act:
+            logger.warning("a pod of %s is forgotten: its node does not say that it has ended", member)
+            await self._delete(pod, 0, gone, _CONFIRMED_S)
+
+    async def _delete(self, pod: Object, grace_s: int, gone: asyncio.Event, within_s: float) -> None:
         """Have it deleted, and wait until it is gone; the API server may be away for a while."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
-        pod, (wait_s, longest) = pod_name(self._wanted, name), _WAITS_S
-        uid = self._pods[name]["metadata"].get("uid", "") if name in self._pods else ""
+        (wait_s, longest), name, uid = _WAITS_S, pod["metadata"]["name"], pod["metadata"].get("uid", "")
         is_asked = False
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not gone.is_set() and self.may_act:
                     try:
                         is_there = await (
-                            self._api.has(*_POD, pod, uid) if is_asked else self._api.delete(*_POD, pod, grace_s, uid)
+                            self._api.has(*_POD, name, uid) if is_asked else self._api.delete(*_POD, name, grace_s, uid)
                         )
                         is_asked = True
-                        if not is_there and (self._pods.get(name) or _NOTHING)["metadata"].get("uid", uid) == uid:
-                            self._forget(name)
+                        if not is_there:
+                            self._known.forget(pod)
                     except ClusterError as error:
-                        logger.warning("the pod of %s is not deleted yet: %s", name, error)
+                        logger.warning("the pod %s is not deleted yet: %s", name, error)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(wait_s):
                             await gone.wait()  # which the watch tells
                     wait_s = min(2 * wait_s, longest)
 
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Label a pod with its role. If that fails, it is asked for again when the controller looks again."""
+        """Label the pods with their role. If that fails, it is asked for again when the controller looks again."""
         from kvferry.fleet.backends.kubernetes.cluster import ClusterError
 
-        if name not in self._pods:
-            return
-        try:
-            labels = {"metadata": {"labels": {PART_LABEL: role}}}
-            self._pods[name] = await self._api.patch(*_POD, pod_name(self._wanted, name), labels)
-        except ClusterError as error:
-            logger.warning("the pod of %s is not labelled as %s: %s", name, role, error)
-        self._has_changed()
+        for pod in [*self._known.pods(name).values()]:
+            metadata = pod["metadata"]
+            changes = {"metadata": {"uid": metadata.get("uid"), "labels": {PART_LABEL: role}}}
+            try:
+                self._known.learn(await self._api.patch(*_POD, metadata["name"], changes))
+            except ClusterError as error:
+                logger.warning("the pod %s is not labelled as %s: %s", metadata["name"], role, error)
+        self._have_changed()
 
-    def _has_changed(self) -> None:
+    def _have_changed(self) -> None:
         """There are other pods, or they are in another state; their budgets may have to follow."""
         self.changed.set()
         self._is_to_apply.set()
 
-    # What the watch tells (`Follower`).
-
-    def listed(self, objects: Sequence[Object]) -> None:
-        """These pods are there, and no others."""
-        found = {pod["metadata"]["labels"][MEMBER_LABEL]: pod for pod in objects if _is_ours(pod, self._wanted)}
-        for name in self._pods.keys() - found.keys():
-            self._forget(name)
-        for pod in found.values():
-            self._learn(pod)
-
-    def changed_to(self, pod: Object, *, deleted: bool) -> None:
-        """A pod is new or different, or is not there any more."""
-        if not _is_ours(pod, self._wanted):
-            return
-        if deleted:
-            self._forget(pod["metadata"]["labels"][MEMBER_LABEL])
-        else:
-            self._learn(pod)
-
-    def _learn(self, pod: Object) -> None:
-        name = pod["metadata"]["labels"][MEMBER_LABEL]
-        before = self._member(self._pods[name]) if name in self._pods else None
-        self._pods[name] = pod
-        self._lost.pop(name, None)
-        after = self._member(pod)
-        if after is not None and after.state is MemberState.SERVING:
-            if name not in self._served:
-                self._served.add(name)
-                self.context.watcher.ready(name, after.url)
-        elif after is not None and after.reason and (before is None or after.reason != before.reason):
-            self.context.watcher.line(name, after.reason)
-        self._has_changed()
-
-    def _forget(self, name: str) -> None:
-        """Its pod is gone."""
-        pod = self._pods.pop(name, None)
-        if (leaving := self._leaving.pop(name, None)) is not None:
-            leaving.set()
-        elif pod is not None and (member := self._member(pod)) is not None:
-            reason = member.reason if member.state is MemberState.ENDED else "its pod was deleted by somebody else"
-            self._lost[name] = replace(member, state=MemberState.ENDED, url="", health_url="", reason=reason)
-        self._served.discard(name)
-        self._has_changed()
-
     # What is around the pods.
-
-    @property
-    def _service_url(self) -> str:
-        return f"http://{self._wanted.name}.{kubernetes_of(self._wanted).namespace}:{HTTP_PORT}"
 
     def _support(self) -> list[Object]:
         fleet, values = self._wanted, Values()
-        staying = (pod for name, pod in self._pods.items() if name not in self._leaving)
-        counts = Counter(str(pod["metadata"]["labels"].get(PART_LABEL)) for pod in staying)
         others = [] if self.context.owner else support(fleet, values, self.context.token)
-        return [*others, *budgets(fleet, values, counts)]
+        return [*others, *budgets(fleet, values, self._known.counts())]
 
     async def _apply(self) -> None:
         """What is different from what was applied last. With an owner, it is there already, and is only changed."""
@@ -346,7 +383,9 @@ class KubernetesBackend(FleetBackend):
         return self._cluster
 
 
-def _is_ours(pod: Object, fleet: WantedFleet) -> bool:
-    """Whether it has the labels that were asked for."""
-    labels = pod["metadata"].get("labels") or {}
-    return MEMBER_LABEL in labels and all(labels.get(key) == value for key, value in labels_of(fleet).items())
+def _by_turn(pods: Iterable[Object]) -> list[list[Object]]:
+    """Those that are ended at the same time, in this order."""
+    first, others = list[Object](), list[Object]()
+    for pod in pods:
+        (others if host_of(pod)[0] else first).append(pod)
+    return [one for one in (first, others) if one]

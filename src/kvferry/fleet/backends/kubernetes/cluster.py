@@ -29,7 +29,8 @@ _WATCH_S, _MARGIN_S = 60, 10.0
 nothing is taken for dropped."""
 _WAITS_S = (0.2, 15.0)
 """Before what is followed is listed again: the first wait, which doubles each time, and the longest."""
-_GONE, _NOT_FOUND, _CONFLICT = 410, 404, 409
+_GONE, _NOT_FOUND, _CONFLICT, _FORBIDDEN = 410, 404, 409, 403
+_LATER = (408, 429)
 _PLURALS = {
     "Pod": "pods",
     "ConfigMap": "configmaps",
@@ -50,9 +51,18 @@ class ClusterError(KvferryError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same may succeed later: nobody answered, or whoever did could not, or has no room now."""
+        no_room = self.status == _FORBIDDEN and "exceeded quota" in str(self)
+        return self.status in (0, *_LATER) or self.status >= 500 or no_room
+
 
 class Follower(Protocol):
     """Told what is there."""
+
+    def listing(self) -> None:
+        """A list is asked for."""
 
     def listed(self, objects: Sequence[Object]) -> None:
         """These are there, and no others."""
@@ -197,6 +207,7 @@ class Cluster:
             begun = SYSTEM_CLOCK.monotonic()
             try:
                 if not since:
+                    follower.listing()
                     objects, since = await self.list_all(version, kind, selector)
                     follower.listed(objects)
                 async with aclosing(self._watch(self._path(version, kind), selector, since)) as events:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.first_cause import FirstCause
-from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, Pods, kubernetes_of, labels_of
+from kvferry.fleet.kubernetes.pods import (
+    HTTP_PORT,
+    PART_LABEL,
+    Host,
+    Pods,
+    kubernetes_of,
+    labels_of,
+    pod_of,
+    ranks_service,
+)
 from kvferry.fleet.kubernetes.values import Values
 from kvferry.http.server.listen import authority
 
 Object = dict[str, Any]
 
 MEMBER_LABEL, REVISION_LABEL, UNIT_ANNOTATION = "kvferry/member", "kvferry/revision", "kvferry/unit"
+HOST_ANNOTATION, HOSTS_ANNOTATION = "kvferry/host", "kvferry/hosts"
 _NEVER = ("InvalidImageName", "CreateContainerConfigError", "ErrImageNeverPull")
 """Why a container waits for what will not come."""
 _ROUTINE = ("ContainerCreating", "PodInitializing")
@@ -26,9 +39,9 @@ def selector_of(fleet: WantedFleet) -> str:
     return ",".join((*(f"{key}={value}" for key, value in labels_of(fleet).items()), MEMBER_LABEL))
 
 
-def pod_name(fleet: WantedFleet, member: str) -> str:
-    """The name of a member's pod."""
-    return f"{fleet.name}-{member}"
+def pod_name(fleet: WantedFleet, member: str, number: int = 0) -> str:
+    """The name of a member's pod: of its first, or of a further one."""
+    return f"{fleet.name}-{member}" + (f"-host-{number}" if number else "")
 
 
 def owner_reference(owner: Object) -> Object:
@@ -37,34 +50,70 @@ def owner_reference(owner: Object) -> Object:
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
 
-def pod_for(fleet: WantedFleet, member: MemberSpec, owner: Object | None = None) -> Object:
-    """The pod of a member. What runs in it is what `kvferry fleet render` writes; whether it is started again is for
-    the controller to say, and so is who is told of it. `owner`: refers to what the pod belongs to."""
-    pods, unit = Pods(fleet, Values()), _number(member.unit)
+def pods_for(fleet: WantedFleet, member: MemberSpec, owner: Object | None = None) -> list[Object]:
+    """The pods of a member, that of its first rank first. What runs in them is what `kvferry fleet render` writes;
+    whether they are started again is for the controller to say, and so is who is told of them. `owner`: refers to what
+    they belong to."""
     if member.role == "router":
-        template = pods.router(unit=None)
-    else:
-        can_be = fleet.role[member.role].can_be if member.role in fleet.role else ()
-        template = pods.instance(member.role, (), unit=unit, group="", started_as="both" if can_be else None)
+        return [_pod(fleet, member, Pods(fleet, Values()).router(unit=None), 0, 1, owner)]
+    hosts = pod_of(fleet, member.role).hosts
+    return [_pod(fleet, member, _template(fleet, member, number), number, hosts, owner) for number in range(hosts)]
+
+
+def _template(fleet: WantedFleet, member: MemberSpec, number: int) -> Object:
+    assert member.role != "router"
+    can_be = fleet.role[member.role].can_be if member.role in fleet.role else ()
+    return Pods(fleet, Values()).instance(
+        member.role,
+        (),
+        unit=_number(member.unit),
+        group="",
+        host=Host(str(number), f"{member.name}.{ranks_service(fleet)}"),
+        started_as="both" if can_be else None,
+    )
+
+
+def _pod(
+    fleet: WantedFleet, member: MemberSpec, template: Object, number: int, hosts: int, owner: Object | None
+) -> Object:
     spec = {**template["spec"], "restartPolicy": "Never"}
+    if hosts > 1 and not number:
+        spec |= {"hostname": member.name, "subdomain": ranks_service(fleet)}
     (container,) = spec["containers"]
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # so that its status has its last words
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": pod_name(fleet, member.name),
-            "namespace": kubernetes_of(fleet).namespace,
-            "labels": {
-                **template["metadata"]["labels"],
-                MEMBER_LABEL: member.name,
-                REVISION_LABEL: member.revision,
-            },
-            "annotations": {UNIT_ANNOTATION: member.unit},
-            **({} if owner is None else {"ownerReferences": [owner]}),
-        },
-        "spec": spec,
+    labels = {**template["metadata"]["labels"], MEMBER_LABEL: member.name, REVISION_LABEL: member.revision}
+    metadata = {
+        "name": pod_name(fleet, member.name, number),
+        "namespace": kubernetes_of(fleet).namespace,
+        "labels": labels,
+        "annotations": {UNIT_ANNOTATION: member.unit, HOST_ANNOTATION: str(number), HOSTS_ANNOTATION: str(hosts)},
+        **({} if owner is None else {"ownerReferences": [owner]}),
     }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def host_of(pod: Object) -> tuple[int, int]:
+    """Which of its member's pods it is, and how many there are to be."""
+    told = pod["metadata"].get("annotations") or {}
+    number, hosts = told.get(HOST_ANNOTATION, "0"), told.get(HOSTS_ANNOTATION, "1")
+    return (int(number), int(hosts)) if number.isdecimal() and hosts.isdecimal() else (0, 1)
+
+
+def member_of_pods(pods: Sequence[Object], service_url: str, *, has_served: bool = False) -> Member | None:
+    """The member that these pods are: it serves when its first one does, and has ended when any of them has. None for
+    pods that are none. `service_url`, `has_served`: as for `member_of`."""
+    member = None
+    for number, pod in sorted(((host_of(pod)[0], pod) for pod in pods), key=itemgetter(0)):
+        one = member_of(pod, service_url, has_served=has_served)
+        if member is None or one is None or member.state is MemberState.ENDED:
+            member = member or one
+            continue
+        reason = f"its pod {number}: {one.reason}" if one.reason else ""
+        if one.state is MemberState.ENDED:
+            return replace(one, reason=reason)
+        if member.state is MemberState.STARTING and not member.reason:
+            member = replace(member, reason=reason)
+    return member
 
 
 def member_of(pod: Object, service_url: str, *, has_served: bool = False) -> Member | None:
