@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +14,7 @@ from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import StepTimes
 from kvferry.sim.traffic import Arrival
-from kvferry.sim.world import WorldSpec
+from kvferry.sim.world import RequestSpec, World, WorldSpec
 
 TIMES = StepTimes(base_s=0.01, prefill_token_s=1e-3, decode_sequence_s=0.0, context_token_s=0.0)
 INSTANCE = SimInstanceSpec(times=TIMES, num_blocks=512)
@@ -91,3 +92,18 @@ def test_roles_may_have_other_chunks() -> None:
     small = replace(INSTANCE, max_num_batched_tokens=32, max_num_seqs=16)
     found = _run(replace(SPLIT, by_role={"prefill": small}), SEPARATE)
     assert found.ttft.p50 - _run(SPLIT, SEPARATE).ttft.p50 == pytest.approx(0.03, abs=0.003)
+
+
+@pytest.mark.parametrize("num_units", [0, 2])
+def test_hand_offs_stay_within_a_unit(num_units: int) -> None:
+    spec = replace(SPLIT, num_prefill=2, num_decode=4, num_units=num_units, num_routers=2)
+    world = World(spec, 3, keep_log=True)
+    with world.running():
+        world.submit(RequestSpec(0.05 * n, (n, *range(40)), 4, seed=n) for n in range(40))
+        assert world.finish()
+        assert {one.outcome for one in world.results} == {"complete"}
+        log = "\n".join(world.simulation.log.last)
+        pairs = {(int(decode), int(prefill)) for prefill, decode in re.findall(r"prefill(\d)\S* > decode(\d)", log)}
+        assert {decode for decode, _ in pairs} == {0, 1, 2, 3}
+        assert any(decode % 2 != prefill for decode, prefill in pairs) == (num_units == 0)
+        world.end()

@@ -49,6 +49,14 @@ class SimRouter:
         """Whether it answers GET /health with 200."""
         return self.router is not None and self.router.services.pools.decode.num_alive > 0
 
+    @property
+    def num_alive(self) -> int:
+        """How many instances seem able to serve."""
+        if self.router is None:
+            return 0
+        pools = self.router.services.pools
+        return pools.prefill.num_alive + pools.decode.num_alive
+
     def crash(self) -> None:
         """End at once, as a process that is killed."""
         self.num_processes += 1

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import logging
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from kvferry.core.errors import TransferError
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.router.config import RouterConfig
+from kvferry.router.instances.membership import Declared
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
@@ -61,6 +62,8 @@ class WorldSpec:
     num_decode: int = 1
     num_both: int = 0
     num_routers: int = 1
+    num_units: int = 0
+    """Hand-offs stay within one of so many units, to which the instances of each role belong by turns. 0: no units."""
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
@@ -147,6 +150,20 @@ class World:
         loop.call_soon(lambda: loop.create_task(self._run_clients()))
         self.clients = loop
         self.run_until(lambda: self._has_client and self._is_ready(), 60.0)
+        if self.spec.num_units:
+            self._declare_units()
+
+    def _declare_units(self) -> None:
+        """Tell the routers of all instances, as the controller of a fleet does."""
+        declared: list[Declared] = []
+        place = Counter[Role]()
+        for one in self.instances:
+            unit = str(place[one.role] % self.spec.num_units)
+            declared.append(Declared(one.name, "prefill" if one.role == "prefill" else "decode", one.url, unit=unit))
+            place[one.role] += 1
+        for router in self.routers:
+            router.operate("declares", lambda membership: membership.declare(declared))
+        self.run_until(lambda: all(one.num_alive == len(declared) for one in self.routers), 60.0)
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
@@ -159,6 +176,8 @@ class World:
         prefill = tuple(one.url for one in self.instances if one.role == "prefill")
         decode = tuple(one.url for one in self.instances if one.role != "prefill")
         config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
+        if self.spec.num_units:
+            config = RouterConfig(declared=True, **self.spec.router)
         self.routers.append(SimRouter(self.network.host(name), PORT, config, TOKEN, after_s=1.0))  # instances are up
 
     def _is_ready(self) -> bool:
@@ -214,7 +233,7 @@ class World:
     def finish(self) -> bool:
         """Let time pass until all requests have ended; False if some have not, after all patience."""
         while self._next is not None:
-            self.run_until(lambda: self._next is None, self._next.at_s + 1.0 - self.simulation.now)
+            self.run_until(lambda: self._next is None, max(0.0, self._next.at_s - self.simulation.now) + 1.0)
         return self.run_until(lambda: self.is_done, self.spec.patience_s)
 
     async def _run_clients(self) -> None:

@@ -57,6 +57,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         num_decode=counts.get("decode", 0),
         num_both=counts.get("both", 0),
         num_routers=fleet.router.count or 1,
+        num_units=fleet.unit.count if fleet.unit is not None else 0,
         instance=next(iter(specs.values())),
         by_role=specs,
         network=network,
