@@ -226,6 +226,11 @@ class EntryTable:
 
     # Insight.
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no key."""
+        return not self._entries
+
     def statistics(self) -> dict[str, float]:
         """Keys and bytes held now, and keys ended by reason."""
         with self._lock:

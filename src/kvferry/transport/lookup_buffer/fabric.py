@@ -179,10 +179,27 @@ class FabricLookupBuffer(LookupBuffer):
                 await fabric.close()
 
     async def _expire(self) -> None:
+        """Ticks while there is a key, and waits for one otherwise."""
         tick_s = min(LONGEST_TICK_S, self.table.bounds.lease_s / TICKS_PER_LEASE)
-        while True:
-            await asyncio.sleep(tick_s)
-            call_contained(self.table.expire, "ending leases", lambda error: None)
+        loop, changed, waits = asyncio.get_running_loop(), asyncio.Event(), False
+
+        def on_change() -> None:  # from any thread
+            if waits:
+                loop.call_soon_threadsafe(changed.set)
+
+        self.table.listen(on_change)
+        try:
+            while True:
+                waits = True  # before the look at the table, so that no key is missed
+                changed.clear()
+                while self.table.is_empty:
+                    await changed.wait()
+                    changed.clear()
+                waits = False
+                await asyncio.sleep(tick_s)
+                call_contained(self.table.expire, "ending leases", lambda error: None)
+        finally:
+            self.table.unlisten(on_change)
 
     def close(self) -> None:
         self._listener.close()
