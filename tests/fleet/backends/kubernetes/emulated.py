@@ -342,6 +342,6 @@ def _kubeconfig(path: Path) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ["KUBECONFIG"]
+            os.environ.pop("KUBECONFIG", None)
         else:
             os.environ["KUBECONFIG"] = before
