@@ -27,6 +27,7 @@
 
 #define ROOM 65536
 #define MOST_CONNECTIONS 4096
+#define PATIENCE_US 60e6
 
 static void fail(const char *what) {
     perror(what);
@@ -345,15 +346,15 @@ static void load(int port, int clients, int rounds, double spacing, int tokens, 
                 p->last = now_us();
                 send_all(p, request, size);
             }
-            double left = begun < clients ? first + begun * spacing - now_us() : 5e6;
+            double left = begun < clients ? first + begun * spacing - now_us() : PATIENCE_US;
             struct timespec wait = {0};
             if (left > 0) {
                 wait.tv_sec = left / 1e6;
                 wait.tv_nsec = (left - wait.tv_sec * 1e6) * 1e3;
             }
             int number = epoll_pwait2(epoll, ready, 256, &wait, NULL);
-            if (!number && begun == clients && left >= 5e6) {
-                fprintf(stderr, "no answer for 5 s\n");
+            if (!number && begun == clients && left >= PATIENCE_US) {
+                fprintf(stderr, "no answer came for too long\n");
                 exit(1);
             }
             for (int at = 0; at < number; at++) {

@@ -54,8 +54,9 @@ def is_integers(text: bytes) -> bool:
 def read_object(data: bytes, refused_within: Iterable[str] = ()) -> dict[str, Any]:
     """Parse the object. Raises `InvalidRequest` unless `data` is strict JSON, and none of these names occurs in a
     nested object."""
-    found = _read_quickly(data, frozenset(refused_within))
-    return _read_strictly(data, frozenset(refused_within)) if found is None else found
+    refused = frozenset(refused_within)
+    found = _read_quickly(data, refused)
+    return _read_strictly(data, refused) if found is None else found
 
 
 def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any] | None:
@@ -68,9 +69,12 @@ def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]
         value = _ANYTHING.decode(data)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
         return None
-    if not isinstance(value, dict) or (data.count(b"\\u") and _SURROGATE.search(data)):
+    if not isinstance(value, dict) or (b"\\" in data and _SURROGATE.search(data)):
         return None
     num_names = len(value) + _look_through(value, refused_within)
+    # Where no text has a colon, colons are names' ends, and are counted several times as fast.
+    if num_names == data.count(b":"):
+        return value
     return value if num_names == len(_NAME_END.findall(data)) else None
 
 

@@ -16,6 +16,16 @@ from kvferry.http.headers import RawHeaders
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
+def joined(kept: bytes | bytearray, piece: bytes) -> bytes | bytearray:
+    """Both, one after the other. A single piece, as most bodies are, is not copied."""
+    if not kept:
+        return piece
+    if isinstance(kept, bytes):
+        kept = bytearray(kept)
+    kept += piece
+    return kept
+
+
 class MessageParser:
     """httptools calls the methods `on_…`."""
 
@@ -48,7 +58,7 @@ class MessageParser:
         if self.num_overhead > self._most_overhead:
             raise self._too_much()
 
-    def close(self) -> None:
+    def stop_parsing(self) -> None:
         """Nothing more is fed. The parser and this object refer to each other: without it, only the garbage collector
         could free them."""
         self._parser = None

@@ -159,10 +159,15 @@ class Router:
         """Answer a request that is meant for the instances."""
         services, arrived, begun = self.services, self.services.clock.wall(), self.services.clock.monotonic()
         path, _, query = request.target.partition("?")
-        slot, tenant = self.admission.hold(request.client), None
+        slot, tenant = Slot(self.admission, request.client), None
         try:
             public = self.endpoints.admit(request.method, path, query)
-            body = await self._read(request, slot)
+            if request.body.complete:
+                slot.take(request.body.num_bytes)
+                body = request.body.take()
+            else:
+                body = await request.body.read(slot.grow)
+                slot.whole()
             headers = request.headers
             if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
                 headers = [one for one in headers if one[0] != b"authorization"]
@@ -189,15 +194,6 @@ class Router:
             slot.close()
             seconds = services.clock.monotonic() - begun
             services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
-
-    async def _read(self, request: HttpRequest, slot: Slot) -> bytes:
-        """The whole body, counted as it arrives."""
-        if request.body.complete:
-            slot.take(request.body.num_bytes)
-            return await request.body.read()
-        body = await request.body.read(slot.grow)
-        slot.whole()
-        return body
 
     async def take_turn(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> None:
         """Count a request against its tenant's limits, and wait until it may be served, which is until `turns.end`.

@@ -30,14 +30,13 @@ _SHORT = 256
 _ENCODER = msgspec.json.Encoder()
 
 
-class RequestBody:
+class RequestBody(msgspec.Struct, eq=False):
     """A JSON object's top-level fields, each as its own JSON text. `values` has the same fields: scalars and short
     strings as they were read, and all else, which may be long, as text again (`msgspec.Raw`)."""
 
-    __slots__ = ("_fields", "_original", "values")
-
-    def __init__(self, fields: dict[str, msgspec.Raw], original: bytes, values: dict[str, Any]) -> None:
-        self._fields, self._original, self.values = fields, original, values
+    _fields: dict[str, msgspec.Raw]
+    _original: bytes
+    values: dict[str, Any]
 
     @classmethod
     def parse(cls, data: bytes, *, trust_tickets: bool = False) -> RequestBody:
@@ -57,10 +56,6 @@ class RequestBody:
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields
-
-    def has_any(self, fields: frozenset[str]) -> bool:
-        """Whether one of them is there, if only as null."""
-        return not fields.isdisjoint(self._fields)
 
     def get(self, field: str) -> Any:
         """A field's value; None when it is null or missing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from operator import itemgetter
 
 from kvferry.core.messages.continuation import PROGRESS_HEADER
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER
@@ -21,6 +20,7 @@ SERVER_TIMING = b"server-timing"
 
 OWN_PREFIX = b"x-kvferry-"
 """Ours; what a client sends under it is dropped."""
+_LENGTH = len(OWN_PREFIX)
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers"
@@ -41,6 +41,7 @@ _OF_THE_SERVER = frozenset(
 """What names a server, leads to one, or is between it and the router: instances are no business of clients."""
 
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | _OF_THE_SERVER
+_NOT_WITHOUT_LENGTH = _NOT_FOR_CLIENTS | {b"content-length"}
 
 
 def content_type(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -53,7 +54,7 @@ def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
     """A client's headers as an instance gets them: end-to-end headers unchanged, then the router's own, which replace
     those of the same name."""
     left_out, ours = _of_the_connection(headers, _NOT_FOR_INSTANCES), dict(own)
-    kept = [one for one in headers if not (one[0] in left_out or one[0] in ours or one[0].startswith(OWN_PREFIX))]
+    kept = [one for one in headers if not (one[0] in left_out or one[0] in ours or one[0][:_LENGTH] == OWN_PREFIX)]
     return kept + own
 
 
@@ -65,9 +66,8 @@ class LegHeaders:
 
     def __init__(self, headers: RawHeaders, always: RawHeaders) -> None:
         every = for_instance(headers, always)
-        self._differing: RawHeaders = []
-        if not _OF_A_LEG.isdisjoint(map(itemgetter(0), every)):
-            self._differing = [one for one in every if one[0] in _OF_A_LEG]
+        self._differing = [one for one in every if one[0] in _OF_A_LEG]
+        if self._differing:
             every = [one for one in every if one[0] not in _OF_A_LEG]
         self._lines = header_lines(every)
 
@@ -87,7 +87,7 @@ def _own_lines(*own: tuple[bytes, bytes]) -> bytes:
 
 def for_client(headers: RawHeaders, *, with_length: bool = True) -> RawHeaders:
     """An instance's headers as the client gets them."""
-    left_out = _of_the_connection(headers, _NOT_FOR_CLIENTS if with_length else _NOT_FOR_CLIENTS | {b"content-length"})
+    left_out = _of_the_connection(headers, _NOT_FOR_CLIENTS if with_length else _NOT_WITHOUT_LENGTH)
     return [one for one in headers if one[0] not in left_out]
 
 

@@ -204,22 +204,22 @@ class _Seconds(Collector):
 
     def __init__(self, name: str, about: str, label: str) -> None:
         self._family = name, about, [label]
-        self._noted: defaultdict[str, list[float]] = defaultdict(list)
-        self._num_noted = 0
+        self._noted: list[tuple[str, float]] = []
         self._counts: dict[str, list[int]] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, observed: Iterable[tuple[str, float]]) -> None:
         """By label, how long something took; less than nothing counts as nothing."""
-        noted = self._noted
-        for label, seconds in observed:
-            noted[label].append(seconds)
-        self._num_noted += 1
-        if self._num_noted >= _COUNTED_AT_ONCE:
+        self._noted.extend(observed)
+        if len(self._noted) >= _COUNTED_AT_ONCE:
             self._count()
 
     def _count(self) -> None:
-        for label, found in self._noted.items():
+        by_label: defaultdict[str, list[float]] = defaultdict(list)
+        for label, seconds in self._noted:
+            by_label[label].append(seconds)
+        self._noted.clear()
+        for label, found in by_label.items():
             found.sort()
             # How many are at most as long as each edge, and all; then those of each bucket.
             below = [*(bisect_right(found, edge) for edge in _SECONDS), len(found)]
@@ -228,8 +228,6 @@ class _Seconds(Collector):
                 count + high - low for count, high, low in zip(counts, below, [0, *below[:-1]], strict=True)
             ]
             self._sums[label] += sum(found[bisect_left(found, 0.0) :])
-        self._noted.clear()
-        self._num_noted = 0
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""

@@ -14,13 +14,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
-import msgspec
-
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.client.answer_parser import AnswerHead
-from kvferry.http.client.connection import ClientConnection
+from kvferry.http.client.connection import AnswerHead, ClientConnection
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
+from kvferry.http.message import joined
 
 _BUFFERED_BYTES = 256 * 1024
 """Bytes of a body that nobody reads yet; beyond this, the instance has to wait."""
@@ -31,16 +29,6 @@ CallState = Literal["connecting", "sent", "answering", "complete", "lost", "clos
 
 
 _OVER: frozenset[CallState] = frozenset(("complete", "lost", "closed"))
-
-
-class SentRequest(msgspec.Struct, frozen=True):
-    """What is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
-    closed; `bodiless`: the answer has no body."""
-
-    data: tuple[bytes, ...]
-    connect_s: float
-    repeatable: bool
-    bodiless: bool
 
 
 class Bypass(Protocol):
@@ -65,15 +53,19 @@ NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
 
 class Call:
     """Made by `HttpClient.start`. The caller must close it; that cuts the connection of an answer that has not ended,
-    so that the instance stops."""
+    so that the instance stops.
+
+    `data` is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
+    closed; `bodiless`: the answer has no body."""
 
     __slots__ = (
-        "_bypass", "_kept", "_most", "_on_change", "_pool", "_request", "_sink", "_task", "_waiter",
-        "connection", "error", "head", "num_received", "paused", "state",
+        "_bodiless", "_bypass", "_connect_s", "_data", "_kept", "_most", "_on_change", "_pool", "_repeatable",
+        "_sink", "_task", "_waiter", "connection", "error", "head", "num_received", "paused", "state",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, request: SentRequest) -> None:
-        self._pool, self._request = pool, request
+    def __init__(self, pool: Pool, data: tuple[bytes, ...], connect_s: float, repeatable: bool, bodiless: bool) -> None:
+        self._pool, self._data, self._connect_s = pool, data, connect_s
+        self._repeatable, self._bodiless = repeatable, bodiless
         self._on_change: Callable[[], None] | None = None
         self.state: CallState = "connecting"
         self.error: TransferError | None = None
@@ -86,7 +78,8 @@ class Call:
         """Whether reading is paused, so that the instance has to wait."""
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._kept, self._most = bytearray(), 0
+        self._kept: bytes | bytearray = b""
+        self._most = 0
         """Received bytes of the body that were not taken; 0, or the most that may be kept."""
         self._sink: Callable[[bytes], None] | None = None
         self._bypass: Bypass | None = None
@@ -102,7 +95,7 @@ class Call:
 
     async def _wait_for_connection(self, *, fresh: bool) -> None:
         try:
-            connection = await self._pool.take(self._request.connect_s, fresh=fresh)
+            connection = await self._pool.take(self._connect_s, fresh=fresh)
         except TransferError as error:
             self._end("lost", error)
             return
@@ -110,11 +103,11 @@ class Call:
 
     def _send(self, connection: ClientConnection) -> None:
         self.connection, self.state = connection, "sent"
-        connection.begin(self, self._request.data, bodiless=self._request.bodiless)
+        connection.begin(self, self._data, self._bodiless)
 
     # Called by the connection.
 
-    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, *, complete: bool) -> None:
+    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """More of the answer has arrived: so many bytes, with this part of its body."""
         connection = self.connection
         assert connection is not None
@@ -128,11 +121,11 @@ class Call:
                     connection.close(error)
                     return
             else:
-                self._kept += payload
-                if self._most and len(self._kept) > self._most:
-                    connection.close(_too_long(self._most))
-                    return
-                if not self._most and len(self._kept) > _BUFFERED_BYTES:
+                self._kept = joined(self._kept, payload)
+                if len(self._kept) > (self._most or _BUFFERED_BYTES):
+                    if self._most:
+                        connection.close(_too_long(self._most))
+                        return
                     self.pause_reading()
             if self.state == "sent":
                 self.state = "answering"
@@ -146,7 +139,7 @@ class Call:
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
         was_idle = self.connection is not None and self.connection.num_calls > 1
         untouched = self.state == "sent" and was_idle and not self.num_received
-        if untouched and self._request.repeatable and isinstance(error, PeerLost):
+        if untouched and self._repeatable and isinstance(error, PeerLost):
             self.connection = None
             self._connect(fresh=True)
             return
@@ -251,7 +244,7 @@ class Call:
 
     def take(self) -> bytes:
         """The part of the body that has arrived and was not taken yet."""
-        kept, self._kept = bytes(self._kept), bytearray()
+        kept, self._kept = bytes(self._kept), b""
         if self.paused:
             self.resume_reading()
         return kept
@@ -289,7 +282,7 @@ class Call:
 
     def fail(self, error: TransferError) -> None:
         """End it because of `error`."""
-        self._request = msgspec.structs.replace(self._request, repeatable=False)
+        self._repeatable = False
         if self._task is not None:
             self._task.cancel()
         if self.connection is not None:

@@ -11,67 +11,90 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
+import httptools
+import msgspec
+
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.client.answer_parser import AnswerHead, AnswerParser
+from kvferry.http.headers import RawHeaders
+from kvferry.http.message import MessageParser
 from kvferry.http.tls import advice, closed_at_once
+
+_ANSWER_OVERHEAD = 64 * 1024
+"""Most bytes of an answer's head, of a chunk's size or of trailers."""
+
+
+class AnswerHead(msgspec.Struct, frozen=True):
+    """All of an answer but its body. `first`: of each header, the first value."""
+
+    status: int
+    headers: RawHeaders
+    first: dict[bytes, bytes]
+    chunked: bool
+    keep_alive: bool
+    """Whether another answer may come on the same connection."""
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether it is a stream of server-sent events to which an event can be added."""
+        kind = self.first.get(b"content-type", b"").partition(b";")[0]
+        return kind.rstrip() == b"text/event-stream" and b"content-encoding" not in self.first
 
 
 class Receiver(Protocol):
     """A call, as its connection uses it."""
 
-    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, *, complete: bool) -> None:
+    def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """More of the answer has arrived: so many bytes, with this part of its body."""
 
     def lose(self, error: TransferError) -> None:
         """The connection is closed."""
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(MessageParser, asyncio.Protocol):
     """Made by a pool, used by one call at a time. `name`: of the instance, for errors; `who`: whose connection it
     is."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, who: str) -> None:
-        self._loop, self._name, self._who = loop, name, who
+    def __init__(self, name: str, who: str) -> None:
+        super().__init__(httptools.HttpResponseParser, _ANSWER_OVERHEAD)
+        self._name, self._who = name, who
         self.transport: asyncio.Transport | None = None
         self.error: TransferError | None = None
         """Why it is closed."""
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
         self.free_since = 0.0
-        self._parser = AnswerParser()
-        self._call: Receiver | None = None
+        """Written by the pool, on the event loop's clock."""
+        self.call: Receiver | None = None
+        """The call that uses it."""
+        self.head: AnswerHead | None = None
+        """Of the answer, once it is here."""
+        self._pieces: list[bytes] = []
+        """Received bytes of the body that the call has not been told of yet."""
+        self.complete = self._bodiless = False
+        """`complete`: whether all of the answer is here, so that another one may come if its head says so."""
 
     @property
     def is_usable(self) -> bool:
         """Whether a request may be sent."""
         transport = self.transport
-        return self.error is None and self._call is None and transport is not None and not transport.is_closing()
+        return self.error is None and self.call is None and transport is not None and not transport.is_closing()
 
-    @property
-    def between_chunks(self) -> bool:
-        """Whether a chunk would begin with the next byte."""
-        return self._parser.between_chunks
-
-    def begin(self, call: Receiver, data: tuple[bytes, ...], *, bodiless: bool) -> None:
-        """Send a request; `call` receives its answer, which is `bodiless` or not."""
+    def begin(self, call: Receiver, data: tuple[bytes, ...], bodiless: bool) -> None:
+        """Send a request; `call` receives its answer, which has no body if it is `bodiless`, whatever its headers
+        say."""
         assert self.transport is not None
-        self._call = call
-        self._parser.next(bodiless=bodiless)
+        self.call, self.head, self.complete, self._bodiless = call, None, False, bodiless
+        self.in_head, self.num_overhead = False, 0
         self.num_calls += 1
         for part in data:
             self.transport.write(part)
-
-    def release(self) -> bool:
-        """The call is over; returns whether the connection can take another one."""
-        self._call, self.free_since, head = None, self._loop.time(), self._parser.head
-        return self._parser.complete and head is not None and head.keep_alive and self.error is None
 
     def close(self, error: TransferError | None = None) -> None:
         """Close it, because of `error`; the instance notices, and stops its work."""
         if self.error is not None:
             return
         self.error = error or PeerLost(f"the connection to {self._name} was closed here")
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         if call is not None:
             call.lose(self.error)  # before the socket is closed, which the fast path may still read
         if self.transport is not None:
@@ -89,30 +112,64 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle received bytes, from the transport or returned by the compiled relay."""
-        call, parser = self._call, self._parser
+        call = self.call
         if call is None:
             self.close(ProtocolError(f"{self._name} sent more than its answer"))
             return
         try:
-            parser.feed(data)
+            self.feed(data)
         except ProtocolError as error:
             self.close(ProtocolError(f"{self._name} does not answer in HTTP/1.1: {error}"))
             return
-        if parser.head is not None:
-            pieces, parser.pieces = parser.pieces, []
-            payload = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            call.receive(parser.head, payload, len(data), complete=parser.complete)
+        if self.head is not None:
+            pieces, self._pieces = self._pieces, []
+            call.receive(self.head, b"".join(pieces), len(data), self.complete)
 
     def eof_received(self) -> None:
         """The instance sends no more, which is the end of an answer without a length; the transport closes itself."""
-        call, head = self._call, self._parser.head
+        call, head = self.call, self.head
         if call is not None and head is not None and not head.chunked and b"content-length" not in head.first:
-            call.receive(head, b"", 0, complete=True)  # to the parser it is not, so that no other answer may follow
+            call.receive(head, b"", 0, True)  # to the parser it is not, so that no other answer may follow
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
         why = "the connection was closed" if error is None else advice(error, self._name, self._who)
-        if error is None and self.num_calls == 1 and self._call is not None and self._parser.head is None:
+        if error is None and self.num_calls == 1 and self.call is not None and self.head is None:
             why += f" ({closed_at_once(self._name, self._who)})"
         self.close(PeerLost(f"{self._name} broke off: {why}"))
-        self._parser.close()
+        self.stop_parsing()
+
+    # The parser's calls.
+
+    def on_message_begin(self) -> None:
+        """The status line begins."""
+        if self.complete:
+            raise ProtocolError("more than one answer came")
+        self.in_head, self.headers, self.first = True, [], {}
+
+    def on_headers_complete(self) -> None:
+        """The head is here."""
+        status, headers, first = self._parser.get_status_code(), self.headers, self.first
+        if status < 100 or status == 101:
+            raise ProtocolError(f"its status is {status}")
+        if chunked := b"transfer-encoding" in first:
+            codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+            if codings != [b"chunked"] or self._parser.get_http_version() != "1.1":
+                raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
+        if status < 200:
+            return  # of an interim answer; another head follows
+        self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, self._bodiless
+        # After a bodiless one, the parser would wait for the body.
+        keep_alive = self._parser.should_keep_alive() and not self._bodiless
+        self.head = AnswerHead(status, headers, first, chunked, keep_alive)
+
+    def on_body(self, piece: bytes) -> None:
+        """A part of the body."""
+        if self.complete:
+            raise ProtocolError("a body came where there is none")
+        self.num_overhead = 0
+        self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        """The end, also of an interim answer."""
+        self.complete = self.complete or not self.in_head

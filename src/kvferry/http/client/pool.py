@@ -46,7 +46,8 @@ class Pool:
         """A free connection, the most recently used first."""
         while self._free:
             connection = self._free.pop()
-            if connection.is_usable:
+            transport = connection.transport
+            if connection.error is None and transport is not None and not transport.is_closing():
                 return connection
             connection.close()
         return None
@@ -80,7 +81,7 @@ class Pool:
                 self._waiting.remove(waiter)
 
     async def _connect(self) -> ClientConnection:
-        connection = ClientConnection(self._loop, str(self._origin), self._who)
+        connection = ClientConnection(str(self._origin), self._who)
         self._num_connecting += 1
         try:
             await self._loop.create_connection(
@@ -105,7 +106,9 @@ class Pool:
 
     def give_back(self, connection: ClientConnection) -> None:
         """The call on this connection is over."""
-        if connection.release() and not self._closed:
+        connection.call, head = None, connection.head
+        if connection.complete and head is not None and head.keep_alive and not (connection.error or self._closed):
+            connection.free_since = self._loop.time()
             self._free.append(connection)
         else:
             connection.close()

@@ -7,30 +7,33 @@ import hashlib
 from collections.abc import Callable
 from math import inf
 
+import msgspec
+
 from kvferry.core.messages.openai import BodyTooLarge
 from kvferry.http.errors import Unauthorized
+from kvferry.http.message import joined
 
 BUFFERED_BYTES = 256 * 1024
 """What is kept for a handler that does not read, before the client is made to wait."""
 
 
-class Body:
-    """Filled by the connection, read once by the handler."""
+class Body(msgspec.Struct, eq=False):
+    """Filled by the connection, read once by the handler. `on_read`: called when it is read before it is complete."""
 
-    def __init__(self, max_bytes: int, on_read: Callable[[], None]) -> None:
-        self.complete = False
-        self.num_bytes = 0
-        self.until = inf
-        """When it must be here, on the event loop's clock."""
-        self.is_asked_for = True
-        """Whether the client sends it unasked, or was asked to (`Expect: 100-continue`)."""
-        self._max_bytes = max_bytes
-        self._on_read = on_read
-        self._content = bytearray()
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._signed_sha256 = ""
-        self._on_bytes: Callable[[int], None] | None = None
+    max_bytes: int
+    on_read: Callable[[], None]
+    complete: bool = False
+    num_bytes: int = 0
+    until: float = inf
+    """When it must be here, on the event loop's clock."""
+    is_asked_for: bool = True
+    """Whether the client sends it unasked, or was asked to (`Expect: 100-continue`)."""
+    error: Exception | None = None
+    """Why it will never be complete."""
+    _content: bytes | bytearray = b""
+    _waiter: asyncio.Future[None] | None = None
+    _signed_sha256: str = ""
+    _on_bytes: Callable[[int], None] | None = None
 
     def require(self, sha256: str) -> None:
         """The request is signed with this digest of its body."""
@@ -49,13 +52,17 @@ class Body:
         if self._content:
             self._on_bytes(len(self._content))
         if not self.complete:
-            self._on_read()
-            if self._error is None:
+            self.on_read()
+            if self.error is None:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
-        if self._error is not None:
-            raise self._error
-        whole, self._content = bytes(self._content), bytearray()
+        return self.take()
+
+    def take(self) -> bytes:
+        """The body, once it is `complete` or has failed. Raises as `read`."""
+        if self.error is not None:
+            raise self.error
+        whole, self._content = bytes(self._content), b""
         if self._signed_sha256 and hashlib.sha256(whole).hexdigest() != self._signed_sha256:
             raise Unauthorized("the body is not the one that was signed")
         return whole
@@ -69,16 +76,16 @@ class Body:
 
     def declare(self, length: int) -> None:
         """The client has announced the body's length."""
-        if length > self._max_bytes:
-            self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self._max_bytes} are accepted"))
+        if length > self.max_bytes:
+            self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self.max_bytes} are accepted"))
 
     def feed(self, piece: bytes) -> None:
         """Add a piece. Nothing of a body that has failed is kept."""
-        if self._error is not None:
+        if self.error is not None:
             return
         self.num_bytes += len(piece)
-        if self.num_bytes > self._max_bytes:
-            self.fail(BodyTooLarge(f"the body has more than {self._max_bytes} bytes, which is the most accepted"))
+        if self.num_bytes > self.max_bytes:
+            self.fail(BodyTooLarge(f"the body has more than {self.max_bytes} bytes, which is the most accepted"))
             return
         if self._on_bytes is not None:
             try:
@@ -86,24 +93,20 @@ class Body:
             except Exception as error:  # noqa: BLE001 - the reader's own refusal, raised in the reader
                 self.fail(error)
                 return
-        self._content += piece
+        self._content = joined(self._content, piece)
 
     def end(self) -> None:
         """The body is complete."""
         self.complete = True
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         """The rest will not come, or is not wanted."""
-        if self._error is None and not self.complete:
-            self._error = error
-            self._content = bytearray()
+        if self.error is None and not self.complete:
+            self.error = error
+            self._content = b""
             self._wake()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it will never be complete."""
-        return self._error is not None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -30,7 +30,7 @@ from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body
 from kvferry.http.server.keys import Side
 from kvferry.http.server.limits import HttpLimits
-from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.request import Caller, HttpRequest, id_of, path_of
 from kvferry.http.server.request_parser import RequestParser, origin_form
 from kvferry.http.server.response import Response, answer_headers
 from kvferry.http.server.service import Service
@@ -52,7 +52,7 @@ _LINGER_BYTES = 4 * 1024 * 1024
 State = Literal["handshake", "opened", "idle", "head", "body", "running", "closing", "lingering", "lost"]
 """What the connection waits for; see the module."""
 
-_OVER: tuple[State, ...] = ("closing", "lingering", "lost")
+_OVER: frozenset[State] = frozenset(("closing", "lingering", "lost"))
 
 
 @lru_cache
@@ -75,7 +75,7 @@ class ServerConnection(asyncio.Protocol):
     """Reads requests from one client and writes the answers to it. A door makes one for each connection."""
 
     def __init__(self, service: Service, side: Side, client: str) -> None:
-        self._service, self._side, self.client = service, side, client
+        self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
         self._seconds = _seconds_of(service.config.limits)
         self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
         self._writer: ClientWriter
@@ -110,7 +110,7 @@ class ServerConnection(asyncio.Protocol):
     async def _answer(self, response: Response) -> None:
         """Run the handler of one request, and close the connection if that was the last."""
         request, was_cancelled = response.request, False
-        self._service.running.add(self)
+        self._service.running[self] = None
         try:
             handler = self._service.handler_of(request, self._side, self._writer.transport)
             name_request(request.id)
@@ -133,8 +133,7 @@ class ServerConnection(asyncio.Protocol):
             self._log(response)
         name_request("")
         self._turn = None
-        self._writer.pauses(None)
-        self._service.running.discard(self)
+        self._service.running.pop(self, None)
         if self._service.lifecycle.draining:
             self._service.note_quiet()
         if not request.body.complete:
@@ -201,7 +200,7 @@ class ServerConnection(asyncio.Protocol):
         if self._state != "handshake":
             self._writer.lose()
         self._enter("lost")
-        self._parser.close()
+        self._parser.stop_parsing()
         self._service.forget(self)
         if self._turn is not None and not self._turn.ended and self._task is not None:
             self._task.cancel()
@@ -219,10 +218,10 @@ class ServerConnection(asyncio.Protocol):
 
     def _feed(self) -> None:
         """Parse received bytes as long as few requests wait; otherwise keep the rest, and pause reading."""
-        data, place = self._unfed, 0
+        data, self._unfed, place = self._unfed, b"", 0
         while place < len(data) and self._broken is None and len(self._waiting) < _PAUSE_WAITING:
             most = _PARSED_AT_ONCE if self._parser.body is None else _BODY_AT_ONCE
-            part = data[place : place + most]
+            part = data[place : place + most] if place or len(data) > most else data
             place += len(part)
             try:
                 self._parser.feed(part)
@@ -230,13 +229,18 @@ class ServerConnection(asyncio.Protocol):
                 self._break(error)
             except KvferryError as error:
                 self._break(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
-        self._unfed = data[place:] if self._broken is None else b""
+        if place < len(data) and self._broken is None:
+            self._unfed = data[place:]
         body = self._parser.body
         if self._broken is None and body is not None:
             self._enter("body")
         elif data and (self._state == "idle" or self._state == "opened"):
             self._enter("head")
-        full = self._unfed or len(self._waiting) >= _PAUSE_WAITING or (body is not None and (body.full or body.failed))
+        full = (
+            self._unfed
+            or len(self._waiting) >= _PAUSE_WAITING
+            or (body is not None and (body.full or body.error is not None))
+        )
         if full and self._is_reading:
             self._is_reading = False
             self._writer.transport.pause_reading()
@@ -251,17 +255,18 @@ class ServerConnection(asyncio.Protocol):
 
     def _head_is_here(self, method: str, target: bytes, headers: RawHeaders, version: str, keep_alive: bool) -> Body:
         """A request begins, though its body may be still to come."""
-        now, config = self._service.loop.time(), self._service.config
+        now, config, asked = self._service.loop.time(), self._service.config, target.decode("latin-1")
+        asked, first = asked if asked.startswith("/") else origin_form(asked), self._parser.first
         body = Body(config.max_body_bytes, self._body_is_wanted)
         request = HttpRequest(
-            method, origin_form(target.decode("latin-1")), headers, self._parser.first, body, self.client, now
+            method, asked, path_of(asked), headers, first, body, id_of(first), self.client, self._caller, now
         )
-        if (declared := request.first.get(b"content-length")) is not None:
+        if (declared := first.get(b"content-length")) is not None:
             body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
         lifecycle, is_1_0 = self._service.lifecycle, version == "1.0"
-        response = Response(self._writer, request, lifecycle, version_1_0=is_1_0, keep_alive=keep_alive)
+        response = Response(self._writer, request, lifecycle, is_1_0, keep_alive)
         body.until = now + config.limits.http_body_s
-        body.is_asked_for = is_1_0 or request.first.get(b"expect", b"").lower() != b"100-continue"
+        body.is_asked_for = is_1_0 or first.get(b"expect", b"").lower() != b"100-continue"
         self._waiting.append(response)
         return body
 
@@ -273,10 +278,10 @@ class ServerConnection(asyncio.Protocol):
         turn = self._turn
         if turn is not None and not (body := turn.request.body).is_asked_for:
             body.is_asked_for = True
-            if not (body.complete or body.failed or body.num_bytes or turn.started):
+            if not (body.complete or body.error is not None or body.num_bytes or turn.started):
                 self._writer.write(_CONTINUE)
         coming = self._parser.body
-        if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and not (coming and coming.failed):
+        if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and (coming is None or coming.error is None):
             if self._state == "body":
                 self._enter("body")
             self._resume()

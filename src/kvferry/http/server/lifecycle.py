@@ -13,10 +13,9 @@ class Lifecycle:
         self.draining = False
         """Whether no new requests are accepted."""
 
-    def require_accepting(self) -> None:
-        """Raise `Unavailable` if the server is shutting down."""
-        if self.draining:
-            raise Unavailable(f"the {self._noun} is shutting down")
+    def refusal(self) -> Unavailable:
+        """The error for a new request while the server is `draining`."""
+        return Unavailable(f"the {self._noun} is shutting down")
 
     def drain(self) -> None:
         """Accept no new requests."""

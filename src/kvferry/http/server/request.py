@@ -6,6 +6,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from kvferry.core.entropy import secret_hex
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, sane_request_id
 from kvferry.http.headers import RawHeaders
 from kvferry.http.server.body import Body
@@ -25,37 +26,24 @@ class Caller(msgspec.Struct, frozen=True):
     is_operator: bool = False
 
 
-class HttpRequest:
+class HttpRequest(msgspec.Struct, eq=False):
     """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what follows the
     prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
     in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
-    has the first value of each header. `caller` is set before the handler is called."""
+    has the first value of each header. `caller` is the address until it is known better, before the handler is
+    called."""
 
-    __slots__ = ("arrived", "body", "caller", "client", "first", "headers", "id", "method", "path", "rest", "target")
-
-    def __init__(
-        self,
-        method: str,
-        target: str,
-        headers: RawHeaders,
-        first: dict[bytes, bytes],
-        body: Body,
-        client: str,
-        arrived: float,
-    ) -> None:
-        self.method = method
-        self.target = target
-        self.headers = headers
-        self.first = first
-        self.body = body
-        self.client = client
-        self.arrived = arrived
-        self.caller = Caller(client.encode())
-        path = target.partition("?")[0]
-        self.path = unquote(path) if "%" in path else path
-        self.rest = ""
-        wanted = self.first.get(_REQUEST_ID)
-        self.id = sane_request_id(None if wanted is None else wanted.decode("latin-1"))
+    method: str
+    target: str
+    path: str
+    headers: RawHeaders
+    first: dict[bytes, bytes]
+    body: Body
+    id: str
+    client: str
+    caller: Caller
+    arrived: float
+    rest: str = ""
 
     @property
     def query(self) -> str:
@@ -66,3 +54,15 @@ class HttpRequest:
         """The first header of that name, whatever its case; None when there is none."""
         value = self.first.get(name.lower().encode("latin-1"))
         return None if value is None else value.decode("latin-1")
+
+
+def path_of(target: str) -> str:
+    """The decoded path of a target in origin form."""
+    path = target.partition("?")[0] if "?" in target else target
+    return unquote(path) if "%" in path else path
+
+
+def id_of(first: dict[bytes, bytes]) -> str:
+    """The id that the client gives its request, if it can be used, or a new one."""
+    wanted = first.get(_REQUEST_ID)
+    return secret_hex() if wanted is None else sane_request_id(wanted.decode("latin-1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 
@@ -40,9 +41,9 @@ class RequestParser(MessageParser):
         self.body: Body | None = None
         """The body of the request whose head has arrived and whose end has not."""
 
-    def close(self) -> None:
+    def stop_parsing(self) -> None:
         """As above; whose methods it calls refers to it, too."""
-        super().close()
+        super().stop_parsing()
         del self._begin, self._end
 
     def on_message_begin(self) -> None:
@@ -135,6 +136,12 @@ def _coding_error(version: str, headers: RawHeaders) -> RequestError | None:
     return None
 
 
+@lru_cache(64)
+def _is_authority(text: bytes) -> bool:
+    """Of most requests the same."""
+    return _AUTHORITY.fullmatch(text) is not None
+
+
 def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | None:
     """What is wrong with a header that the parser accepts, but that two parsers could read differently."""
     if version not in ("1.1", "1.0"):
@@ -145,13 +152,13 @@ def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | 
         return error
     if hosts > 1 or (hosts == 0 and version == "1.1"):
         return BadHttp(f"a request must have exactly one Host header; this one has {hosts}")
-    if hosts and _AUTHORITY.fullmatch(host := headers[names.index(b"host")][1]) is None:
+    if hosts and not _is_authority(host := headers[names.index(b"host")][1]):
         return BadHttp(f"Host {host[:64].decode('latin-1')!r} is not a host's name or address, with or without a port")
     if url.startswith(b"/") or url == b"*":
         return None
     scheme, slashes, rest = url.partition(b"://")
     if scheme not in (b"http", b"https") or not slashes:
         return BadHttp("the target of a request must be a path")
-    if _AUTHORITY.fullmatch(_AUTHORITY_END.split(rest, 1)[0]) is None:
+    if not _is_authority(_AUTHORITY_END.split(rest, 1)[0]):
         return BadHttp("the URL of a request must name a host, with or without a port and no user")
     return None

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+import msgspec
+
 from kvferry.core.errors import RequestError
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
 from kvferry.http.errors import HttpRefusal
@@ -31,48 +33,30 @@ Framing = Literal["chunked", "length", "close", "none"]
 """How the client knows where the body ends; `none`: there is no body (HEAD, 204, 304)."""
 
 
-class Response:
+class Response(msgspec.Struct, eq=False):
     """One response. `status` is None until it has begun; `num_bytes` counts what was sent of the body."""
 
-    __slots__ = (
-        "_added",
-        "_declared",
-        "_events",
-        "_head",
-        "_keep_alive",
-        "_last",
-        "_lifecycle",
-        "_version_1_0",
-        "ended",
-        "framing",
-        "num_bytes",
-        "request",
-        "status",
-        "was_cut",
-        "writer",
-    )
-
-    def __init__(
-        self, writer: ClientWriter, request: HttpRequest, lifecycle: Lifecycle, *, version_1_0: bool, keep_alive: bool
-    ) -> None:
-        self.writer, self._lifecycle = writer, lifecycle
-        self.request = request
-        self._version_1_0, self._keep_alive = version_1_0, keep_alive
-        self.status: int | None = None
-        self.ended = self.was_cut = False
-        self.framing: Framing = "none"
-        self.num_bytes = 0
-        self._added: RawHeaders = []
-        self._declared = b""
-        self._head = b""
-        self._last = b""
-        self._events: Literal["none", "answer", "before the answer"] = "none"
-        """Whether what has begun is a stream of events, and whether that was before the answer was known."""
+    writer: ClientWriter
+    request: HttpRequest
+    _lifecycle: Lifecycle
+    _version_1_0: bool
+    _keep_alive: bool
+    status: int | None = None
+    ended: bool = False
+    was_cut: bool = False
+    framing: Framing = "none"
+    num_bytes: int = 0
+    _added: RawHeaders = []
+    _declared: bytes = b""
+    _head: bytes = b""
+    _last: bytes = b""
+    _events: Literal["none", "answer", "before the answer"] = "none"
+    """Whether what has begun is a stream of events, and whether that was before the answer was known."""
 
     @property
     def is_last(self) -> bool:
         """Whether the connection ends with this response."""
-        return not self._keep_alive or self.request.body.failed or self._lifecycle.draining
+        return not self._keep_alive or self.request.body.error is not None or self._lifecycle.draining
 
     @property
     def started(self) -> bool:
@@ -148,16 +132,17 @@ class Response:
         self.num_bytes += length
         self._last = data if length > 1 else self._last[-1:] + data
         if self.framing == "chunked":
-            framed = b"%x\r\n%b\r\n" % (length, data)
-            if self._head:
-                framed, self._head = self._head + framed, b""
-            self.writer.write(framed)
-        else:
-            self._transmit(b"" if self.framing == "none" else data)
+            data = b"%x\r\n%b\r\n" % (length, data)
+        elif self.framing == "none":
+            data = b""
+        if self._head:
+            data, self._head = self._head + data, b""
+        self.writer.write(data)
 
     def flush(self) -> None:
         """Send status and headers now."""
-        self._transmit(b"")
+        self.writer.write(self._head)
+        self._head = b""
 
     def end(self, data: bytes = b"") -> None:
         """The body is complete, with `data` as its last piece. The connection can then take the next request."""
@@ -166,7 +151,10 @@ class Response:
         self.num_bytes += len(data)
         if self.framing == "chunked":
             data = b"%x\r\n%b\r\n%b" % (len(data), data, _LAST_CHUNK) if data else _LAST_CHUNK
-        self._transmit(b"" if self.framing == "none" else data)
+        if self.framing == "none":
+            data = b""
+        self.writer.write(self._head + data)
+        self._head = b""
         # A body of another length than was said would have the client take the next answer for a part of this one.
         if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
             self.cut()
@@ -215,12 +203,6 @@ class Response:
                 self.writer.transport.abort()  # the end of the connection would look like the end of the body
             else:
                 self.writer.transport.close()
-
-    def _transmit(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        if data:
-            self.writer.write(data)
 
 
 def answer_headers(error: RequestError) -> RawHeaders:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import CHALLENGE_PATH
-from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.errors import Unauthorized
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Guard, Side
@@ -49,8 +48,9 @@ class Service:
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle, self.loop = config, lifecycle, asyncio.get_running_loop()
         self._routes, self.guard = routes, guard
-        self.connections: OrderedSet[ConnectedClient] = OrderedSet()
-        self.running: OrderedSet[ConnectedClient] = OrderedSet()
+        self.connections: dict[ConnectedClient, None] = {}
+        self.running: dict[ConnectedClient, None] = {}
+        """Those that are open, and those whose handler runs; as dicts, in the same order in each run of a program."""
         self.quiet = asyncio.Event()
         self._per_client: Counter[str] = Counter()
         self._most, self._spare = config.limits.http_connections, _SPARE_FILES
@@ -73,7 +73,7 @@ class Service:
 
     def admit(self, connection: ConnectedClient) -> Unavailable | None:
         """Count a connection; returns the refusal if there are too many."""
-        self.connections.add(connection)
+        self.connections[connection] = None
         self._per_client[connection.client] += 1
         most = self.config.limits.http_client_connections
         if len(self.connections) > self._most:
@@ -92,7 +92,7 @@ class Service:
 
     def forget(self, connection: ConnectedClient) -> None:
         """The connection is gone."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         self._per_client[connection.client] -= 1
         if self._per_client[connection.client] <= 0:
             del self._per_client[connection.client]
@@ -101,7 +101,8 @@ class Service:
     def handler_of(self, request: HttpRequest, side: Side, transport: asyncio.BaseTransport) -> Handler:
         """The handler of a request that came in by `transport`. Raises `RequestError`."""
         self._num_served += 1
-        self.lifecycle.require_accepting()
+        if self.lifecycle.draining:
+            raise self.lifecycle.refusal()
         if request.path == CHALLENGE_PATH and request.method == "GET":
             return self.guard.challenge
         route = self._routes.find(request)

@@ -33,7 +33,7 @@ class ClientWriter:
 
     def write(self, data: bytes) -> None:
         """Send, or keep until it can be sent."""
-        if not self._lost:
+        if data and not self._lost:
             self.transport.write(data)
 
     @property

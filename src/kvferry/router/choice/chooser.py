@@ -62,21 +62,23 @@ class Chooser:
         text, model, values = body.raw(PROMPT_FIELDS[path]), body.get("model"), body.values
         num_bytes = len(text)
         num_tokens, token_ids = num_bytes / self.estimates.bytes_per_token, None
-        if is_token_ids(text):
+        if text[:1] != b'"' and is_token_ids(text):
             num_tokens, num_bytes = text.count(b",") + 1.0, 0
             if self.index.wants_token_ids and not body.raw("cache_salt"):
                 token_ids = read_token_ids(text)
-        root = b"%b\0%b" % (path.encode(), body.raw("model"))
-        if body.has_any(_ANY_BEFORE_THE_PROMPT):
+        root = f"{path}\0{model}".encode()
+        if not _ANY_BEFORE_THE_PROMPT.isdisjoint(values):
             root = b"\0".join((root, *map(body.raw, _BEFORE_THE_PROMPT)))
         limit = values.get("max_completion_tokens") or values.get("max_tokens")
+        session = headers.get(self._session_header)
+        named = session.decode("latin-1") if session else values.get("user") and body.get("user")
         return Asked(
             model=model if isinstance(model, str) else "",
             num_tokens=int(num_tokens),
             num_bytes=num_bytes,
             max_tokens=limit if isinstance(limit, int) else None,
             streams=values.get("stream") is True,
-            session=self._session(body, headers),
+            session=named[:_LONGEST_SESSION] if isinstance(named, str) and named else None,
             prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
         )
 
@@ -123,8 +125,3 @@ class Chooser:
         if now >= self._tell_of_policy_at:
             self._tell_of_policy_at = now + _TELL_AGAIN_S
             logger.exception("the policy %s failed; the least loaded instances are chosen", self.config.policy)
-
-    def _session(self, body: RequestBody, headers: Mapping[bytes, bytes]) -> str | None:
-        found = headers.get(self._session_header)
-        named = found.decode("latin-1") if found else body.get("user")
-        return named[:_LONGEST_SESSION] if isinstance(named, str) and named else None

@@ -79,7 +79,8 @@ class Decision(msgspec.Struct, kw_only=True):
     def phases(self) -> list[tuple[str, float]]:
         """The duration of each phase that is over, in seconds and in order. They overlap if both legs are called at the
         same time, and are negative where a clock was set back meanwhile."""
-        sent, answered, first_byte, told = self.prefill_sent, self.prefill_answered, self.first_byte, self.told
+        sent, answered, first_byte = self.prefill_sent, self.prefill_answered, self.first_byte
+        told = None if self.prefill_usage is None else self.prefill_usage.timeline
         started, computed = (told.prefill_started, told.prefill_done) if told is not None else (None, None)
         found: list[tuple[str, float]] = []
         if self.routed is not None:

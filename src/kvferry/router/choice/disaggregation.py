@@ -50,9 +50,8 @@ class Threshold:
     @property
     def active(self) -> bool:
         """Whether any request is served by one instance yet."""
-        return self._fixed != 0 and (
-            self._fixed is not None or self._estimates.hand_off.num_measured >= FEWEST_HAND_OFFS
-        )
+        fixed = self._fixed
+        return self._estimates.hand_off.num_measured >= FEWEST_HAND_OFFS if fixed is None else fixed != 0
 
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""

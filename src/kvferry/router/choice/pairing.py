@@ -25,7 +25,7 @@ class Pairing:
     def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex) -> None:
         self._config, self._pools, self._index = config, pools, index
         self._known: dict[Instance, Facts] = {}
-        self._revision = self._form_states = -1
+        self._now, self._revision, self._form_states = pools.decode.revision, -1, -1
         self._forms: dict[Instance, MakeForm | str] = {}
         """Of each prefill instance: how it hands off now, or why it cannot."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
@@ -35,17 +35,17 @@ class Pairing:
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
     ) -> Options[Instance]:
         """Those of these instances that have the model, and which of them are pairs."""
-        if self._revision != self._pools.revision:
+        if self._revision != self._now.number:
             self._look_again()
         if self._models_differ:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
-        can_pair = _can_pair if len(prefills) == 1 and prefills[0].draining else self._can_pair
+        can_pair = _can_pair if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
         return Options(prefills, decodes, may_stay_whole, can_pair)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """Those that can read the KV of this prefill instance, as far as is known."""
-        if self._revision != self._pools.revision:
+        if self._revision != self._now.number:
             self._look_again()
         can_pair = _can_pair if prefill.draining else self._can_pair
         return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
@@ -53,7 +53,7 @@ class Pairing:
     def form(self, prefill: Instance) -> MakeForm | str:
         """How this prefill instance can hand off to those that can read its KV; or why it cannot now, as a label for
         metrics."""
-        states = self._pools.decode.revision.states
+        states = self._now.states
         if states != self._form_states:
             self._form_states = states
             self._forms.clear()
@@ -79,7 +79,7 @@ class Pairing:
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
         all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
         self._can_pair = any_pair if all_pair else _can_pair
-        self._revision = self._pools.revision
+        self._revision = self._now.number
 
     def _note_facts(self, instance: Instance, facts: Facts) -> None:
         """An instance has reported about itself; it may be a new process, with an empty cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import msgspec
 
@@ -28,6 +27,8 @@ Plan = Split | Whole
 _UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
 """Fields that may stand against a hand-off; most requests have none of them."""
 
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
 _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
 
@@ -35,21 +36,17 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     """How to serve a POST to one of `PROMPT_FIELDS`."""
     if not (prompt := body.raw(PROMPT_FIELDS[path])):
         return Whole("malformed")
-    unusual = body.has_any(_UNUSUAL)
-    reason = (_needs_one_instance(body) if unusual else None) or _cannot_be_split(path, prompt, body.values)
-    if reason is None and unusual:
+    is_unusual = not _UNUSUAL.isdisjoint(body.values)
+    reason = _needs_one_instance(body) if is_unusual else None
+    if reason is None and path == "/v1/completions" and is_batch(prompt):
+        reason = "prompt_batch"
+    if reason is None and not all(map(_is_limit, map(body.values.get, _LIMITS))):
+        reason = "malformed"
+    if reason is None and is_unusual:
         reason = _cannot_be_shared(body, pools)
     if reason is not None:
         return Whole(reason)
-    return Split() if pools.prefill.any_alive else Whole("no_prefill")
-
-
-def _cannot_be_split(path: str, prompt: bytes, values: Mapping[str, object]) -> str | None:
-    """Why this request cannot be handed off because of its prompt or its limits, or None."""
-    if path == "/v1/completions" and is_batch(prompt):
-        return "prompt_batch"
-    are_limits = _is_limit(values.get("max_tokens")) and _is_limit(values.get("max_completion_tokens"))
-    return None if are_limits else "malformed"
+    return Split() if pools.prefill.alive() else Whole("no_prefill")
 
 
 def _needs_one_instance(body: RequestBody) -> str | None:

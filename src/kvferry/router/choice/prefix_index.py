@@ -63,8 +63,8 @@ class Match(Mapping[Any, int]):
 
     def tokens(self, instance: Any) -> int:
         """How many this instance has; 0: none."""
-        place, most = self._places.get(instance), 0
-        if place is not None:
+        most = 0
+        if self._groups and (place := self._places.get(instance)) is not None:
             for bits, num_tokens in self._groups:
                 if num_tokens > most and bits >> place & 1:
                     most = num_tokens

@@ -28,17 +28,16 @@ _OUR_SEED = 0x6B76666572727900
 _TOKENS_ROOT = 1
 
 
-class Prefix:
+class Prefix(msgspec.Struct, eq=False, frozen=True):
     """The names of a prompt's prefixes, shortest first, and the number of tokens of each.
 
     `token_ids` are present if the client sent them; `block_keys` then names their KV blocks.
     """
 
-    __slots__ = ("_blocks", "ends", "keys", "token_ids")
-
-    def __init__(self, keys: Sequence[int], ends: Sequence[float], token_ids: Sequence[int] | None = None) -> None:
-        self.keys, self.ends, self.token_ids = keys, ends, token_ids
-        self._blocks: dict[int, list[int]] = {}
+    keys: Sequence[int]
+    ends: Sequence[float]
+    token_ids: Sequence[int] | None = None
+    _blocks: dict[int, list[int]] = {}
 
     def block_keys(self, block_size: int) -> Sequence[int]:
         """Names of the full KV blocks of this size; none without token ids."""
@@ -63,13 +62,14 @@ def chain_blocks(parent: int | None, token_ids: Sequence[int], block_size: int) 
 def text_prefix(text: bytes, root: bytes, tokens_per_byte: float, token_ids: Sequence[int] | None = None) -> Prefix:
     """The prefixes of a prompt's JSON text. `root`: everything else that determines the KV (model, salt, tools)."""
     ends = _ENDS[: bisect_right(_ENDS, len(text))]
-    keys: list[int] = []
+    keys, tokens = list[int](), list[float]()
     key, start, view = xxh3_64_intdigest(root, _OUR_SEED), 0, memoryview(text)
     for end in ends:
         key = xxh3_64_intdigest(view[start:end], key)
         keys.append(key)
+        tokens.append(end * tokens_per_byte)
         start = end
-    return Prefix(keys, [end * tokens_per_byte for end in ends], token_ids)
+    return Prefix(keys, tokens, token_ids)
 
 
 _IDS = msgspec.json.Decoder(list[int])

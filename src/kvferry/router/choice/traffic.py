@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 import msgspec
@@ -15,16 +16,14 @@ class Traffic:
 
     def __init__(self) -> None:
         self._ring: deque[RequestObservation] = deque(maxlen=MOST_OBSERVED)
+        self.note: Callable[[RequestObservation], None] = self._ring.append
+        """A request is placed; the rest is filled in later."""
         self._num_arrived = 0
         self.num_waiting = 0
 
     def arrive(self) -> None:
         """A client asks for a completion; whether it gets one is not known yet."""
         self._num_arrived += 1
-
-    def note(self, observation: RequestObservation) -> None:
-        """A request is placed; the rest is filled in later."""
-        self._ring.append(observation)
 
     def encode(self, now: float, seconds: float, most: int = MOST_OBSERVED) -> bytes:
         """A `TrafficReport` as JSON, with the last `most` requests of those that came in the last `seconds`."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvferry.core.errors import LeakError, QueueFull
 
 
-class Slot:
-    """One admitted request's share, until `close`."""
+class Slot(msgspec.Struct, eq=False):
+    """The bytes of one request's body, from its first byte until the request is answered, when `close` is called."""
 
-    __slots__ = ("_admission", "_client", "_num_unfinished", "num_bytes")
-
-    def __init__(self, admission: Admission, client: str) -> None:
-        self._admission, self._client = admission, client
-        self.num_bytes = self._num_unfinished = 0
+    _admission: Admission
+    _client: str
+    num_bytes: int = 0
+    _num_unfinished: int = 0
 
     def close(self) -> None:
         """The request is over."""
@@ -67,10 +68,6 @@ class Admission:
         self.num_bytes = 0
         self.unfinished: dict[str, int] = {}
         """Bytes of bodies that are not whole, by client address."""
-
-    def hold(self, client: str = "") -> Slot:
-        """Count one request's body, from its first byte until the request is answered."""
-        return Slot(self, client)
 
     def check(self) -> None:
         """Raise `LeakError` when bytes are still held though no request is under way."""

@@ -130,7 +130,8 @@ class Work:
         if computes:
             cells[at + _NUM_PREFILLS] += 1.0
             cells[at + _PREFILL_TOKENS] += uncached
-        load.note_taken(uncached, now)
+        scale = load.table.scale(now)  # first: it may scale the column
+        cells[at + _RECENT] += uncached * scale
 
     def answered(self) -> None:
         """The answer has begun, or is given up: the prompt is not to be computed any more."""

@@ -104,7 +104,7 @@ class Membership:
         if not instance.draining:
             self.retire(instance)
             logger.warning("%s (%s) is draining: it gets no new requests", instance, instance.url)
-            if not self._pools.decode.any_alive:
+            if not self._pools.decode.alive():
                 logger.warning("no decode instance is left: requests are answered with 503 until one is added")
         return instance
 

@@ -94,6 +94,8 @@ class RolePool:
     def alive(self, exclude: Collection[Instance] = ()) -> Candidates[Instance]:
         """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
         (`Retry-After`), is included only if there is no other."""
+        if not exclude and self._alive_states == self.revision.states and self._alive_until == math.inf:
+            return self._alive
         now = self._clock.monotonic()
         if exclude:
             return Candidates(self._find_alive(exclude, now))
@@ -127,11 +129,6 @@ class RolePool:
         self._turn += 1
         self._last_turn[chosen] = self._turn
         return chosen
-
-    @property
-    def any_alive(self) -> bool:
-        """Whether an instance seems able to serve."""
-        return bool(self.alive())
 
     @property
     def num_alive(self) -> int:

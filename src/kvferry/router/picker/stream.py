@@ -79,7 +79,7 @@ class ProcessedRequest:
         self._path, self._id = request.path, request.request_id.decode()
         public = router.endpoints.admit(request.method, request.path, request.target.partition("?")[2])
         client = _client_of(request)
-        self._slot = router.admission.hold(client)
+        self._slot = Slot(router.admission, client)
         has_body, has_trailers = not message.request_headers.end_of_stream, False
         if has_body:
             body, has_trailers = await self._read_body(self._slot)

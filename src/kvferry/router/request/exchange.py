@@ -64,18 +64,18 @@ class Exchange:
         """Answer the client."""
         services, legs, num_bytes = self._services, self._legs, 0
         try:
-            if not services.pools.decode.any_alive:
+            if not services.pools.decode.alive():
                 await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
             plan = self._placement.plan(make_plan(self._request.path, self._body, services.pools))
             self._record.decision.routed = services.clock.wall()
             answer: Answer | None = None
             if isinstance(plan, Whole):
-                self._record.served("whole", plan.reason)
+                services.metrics.served("whole", plan.reason)
             else:
                 while answer is None and (prefill := self._placement.next_prefill()) is not None:
                     answer = await self._hand_off(prefill)
                 if answer is None:
-                    self._record.served("local")
+                    services.metrics.served("local")
             if answer is None:
                 answer = await self._whole()
             self._record.answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
@@ -124,12 +124,12 @@ class Exchange:
             self._give_up(prefill)
             return None
         at_once = form.concurrent and form.early is not None
-        record.served("concurrent" if at_once else "sequential")
+        self._services.metrics.served("concurrent" if at_once else "sequential")
         hand_off = legs.prefill(prefill, form)
         d: Leg | None = None  # called before P has answered
         last: Leg | None = None  # the same, once it has failed
         if at_once and (decode := placement.next_decode(prefill)) is not None:
-            d = legs.decode(decode, hand_off, beside=prefill)
+            d = legs.decode(decode, hand_off)
         while True:
             if d is not None and d.has_served:
                 return Answer(d, hand_off)
@@ -151,7 +151,6 @@ class Exchange:
                 case "waiting":
                     await legs.changes.wait()
                 case "ticket" if d is not None and hand_off.is_as_promised:
-                    d.restart(self._services.clock.monotonic())
                     await legs.changes.wait()
                 case "ticket":
                     if d is not None:

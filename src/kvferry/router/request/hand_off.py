@@ -33,7 +33,7 @@ class HandOff:
     `kept`: what P was to fetch of the conversation's earlier turns."""
 
     __slots__ = (
-        "_conversation", "_early", "_held", "_kept", "_record", "form", "given", "is_as_promised", "is_without_kv",
+        "_conversation", "_held", "_kept", "_record", "beside", "form", "given", "is_as_promised", "is_without_kv",
         "leg", "outcome", "prefill", "ticket",
     )  # fmt: skip
 
@@ -48,14 +48,17 @@ class HandOff:
         self.is_as_promised, self.is_without_kv = True, False
         """Of P's ticket: whether it is of the engine that the early one named, and whether no store took its KV."""
         self.given, self._held = False, True
+        self.beside: Leg | None = None
+        """D's leg, where it was called with the early ticket."""
         self.prefill.load.num_tickets += 1
         leg.on_change = self._look
 
-    def _look(self) -> None:
-        """Take in what has become of P's leg."""
+    def _look(self) -> bool:
+        """Take in what has become of P's leg. False: there is nothing to decide, as D has the ticket that P has now
+        written, and has not answered yet."""
         leg = self.leg
         if self.outcome != "waiting":
-            return
+            return True
         if leg.has_failed:
             self._fail(leg.failure)
             if leg.was_unreachable:
@@ -65,13 +68,15 @@ class HandOff:
             self.settle()
         elif leg.state == "ended":
             try:
-                self._read(leg.take())
+                return self._read(leg.take())
             except ProtocolError:
                 self._fail("wrong_ticket")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._fail("broken_answer")
+        return True
 
-    def _read(self, answer: bytes) -> None:
+    def _read(self, answer: bytes) -> bool:
+        """Take in what P says of the hand-off. Returns whether there is something to decide."""
         prefill, facts = self.prefill, self.prefill.facts
         params = self.form.read_ticket(answer, from_kvferry=isinstance(facts, InstanceFacts))
         if params is None:
@@ -88,6 +93,8 @@ class HandOff:
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
                 prefill.amend(facts.with_origin(origin))
         self._record.prefilled(self.leg, prefill_usage(answer))
+        is_fetching = self.beside is not None and self.beside.state == "sent"
+        return not (params is not None and self.is_as_promised and is_fetching)
 
     def _fail(self, reason: str) -> None:
         self.outcome = "failed"

@@ -79,27 +79,12 @@ LegState = Literal["sent", "begun", "ended", "lost"]
 """How far a leg is; see the module."""
 
 
-class Patience(msgspec.Struct):
-    """How long a leg is waited for. `silence_s`: without a sign of progress; `movable`: another instance can give the
-    rest, so one that seems dead is not waited for; `beside`: another instance whose progress counts too, because this
-    one waits for it. `progress_at`, `seen_bytes`: when something came last, and how much has come."""
-
-    silence_s: float
-    progress_at: float
-    beside: Instance | None = None
-    movable: bool = True
-    seen_bytes: int = 0
-
-
-class LegChanges:
+class LegChanges(msgspec.Struct, eq=False):
     """Wakes the request that waits for its legs. A change between two waits is not missed."""
 
-    __slots__ = ("_error", "_told", "_waiter")
-
-    def __init__(self) -> None:
-        self._told = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
+    _told: bool = False
+    _waiter: asyncio.Future[None] | None = None
+    _error: Exception | None = None
 
     def tell(self) -> None:
         """A leg has changed."""
@@ -123,19 +108,26 @@ class LegChanges:
 
 
 class Leg:
-    """Made by `Legs.send`. `on_change`: called before whoever waits is woken."""
+    """Made by `Legs.send`.
+
+    It is waited for `silence_s` without a sign of progress, and not at all, once it seems dead, if it is `movable`:
+    another instance can give the rest. Progress of the leg `beside` it, for which this one's instance waits, counts too
+    until that one has ended.
+    """
 
     __slots__ = (
-        "_call", "_changes", "_legs", "begun_at", "ended_at", "error", "first_byte_at", "head", "instance", "on_change",
-        "patience", "span", "state", "verdict", "work",
+        "_beside", "_call", "_changes", "_legs", "_movable", "_progress_at", "_seen_bytes", "_silence_s", "begun_at",
+        "ended_at", "error", "first_byte_at", "head", "instance", "on_change", "span", "state", "verdict", "work",
     )  # fmt: skip
 
     def __init__(
-        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: Patience
-    ) -> None:
+        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, silence_s: float, now: float,
+        beside: Leg | None,
+    ) -> None:  # fmt: skip
         self._legs, self._call, self._changes = legs, call, changes
-        self.instance, self.work, self.patience = instance, work, patience
-        self.on_change: Callable[[], None] | None = None
+        self.instance, self.work = instance, work
+        self.on_change: Callable[[], bool] | None = None
+        """Called before whoever waits for the request's legs is woken, who is not if it returns False."""
         self.state: LegState = "sent"
         self.head = NO_HEAD
         """Status and headers of the answer, once it has begun."""
@@ -143,9 +135,10 @@ class Leg:
         """The meaning of the status; None before the answer has begun."""
         self.error: PeerLost | None = None
         self.span: Span | None = None
-        self.begun_at = patience.progress_at
+        self.begun_at = self._progress_at = now
         self.first_byte_at = self.ended_at = 0.0
         """On the router's monotonic clock; 0 before that."""
+        self._silence_s, self._beside, self._movable, self._seen_bytes = silence_s, beside, True, 0
         call.watch(self._changed)
 
     # What comes of it.
@@ -193,9 +186,8 @@ class Leg:
                     self._lose(call.error)
                 case "answering" if call.head.is_event_stream or state == "lost":
                     return  # nobody waits for single pieces of a stream
-            if self.on_change is not None:
-                self.on_change()
-            self._changes.tell()
+            if self.on_change is None or self.on_change():
+                self._changes.tell()
         except Exception as error:
             # The edge: a fault of ours is this request's, and not its connection's.
             logger.exception("a leg to %s is given up", self.instance)
@@ -204,13 +196,11 @@ class Leg:
             self._changes.fail(error)
 
     def _begin(self, call: Call) -> None:
-        self.state, self.head = "begun", call.head
-        self.first_byte_at = self.instance.last_sign = now = self._legs.now()
+        self.state, self.head, status = "begun", call.head, call.head.status
+        self.first_byte_at = self._progress_at = self.instance.last_sign = now = self._legs.now()
+        self._silence_s, self._movable, self._beside = self._legs.between_bytes_s, False, None
         self.work.answered()
-        patience = self.patience
-        patience.silence_s, patience.progress_at = self._legs.between_bytes_s, now
-        patience.movable, patience.beside = False, None
-        self.verdict = verdict(self.head.status)
+        self.verdict = verdict(status)
         if self.verdict == "busy" and (self.work.computes or self.work.decodes):
             self.instance.pauses(now + min(retry_after_s(self.head.headers), LONGEST_BUSY_S))
 
@@ -256,7 +246,7 @@ class Leg:
     async def relay(self, response: Response, reader: Reader, *, movable: bool = False) -> None:
         """Write what `reader` makes of the body to a response that has begun, and leave the response open. `movable`:
         another instance can give the rest. Raises `PeerLost`."""
-        self.patience.movable = movable
+        self._movable = movable
         try:
             await relay(self._call, response, reader)
         except TransferError as error:
@@ -264,29 +254,35 @@ class Leg:
 
     # Waiting for it.
 
-    def restart(self, now: float) -> None:
-        """The instance beside whose progress counted is done; from here on only its own counts."""
-        patience = self.patience
-        if self.state == "sent" and patience.beside is not None:
-            patience.progress_at, patience.beside = max(patience.progress_at, now), None
+    @property
+    def waits_for(self) -> tuple[Instance, ...]:
+        """The instances whose progress counts."""
+        beside = self._beside
+        if beside is None or beside.state == "ended":
+            return (self.instance,)
+        return (self.instance, beside.instance)
 
     def silent_for(self, now: float) -> float:
         """Seconds without progress."""
-        beside = self.patience.beside
-        return now - max(
-            self.patience.progress_at, self.instance.last_sign, 0.0 if beside is None else beside.last_sign
-        )
+        beside, there = self._beside, 0.0
+        if beside is not None:
+            there = beside.ended_at if beside.state == "ended" else beside.instance.last_sign
+        return now - max(self._progress_at, self.instance.last_sign, there)
+
+    def stood_still(self, missed_s: float, now: float) -> None:
+        """This process could not see any progress for so long."""
+        self._progress_at = min(now, self._progress_at + missed_s)
 
     def look(self, now: float) -> None:
         """Note what has come since the last look; give it up if that took too long."""
-        num_bytes, patience = self._call.num_received_so_far, self.patience
-        if num_bytes != patience.seen_bytes:
-            patience.seen_bytes, patience.progress_at, self.instance.last_sign = num_bytes, now, now
+        num_bytes = self._call.num_received_so_far
+        if num_bytes != self._seen_bytes:
+            self._seen_bytes, self._progress_at, self.instance.last_sign = num_bytes, now, now
         elif self._call.paused:
-            patience.progress_at = now  # it is the client who does not read
-        waited_s, most_s = now - patience.progress_at, max(self._legs.total_s, patience.silence_s)
-        stands_still = patience.movable and self.instance.looks.num_late >= LATE_BEFORE_DOWN
-        if stands_still or waited_s > most_s or self.silent_for(now) > patience.silence_s:
+            self._progress_at = now  # it is the client who does not read
+        waited_s, silent_s = now - self._progress_at, self.silent_for(now)
+        stands_still = self._movable and self.instance.looks.num_late >= LATE_BEFORE_DOWN
+        if stands_still or waited_s > max(self._legs.total_s, self._silence_s) or silent_s > self._silence_s:
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
@@ -327,11 +323,10 @@ class Legs:
         uncached: int = 0,
         computes: bool = False,
         decodes: bool = False,
-        beside: Instance | None = None,
+        beside: Leg | None = None,
     ) -> Leg:
         """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
-        `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
-        sent."""
+        `computes`, `decodes`: as in `Work`; `beside`: as in `Leg`. Raises `InvalidRequest` for what cannot be sent."""
         try:
             call = self._connections.http.start(
                 instance.address.origin, method, instance.address.base_path + target, headers, body, repeatable=True
@@ -341,7 +336,7 @@ class Legs:
         now = self.now()
         work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
         silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
-        leg = Leg(self, call, instance, work, changes, Patience(silence_s, now, beside))
+        leg = Leg(self, call, instance, work, changes, silence_s, now, beside)
         self.open[leg] = None
         return leg
 
@@ -367,7 +362,7 @@ class Legs:
         now = self.now()
         if missed_s:
             for leg in self.open:
-                leg.patience.progress_at = min(now, leg.patience.progress_at + missed_s)
+                leg.stood_still(missed_s, now)
             for instance in self._waited_for():
                 instance.last_sign = min(now, instance.last_sign + missed_s)
         for leg in tuple(self.open):
@@ -402,4 +397,4 @@ class Legs:
 
 def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
     """Those that the legs wait for."""
-    return OrderedSet(one for leg in legs for one in (leg.instance, leg.patience.beside) if one is not None)
+    return OrderedSet(one for leg in legs for one in leg.waits_for)

@@ -33,7 +33,7 @@ class RequestRecord:
 
     def __init__(self, services: Services, request: ClientRequest, asked: Asked) -> None:
         chooser = services.chooser
-        self._clock, self._metrics, self._estimates = services.clock, services.metrics, chooser.estimates
+        self.now, self._metrics, self._estimates = services.clock.wall, services.metrics, chooser.estimates
         self._asked = asked
         self.decision = chooser.record(request.path, asked, request.request_id, request.arrived)
         self._seen = RequestObservation(request.arrived, asked.num_tokens, asked.num_tokens, streams=asked.streams)
@@ -43,39 +43,33 @@ class RequestRecord:
         self._prefill_ended_at = 0.0
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
-        self._span: Span | None = None
+        self.span: Span | None = None
+        """Of the request, if it is traced."""
         if chooser.tracer is not None:
             about = {"kvferry.request_id": request.request_id.decode(errors="replace")}
             name = f"POST {request.path}"
-            self._span = chooser.tracer.request(name, request.headers, request.arrived, about)
+            self.span = chooser.tracer.request(name, request.headers, request.arrived, about)
 
-    def served(self, kind: str, reason: str = "") -> None:
-        """How it is served: `sequential`, `concurrent`, `whole` (and why) or `local`."""
-        self._metrics.served(kind, reason)
-
-    def uncached(self, instance: Instance) -> int:
-        """Tokens of the prompt that this instance probably does not have."""
-        return max(0, self._asked.num_tokens - self.decision.cached.tokens(instance))
-
-    def sent(self, kind: str, instance: Instance, uncached: int) -> Span | None:
-        """A leg is sent: `prefill`, `decode` or `continuation`, to an instance that does not have so many tokens of the
-        prompt. Returns its span, if there are spans."""
-        now = self._clock.wall()
+    def sent(self, kind: str, instance: Instance) -> int:
+        """A leg is sent: `prefill`, `decode` or `continuation`. Returns how many tokens of the prompt the instance
+        probably does not have."""
+        decision, seen = self.decision, self._seen
+        uncached = max(0, self._asked.num_tokens - decision.cached.tokens(instance))
         if kind == "prefill":
-            self.decision.prefill_sent = now
-            self._seen.prefill, self._seen.uncached = instance.name, uncached
+            decision.prefill_sent = self.now()
+            seen.prefill, seen.uncached = instance.name, uncached
         elif kind == "decode":
-            self.decision.decode_sent = now
-            self._seen.decode = instance.name
-            if not self._seen.prefill:
-                self._seen.uncached = uncached
-        return None if self._span is None else self._span.child(kind, now, {"kvferry.instance": instance.name})
+            decision.decode_sent = self.now()
+            seen.decode = instance.name
+            if not seen.prefill:
+                seen.uncached = uncached
+        return uncached
 
     def failed(self, leg: Leg, reason: str = "") -> None:
         """A leg is of no use, for this reason or its own."""
         self.failed_instance(leg.instance, reason or leg.failure or "lost")
         if leg.span is not None:
-            leg.span.end(self._clock.wall(), {}, reason or leg.failure)
+            leg.span.end(self.now(), {}, reason or leg.failure)
 
     def failed_instance(self, instance: Instance, reason: str) -> None:
         """An instance could not serve it."""
@@ -88,7 +82,7 @@ class RequestRecord:
     def prefilled(self, leg: Leg, usage: PrefillUsage) -> None:
         """P has answered: how long it took, and where its time went."""
         estimates, decision = self._estimates, self.decision
-        decision.prefill_answered, decision.prefill_usage = self._clock.wall(), usage
+        decision.prefill_answered, decision.prefill_usage = self.now(), usage
         computed = usage.prompt_tokens - usage.cached_tokens if usage.prompt_tokens else leg.work.uncached
         estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
         estimates.tokenized(self._asked.num_bytes, usage.prompt_tokens)
@@ -117,7 +111,7 @@ class RequestRecord:
     def answered(self, leg: Leg, prefill: Leg | None) -> None:
         """An answer for the client has begun; if it streams, with its first token. `prefill`: P's leg, whose KV it
         has."""
-        self.decision.first_byte = now = self._clock.wall()
+        self.decision.first_byte = now = self.now()
         if self._asked.streams and leg.has_served:
             self._seen.first_s = now - self.decision.arrived
             if prefill is not None:
@@ -146,13 +140,13 @@ class RequestRecord:
                 seen.output_tokens = min(num_bytes / _TEXT_BYTES, self._asked.max_tokens or 1e9)
                 seen.answer_s = last.ended_at - max(last.begun_at, self._prefill_ended_at)
             seen.beside = last.work.num_beside
-        decision.done = now = self._clock.wall()
+        decision.done = now = self.now()
         self._metrics.phases(decision.phases())
-        if self._span is not None:
+        if self.span is not None:
             for leg in legs:
                 if leg.span is not None:
                     leg.span.end(now, {})
             if decision.first_byte is not None:
-                self._span.part("first byte", decision.arrived, decision.first_byte)
+                self.span.part("first byte", decision.arrived, decision.first_byte)
             about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
-            self._span.end(now, about, "" if num_bytes else "not delivered")
+            self.span.end(now, about, "" if num_bytes else "not delivered")

@@ -81,7 +81,7 @@ class RequestLegs:
         self._hand_offs.append(hand_off)
         return hand_off
 
-    def decode(self, instance: Instance, hand_off: HandOff, beside: Instance | None = None) -> Leg:
+    def decode(self, instance: Instance, hand_off: HandOff) -> Leg:
         """Ask D to answer with P's KV: from here on it uses the ticket or gives it up, unless it is lost. If P has
         answered without one, D gets the request as it came."""
         hand_off.given = True
@@ -97,7 +97,11 @@ class RequestLegs:
                 returns_ticket=self._services.config.trust_client_tickets,
                 keeps=self.conversation is not None and self.conversation.keeps,
             )
-        return self._send("decode", instance, body, decodes=True, beside=beside)
+        beside = hand_off.leg if hand_off.outcome == "waiting" else None
+        leg = self._send("decode", instance, body, decodes=True, beside=beside)
+        if beside is not None:
+            hand_off.beside = leg
+        return leg
 
     def whole(self, instance: Instance) -> Leg:
         """Ask an instance for both phases."""
@@ -124,14 +128,14 @@ class RequestLegs:
         *,
         computes: bool = False,
         decodes: bool = False,
-        beside: Instance | None = None,
+        beside: Leg | None = None,
     ) -> Leg:
         request, record, headers, own = self._request, self._record, self._headers, own or []
         if headers is None:
             headers = self._headers = self._headers_of_all()
-        uncached = record.uncached(instance)
-        span = record.sent(kind, instance, uncached)
-        if span is not None:
+        span = None
+        if record.span is not None:
+            span = record.span.child(kind, record.now(), {"kvferry.instance": instance.name})
             own = span.headers() + own
         if self._marked and not isinstance(instance.facts, _NO_MARKS):
             own = [*own, (PROGRESS, b"1")]
@@ -142,7 +146,7 @@ class RequestLegs:
             headers.with_own(own),
             body,
             self.changes,
-            uncached=uncached,
+            uncached=record.sent(kind, instance),
             computes=computes,
             decodes=decodes,
             beside=beside,

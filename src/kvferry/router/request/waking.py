@@ -26,7 +26,7 @@ async def wait_for_instances(services: Services, response: Response, *, streams:
     tell_at = begun
     traffic.num_waiting += 1
     try:
-        while not pools.decode.any_alive and pools.directions.starts_s > 0:
+        while not pools.decode.alive() and pools.directions.starts_s > 0:
             waited_s = clock.monotonic() - begun
             if waited_s > _STARTS * starts_s + _MORE_S:
                 return

@@ -157,13 +157,15 @@ class LegPolicy(Policy):
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
             return Choice(self._best(asked, "whole", decodes, scores), None, why, scores)
-        prefill = self._best(asked, "prefill", prefills, scores)
+        prefill = prefills[0] if len(prefills) == 1 else self._best(asked, "prefill", prefills, scores)
         if options.may_stay_whole and self.context.disaggregation.active:
             alone = self._best(asked, "whole", decodes, scores)
             reason = self.context.disaggregation.stays_whole(asked, prefill, alone)
             if reason is not None:
                 return Choice(alone, None, reason, scores)
-        return Choice(self._best(asked, "decode", options.pairs_with(prefill), scores), prefill, "split", scores)
+        readers = options.pairs_with(prefill)
+        decode = readers[0] if len(readers) == 1 else self._best(asked, "decode", readers, scores)
+        return Choice(decode, prefill, "split", scores)
 
     def placed(self, asked: Asked, choice: Choice[T]) -> None:
         """Note which instances were chosen."""
