@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
@@ -71,6 +75,11 @@ class AttendedFleet:
         self._was_asked = EndAsked()
         if self._controller is not None:
             self._controller.end(self._was_asked)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the end of `run` has left something behind that does not end."""
+        return self._backend is not None and self._backend.hangs
 
     async def _run(self, folder: Path) -> int:
         ledger = Ledger(folder / "ledger")
@@ -173,4 +182,15 @@ def run_attended(
     DigestCache()  # logs problems with it once, for all processes
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
-    return asyncio.run(attended.run())
+    code = asyncio.run(attended.run())
+    if attended.hangs:
+        leave_at_once(code)
+    return code
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End this process without waiting for what hangs in it: a library's threads could abort it instead."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

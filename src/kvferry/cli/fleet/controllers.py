@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
+from kvferry.cli.attended import leave_at_once
 from kvferry.cli.fleet_settings import grace_of, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -75,10 +76,12 @@ async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
                 _begin_anew()
             if isinstance(end, EndAsked):
                 await controller.bring_down()
-            return 0
         finally:
             await backend.close()
             controller.close()
+    if backend.hangs:
+        leave_at_once(0)
+    return 0
 
 
 def _begin_anew() -> NoReturn:

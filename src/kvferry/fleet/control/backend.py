@@ -240,6 +240,11 @@ class FleetBackend(ABC):
     async def close(self) -> None:
         """Let go of the members, which stay as they are, unless they do not outlive the backend."""
 
+    @property
+    def hangs(self) -> bool:
+        """Whether `close` has left something behind that does not end: the process has to end without it."""
+        return False
+
 
 def backend_class(kind: str) -> type[FleetBackend]:
     """The backend that a spec names. Raises `ConfigError`."""

@@ -242,6 +242,11 @@ class RayBackend(FleetBackend):
         self._is_connected = False
         await RayConnection.close()
 
+    @property
+    def hangs(self) -> bool:
+        """Without its control service, Ray neither ends its connection nor lets the interpreter end its threads."""
+        return RayConnection.hangs
+
     # Starting.
 
     @property
@@ -349,12 +354,17 @@ class RayBackend(FleetBackend):
         self.changed.set()
 
     async def _kill(self, actor: Any) -> None:
-        """End an actor, and with it what it owns."""
+        """End an actor, and with it what it owns; later, if Ray's control service is gone."""
+        if self._trouble:
+            self._to_kill.append(actor)
+            return
         try:
             await in_thread(lambda: ray.kill(actor), _ASK_S)
         except (TimeoutError, RayError) as error:
             logger.warning("an actor cannot be ended yet: %s", _why(error))
             self._to_kill.append(actor)
+            if isinstance(error, TimeoutError):
+                self._control_service_is(there=False)
 
     async def _release_group(self, member: Member) -> None:
         """Give back the placement group of one that is gone, if nobody else is in it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +32,8 @@ class RayConnection:
     """Shared by all backends of the process; the last one closes it. One that was there before stays."""
 
     _num_users, _is_ours = 0, False
+    hangs = False
+    """It could not be closed in time."""
 
     @classmethod
     async def open(cls, address: str, namespace: str) -> None:
@@ -47,6 +50,7 @@ class RayConnection:
         told: dict[str, Any] = {"address": address or "auto", "namespace": namespace, "configure_logging": False}
         try:
             await in_thread(lambda: ray.init(log_to_driver=False, **told), _CONNECT_S)
+            _take_back(signal.SIGTERM)
         except TimeoutError as error:
             raise ConfigError(f"{where} does not answer within {_CONNECT_S:g} s; see `ray status`") from error
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -61,8 +65,18 @@ class RayConnection:
         cls._num_users -= 1
         if not cls._num_users and cls._is_ours:
             cls._is_ours = False
-            with suppress(TimeoutError):
+            try:
                 await in_thread(ray.shutdown, _SHUTDOWN_S)
+            except TimeoutError:
+                cls.hangs = True
+
+
+def _take_back(number: int) -> None:
+    """Handle a signal as before. Ray has put itself in front of the handler: it would write a stack, call the handler,
+    and abort the process three seconds later, in the middle of what it does to end."""
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(number)) is not None:
+        signal.signal(number, handler)
+        signal.siginterrupt(number, False)
 
 
 async def in_thread(
