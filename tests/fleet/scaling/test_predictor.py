@@ -9,7 +9,7 @@ import pytest
 
 from fleet.scaling.exact import even, poisson, simulate
 from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, waits
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_line
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_answers, fit_line
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.045)
@@ -41,6 +41,19 @@ def test_predictions_are_near_exact_simulations(rate: float, topology: Topology,
     found = predicted(requests).predict(topology)
     assert found.attained == pytest.approx(exact[0], abs=off)
     assert found.itl == pytest.approx(exact[2], abs=off)
+
+
+def test_answers_that_waited_for_a_place_do_not_make_a_step_seem_long() -> None:
+    """Of a decode instance that is full, most answers take longer by as long as they have waited there."""
+    random = Random(2)
+    answers = [(random.uniform(50, 500), random.randrange(1, 16)) for _ in range(400)]
+    taken = [
+        (tokens, beside, tokens * (0.02 + 0.001 * beside) + (random.uniform(5, 60) if place % 2 else 0.0))
+        for place, (tokens, beside) in enumerate(answers)
+    ]
+    delay, base, growth = fit_answers(taken) or (0.0, 0.0, 0.0)
+    assert base + 8 * growth == pytest.approx(0.028, rel=0.2)
+    assert delay < 2.0
 
 
 @pytest.mark.parametrize(
@@ -149,5 +162,6 @@ def test_lines_are_found_beside_outliers() -> None:
     assert base == pytest.approx(0.5, abs=0.02)
     assert slope == pytest.approx(0.002, rel=0.02)
     assert fit_line([]) is None
-    assert fit_line([(10.0, 2.0)]) == (2.0, 0.0)
+    assert fit_line([(10.0, 2.0)]) == (0.0, 0.2)  # nobody knows what the first token costs beyond the others
+    assert fit_line([(0.0, 2.0)]) == (2.0, 0.0)
     assert fit_line([(0.0, 2.0), (10.0, 1.0)]) == (1.5, 0.0)  # never less for more

@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
+_ALIKE = 0.02
+"""Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
+_WAITED, _MOST_FITS = 2.0, 3
+"""Where the slowest tenth takes so many times as long as the quickest quarter, some of them waited."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Workload:
 
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
     """(base, slope), neither negative, of the straight line nearest to these (x, y) after the hundredth part that is
-    farthest above it was left out; None: there is no point."""
+    farthest above it was left out; through the origin if the x are all alike; None: there is no point."""
     given = np.array(list(points), dtype=np.float64).reshape(-1, 2)
     if not len(given):
         return None
@@ -93,10 +97,17 @@ def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, f
     terms = np.stack([np.ones(len(given)), tokens, tokens * beside], axis=1)
     weight = 1.0 / np.sqrt(np.maximum(tokens, 1.0))
     found = _not_negative(terms, seconds, weight)
-    if len(given) >= 20:
+    for _ in range(_MOST_FITS):
         beyond = (seconds - terms @ found) * weight
-        kept = beyond <= np.quantile(beyond, 0.99)
-        found = _not_negative(terms[kept], seconds[kept], weight[kept])
+        if len(given) < 20 or not len(beyond):
+            break
+        taken = np.maximum(terms @ found, 1e-9)
+        waited = np.quantile(seconds / taken, 0.9) > _WAITED * np.quantile(seconds / taken, 0.25)
+        kept = beyond <= np.quantile(beyond, 0.5 if waited else 0.99)
+        given, terms, seconds, weight = given[kept], terms[kept], seconds[kept], weight[kept]
+        found = _not_negative(terms, seconds, weight)
+        if not waited:
+            break
     delay, base, growth = map(float, found)
     return delay, base, growth
 
@@ -118,7 +129,9 @@ def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
 def _least_squares(given: Vector) -> tuple[float, float]:
     x, y = given[:, 0], given[:, 1]
     spread = float(x.var())
-    slope = float(((x - x.mean()) * (y - y.mean())).mean()) / spread if spread > 0 else 0.0
+    if spread <= (_ALIKE * float(x.mean())) ** 2:  # all alike: how much of it is of each says nobody
+        return (0.0, float(y.mean() / x.mean())) if x.mean() > 0 else (float(y.mean()), 0.0)
+    slope = float(((x - x.mean()) * (y - y.mean())).mean()) / spread
     base = float(y.mean()) - slope * float(x.mean())
     if slope < 0:
         return float(y.mean()), 0.0

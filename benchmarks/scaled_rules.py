@@ -1,0 +1,216 @@
+"""Rules of scaling that `autoscale.py` compares: each is asked every `INTERVAL_S` what it wants, and sees what a scaler
+of its kind can see.
+
+    kvferry        fleet.scaling, from what the router reports
+    static P+D     always the same
+    hpa            each role by its own busy share, to 70 %, as a HorizontalPodAutoscaler does
+    ratio clamp    the same, and the ratio of P to D kept within 1:2 and 2:1 (Kthena)
+    decode tps     D by the tokens that they give a second, P by a fixed ratio (HeteroScale); both of the whole trace
+    token velocity each role by the tokens that come for it a second, over what one instance does at most (TokenScale)
+    clairvoyant    the cheapest for the requests that arrive until an instance that starts now is ready, and at once
+
+The rules are written from their descriptions, but for Dynamo's planner (`dynamo_planner.py`), which is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from kvferry.core.messages.traffic import TrafficReport
+from kvferry.fleet.scaling.demand import Demand
+from kvferry.fleet.scaling.measuring import Measuring
+from kvferry.fleet.scaling.predictor import LatencyTargets
+from kvferry.fleet.scaling.rules import Counts, Rules
+from kvferry.fleet.scaling.scaler import Measured, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
+
+INTERVAL_S = 5.0
+START_S, DRAIN_S, COOL_DOWN_S = 30.0, 120.0, 120.0
+TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.030)
+GOAL, MOST = 0.99, 8
+TIMES = PhaseTimes(0.006, 40e-6, 0.004, 150e-6, first_token_s=0.003, most_sequences=128)
+"""What the clairvoyant takes for granted until it was measured."""
+RULES = Rules(
+    targets=TARGETS,
+    least=Counts(1, 1),
+    most=Counts(MOST, MOST),
+    budget=2 * MOST,
+    goal=GOAL,
+    deflect=False,
+    switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
+    cool_down_s=COOL_DOWN_S,
+)
+INSTANCE = SimInstanceSpec(num_blocks=4096, max_model_len=32768, has_contents=False, tokens_at_once=8)
+
+
+@dataclass
+class Seen:
+    """What a rule may look at, since it was asked last."""
+
+    now: float
+    counts: Counts
+    ready: Counts
+    draining: int
+    report: TrafficReport
+    busy_prefill: float
+    busy_decode: float
+    decode_tokens_per_s: float
+
+
+class Rule:
+    """Decides counts, and from how many tokens prompts are disaggregated (None: the router does)."""
+
+    from_tokens: int | None = None
+
+    def decide(self, seen: Seen) -> Counts:
+        """The counts that are wanted now."""
+        raise NotImplementedError
+
+
+class Static(Rule):
+    """Always the same."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+
+    def decide(self, seen: Seen) -> Counts:
+        return self.counts
+
+
+class Kvferry(Rule):
+    """`fleet.scaling`."""
+
+    def __init__(self, start: Counts, rules: Rules = RULES) -> None:
+        self._rules = rules
+        self._memory = ScalingMemory(start.prefill, start.decode)
+        self._measuring: Measuring | None = None
+        self.said: list[str] = []
+
+    def _measured(self, seen: Seen) -> Measured:
+        if self._measuring is None:
+            self._measuring = Measuring(INTERVAL_S, seen.now)
+        self._measuring.note({"router": seen.report}, {}, seen.now, 0.0)
+        return self._measuring.measured(INSTANCE.num_blocks * INSTANCE.block_size, seen.now, INSTANCE.max_num_seqs)
+
+    def decide(self, seen: Seen) -> Counts:
+        situation = Situation(seen.ready, seen.draining, START_S)
+        made = decide(self._rules, self._memory, self._measured(seen), situation, seen.now)
+        if made.memory != self._memory:
+            self.said.append(f"{seen.now:.0f} {made.what}: {made.why}")
+        self._memory, self.from_tokens = made.memory, made.memory.from_tokens
+        return made.memory.counts
+
+
+class Clairvoyant(Kvferry):
+    """Replays what arrived in the last half minute and what will until an instance that starts now is ready, and
+    releases at once."""
+
+    def __init__(self, start: Counts, rules: Rules, arrivals: Sequence[Arrival]) -> None:
+        super().__init__(start, replace(rules, cool_down_s=0.0))
+        self._requests = np.array(
+            [
+                (one.at_s, left, one.answer_tokens)
+                for one, left in zip(arrivals, uncached(arrivals), strict=True)
+            ]
+        )  # fmt: skip
+        self.base: float = 0.0
+        """When the first one arrives."""
+
+    def _measured(self, seen: Seen) -> Measured:
+        found = super()._measured(seen)
+        begins, lasts_s = seen.now - self.base - START_S, 2 * START_S + 3 * INTERVAL_S
+        here = self._requests[(self._requests[:, 0] >= begins) & (self._requests[:, 0] < begins + lasts_s)]
+        workload = Workload(np.maximum(here[:, 0] - begins, 0.0), here[:, 1], here[:, 2], lasts_s)
+        times = found.times or TIMES
+        return replace(found, workload=workload, times=times, num_known=99, demand=Demand([0.0] * 60, INTERVAL_S))
+
+    def decide(self, seen: Seen) -> Counts:
+        self._memory = msgspec.structs.replace(self._memory, changed_at=-1e18)
+        return super().decide(seen)
+
+
+def uncached(arrivals: Sequence[Arrival]) -> list[float]:
+    """Tokens of each prompt that no earlier one had."""
+    known: set[int] = set()
+    found = []
+    for one in arrivals:
+        found.append(max(1.0, one.prompt_tokens - BLOCK_TOKENS * sum(block in known for block in one.block_ids)))
+        known.update(one.block_ids)
+    return found
+
+
+@dataclass
+class Hpa(Rule):
+    """As a HorizontalPodAutoscaler for each role: to a share of busy time, with its tolerance, and with the highest
+    recommendation of the cool-down before anything is released."""
+
+    target: float = 0.7
+    tolerance: float = 0.1
+    wanted: list[tuple[float, Counts]] = field(default_factory=list)
+
+    def decide(self, seen: Seen) -> Counts:
+        here = seen.counts
+        new = Counts(
+            self._of(here.prefill, seen.ready.prefill, seen.busy_prefill),
+            self._of(here.decode, seen.ready.decode, seen.busy_decode),
+        )
+        return self._stabilised(seen, new)
+
+    def _of(self, here: int, ready: int, busy: float) -> int:
+        ratio = busy / self.target
+        wanted = here if abs(ratio - 1) <= self.tolerance else math.ceil(max(1, ready) * ratio)
+        return min(MOST, max(1, wanted))
+
+    def _stabilised(self, seen: Seen, new: Counts) -> Counts:
+        self.wanted = [one for one in self.wanted if one[0] > seen.now - COOL_DOWN_S] + [(seen.now, new)]
+        return Counts(max(one.prefill for _, one in self.wanted), max(one.decode for _, one in self.wanted))
+
+
+class RatioClamp(Hpa):
+    """The same, with the ratio kept."""
+
+    def decide(self, seen: Seen) -> Counts:
+        found = super().decide(seen)
+        prefill = max(found.prefill, math.ceil(found.decode / 2))
+        return Counts(min(MOST, prefill), min(MOST, max(found.decode, math.ceil(prefill / 2))))
+
+
+class DecodeTps(Hpa):
+    """D by tokens a second, P by a ratio."""
+
+    def __init__(self, tokens_per_s: float, prefill_per_decode: float) -> None:
+        super().__init__()
+        self._tokens_per_s, self._ratio = tokens_per_s, prefill_per_decode
+
+    def decide(self, seen: Seen) -> Counts:
+        decode = min(MOST, max(1, math.ceil(seen.decode_tokens_per_s / self._tokens_per_s)))
+        return self._stabilised(seen, Counts(min(MOST, max(1, round(decode * self._ratio))), decode))
+
+
+class TokenVelocity(Hpa):
+    """Each role by the tokens that came for it in the last seconds, over those that one instance takes a second at
+    most within the targets."""
+
+    def __init__(self, targets: LatencyTargets, window_s: float = 15.0) -> None:
+        super().__init__()
+        self._window_s = window_s
+        step = INSTANCE.times
+        together = min(INSTANCE.max_num_seqs, int((targets.itl_s - step.base_s) / step.decode_sequence_s))
+        self._prefill_per_s = 1.0 / step.prefill_token_s
+        self._decode_per_s = together / (step.base_s + step.decode_sequence_s * together)
+
+    def decide(self, seen: Seen) -> Counts:
+        lately = [one for one in seen.report.requests if one.arrived > seen.now - self._window_s]
+        ended = [one.output_tokens for one in seen.report.requests if one.state == "done"]
+        answer = sum(ended) / len(ended) if ended else 0.0
+        prefill = sum(one.uncached for one in lately) / self._window_s / self._prefill_per_s
+        decode = len(lately) * answer / self._window_s / self._decode_per_s
+        wanted = (min(MOST, max(1, math.ceil(one))) for one in (prefill, decode))
+        return self._stabilised(seen, Counts(*wanted))
