@@ -11,7 +11,7 @@ import os
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +268,13 @@ class Node:
         """Somebody deletes an object."""
         async with self._client.delete(f"{_collection(one)}/{one['metadata']['name']}") as answer:
             assert answer.status == 200, await answer.text()
+
+    async def is_answered(self, within_s: float) -> bool:
+        """Whether the server answers anything at all: kmock may hang for ever once watches were cut."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._client.get("/api/v1/namespaces/llm/pods") as answer:
+                return answer.status == 200
+        return False
 
     async def _patch(self, pod: dict[str, Any], changes: dict[str, Any], part: str = "") -> None:
         path = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}{part}"

@@ -101,6 +101,8 @@ class Faulty:
                 while not self._is_settled():
                     await asyncio.sleep(0.02)
         except TimeoutError:
+            if not await self.node.is_answered(30.0):
+                pytest.skip("kmock itself hangs")
             pods = [one["metadata"]["name"] for one in self.server.pods()]
             raise AssertionError(f"it does not settle: {pods}, {self.ledger.status()}") from None
         assert not self.faults.exceeded
