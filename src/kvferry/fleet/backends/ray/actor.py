@@ -45,8 +45,9 @@ from kvferry.fleet.cpu import thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.http.server.listen import authority
 
-_ORDERED_S = 60.0
-"""How long after its start an actor waits to be told what to run. A controller that died in between never says so."""
+_ORDERED_S = 240.0
+"""How long after its start an actor waits to be told what to run. A controller that died in between never says so. What
+it is told imports what a recipe needs, which takes a minute on a machine without idle cores."""
 _NEWS_S = 30.0
 """How long a question for news waits for some."""
 _RANK_LOST_S = 10.0
