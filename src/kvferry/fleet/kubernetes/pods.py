@@ -57,7 +57,7 @@ def member_roles(fleet: WantedFleet) -> list[MemberRole]:
 
 
 @dataclass(frozen=True)
-class Host:
+class InstancePod:
     """One of the pods of an instance. `number`: 0 is that of the first, which answers requests. `leader`: the host name
     of that one."""
 
@@ -66,8 +66,8 @@ class Host:
 
 
 FIRST = "0"
-ALONE = Host(FIRST, "")
-LWS_LEADER, LWS_WORKER = (Host(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
+ALONE = InstancePod(FIRST, "")
+LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
 """Of a LeaderWorkerSet, whose controller sets these variables."""
 
 
@@ -85,7 +85,7 @@ class Pods:
         *,
         unit: int | None,
         group: str,
-        host: Host = ALONE,
+        host: InstancePod = ALONE,
         started_as: Role | None = None,
     ) -> Object:
         """The template of an instance's pods, which register at `routers`; without any, who starts them tells the
@@ -160,13 +160,13 @@ class Pods:
         template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})
         return template
 
-    def _worker(self, role: Role, started_as: Role, host: Host) -> list[str]:
+    def _worker(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
         """The command of a further pod of an instance, which answers nobody."""
         if self._fleet.engine.kind == "kvferry":
             return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
         return _vllm_worker(self._fleet, role, started_as, host)
 
-    def _arguments(self, role: Role, started_as: Role, host: Host) -> list[str]:
+    def _arguments(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
         engine, one = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
@@ -313,7 +313,7 @@ def transfer_config(connectors: Sequence[str], role: Role) -> str:
     return msgspec.json.encode(told).decode()
 
 
-def _vllm_arguments(fleet: WantedFleet, role: Role, host: Host) -> list[str]:
+def _vllm_arguments(fleet: WantedFleet, role: Role, host: InstancePod) -> list[str]:
     one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
     arguments = list(fleet.engine.args)
     if one is not None:
@@ -323,7 +323,7 @@ def _vllm_arguments(fleet: WantedFleet, role: Role, host: Host) -> list[str]:
     return arguments
 
 
-def _vllm_worker(fleet: WantedFleet, role: Role, started_as: Role, host: Host) -> list[str]:
+def _vllm_worker(fleet: WantedFleet, role: Role, started_as: Role, host: InstancePod) -> list[str]:
     """vLLM's own command for further ranks of an instance."""
     role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[started_as]
     transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, started_as)) | {"kv_role": role_of_kv}

@@ -26,7 +26,7 @@ from kvferry.fleet.kubernetes.pods import (
     LWS_LEADER,
     LWS_WORKER,
     SPEC_FILE,
-    Host,
+    InstancePod,
     Object,
     Pods,
     kubernetes_of,
@@ -235,7 +235,7 @@ class _Rendering:
             "leaderWorkerTemplate": pods,
         }
 
-    def _template(self, part: _Part, role: Role, host: Host = ALONE) -> Object:
+    def _template(self, part: _Part, role: Role, host: InstancePod = ALONE) -> Object:
         return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, host=host)
 
     def _replicas(self, part: _Part, role: Role) -> Object:

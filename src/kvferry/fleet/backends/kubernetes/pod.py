@@ -14,7 +14,7 @@ from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.kubernetes.pods import (
     HTTP_PORT,
     PART_LABEL,
-    Host,
+    InstancePod,
     Pods,
     kubernetes_of,
     labels_of,
@@ -68,7 +68,7 @@ def _template(fleet: WantedFleet, member: MemberSpec, number: int) -> Object:
         (),
         unit=_number(member.unit),
         group="",
-        host=Host(str(number), f"{member.name}.{ranks_service(fleet)}"),
+        host=InstancePod(str(number), f"{member.name}.{ranks_service(fleet)}"),
         started_as="both" if can_be else None,
     )
 
