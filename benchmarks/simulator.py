@@ -50,7 +50,7 @@ def main() -> None:
         has_log=arguments.exact,
     )
     arrivals = faster(read_traffic(arguments.trace), arguments.speed)
-    settings = {name: str(value) for name, value in vars(arguments).items()}
+    settings = {name: str(value) for name, value in vars(arguments).items()} | {"trace": arguments.trace.name}
     for figures in _run(spec, arrivals, arguments.requests):
         path = save("simulator", settings, figures)
         print(f"{figures['requests']} requests, {figures['cpu_s']} s, {figures['memory_mib'][-1]} MiB", flush=True)
