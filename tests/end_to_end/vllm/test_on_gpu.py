@@ -1,8 +1,8 @@
 """Real vLLM servers that share a GPU, as vLLM runs there: Model Runner V2, CUDA graphs, FlashAttention, bfloat16.
 
-Run where there is one: `pytest -m gpu`. The servers are asked for vLLM's batch-invariant kernels. Two plain servers on
-an H100 nevertheless gave different answers to one of these 64 prompts: in bfloat16, two tokens often have the same
-logit, or the next one to it. So a token that differs from the plain server's must be as good there, within a step of
+Run where there is one: `pytest -m gpu`. The servers are asked for vLLM's batch-invariant kernels. On an H100, a server
+that moved no KV nevertheless differed from the plain one: in bfloat16, two tokens often have the same logit, or the
+next one to it. So a token that differs from the plain server's must be as good there, within a step of
 bfloat16.
 """
 
