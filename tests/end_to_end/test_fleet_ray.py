@@ -27,7 +27,7 @@ from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
-from support.processes import begun, run, until
+from support.processes import KvferryProcess, begun, run, until
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
@@ -321,24 +321,50 @@ def test_random_changes(fleet: RayFleet, nodes: Nodes) -> None:
     change_at_random(fleet, dice, NUM_CHANGES, strike, lose_node)
 
 
+@contextmanager
+def served_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[KvferryProcess]:
+    """`kvferry serve`, once it serves."""
+    engine = ("--dtype=float32", "--kv-cache-memory=32MiB", "--served-model-name=m", "--grace-s=5")
+    where = ("--prefill=1", "--decode=1", "--backend=ray", f"--address={nodes.address}")
+    with begun("serve", str(model), *engine, *where, log=folder / "log", ends_cleanly=False, start_s=400) as ready:
+        served = ready()
+        assert sorted(nodes.members()) == ["decode-0", "prefill-0", "router-0", "router-1"]
+        yield served
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_serve_is_the_whole_command_and_leaves_nothing(
     number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
 ) -> None:
     """It is asked to end, or is killed."""
-    engine = ("--dtype=float32", "--kv-cache-memory=32MiB", "--served-model-name=m", "--grace-s=5")
-    where = ("--prefill=1", "--decode=1", "--backend=ray", f"--address={nodes.address}")
-    with begun("serve", str(model_maker("llama")), *engine, *where, log=tmp_path / "log", ends_cleanly=False) as ready:
-        served = ready()
-        found = nodes.members()
-        assert sorted(found) == ["decode-0", "prefill-0", "router-0", "router-1"]
-        started = {(pid, started_at(pid)) for pair in found.values() for pid in pair}
+    with served_on(nodes, tmp_path, model_maker("llama")) as served:
+        started = {(pid, started_at(pid)) for pair in nodes.members().values() for pid in pair}
         assert len(served.complete("a prompt")["choices"][0]["token_ids"]) == 12
         if number == signal.SIGTERM:
             assert served.stop() == 0, served.log
         else:
             served.kill()
-        until(lambda: not any(runs(*one) for one in started), 60, served.log)
+        until(lambda: not any(runs(*one) for one in started), 60, lambda: served.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_although_the_control_service_hangs(
+    number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
+) -> None:
+    """Its members are gone when it ends, and their actors once the service answers again. It takes longer than three
+    seconds, after which Ray would abort a process that has received SIGTERM."""
+    service = psutil.Process(nodes.head.all_processes["gcs_server"][0].process.pid)
+    with served_on(nodes, tmp_path, model_maker("llama")) as served:
+        pairs = nodes.members().values()
+        actors, members = ({(pair[which], started_at(pair[which])) for pair in pairs} for which in (ACTOR, PROCESS))
+        service.suspend()
+        try:
+            served.kill(number)
+            assert served.wait() == 0, served.log
+            assert not any(runs(*one) for one in members)
+        finally:
+            service.resume()
+        until(lambda: not any(runs(*one) for one in actors), 60, lambda: served.log)
 
 
 RANKS_APART = """

@@ -79,6 +79,10 @@ class KvferryProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
         return self._process.wait(timeout=60)
 
     @property
