@@ -121,6 +121,26 @@ async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: A
     await engine.close()
 
 
+@pytest.mark.usefixtures("warm_ranks")
+async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
+    model_maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_process, "ASK_EVERY_S", 0.5)
+    monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
+    engine = AsyncEngine(two_ranks(model_maker("llama")), ["m"])
+    engine.start()
+    pid = pid_of(engine.engine)
+    assert len([output async for output in engine.generate(request("a", 5))]) == 5
+    assert engine.healthy
+    os.kill(pid, signal.SIGSTOP)
+    await engine.failed()
+    assert not engine.healthy
+    with pytest.raises(Unavailable, match=r"the engine failed: rank 1 .* hangs: it was asked 6 times"):
+        await anext(engine.generate(request("b")))
+    await engine.close()
+    assert is_gone(pid)
+
+
 def test_a_rank_lost_while_it_starts_is_named(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     start = time.monotonic()

@@ -19,9 +19,11 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
 from kvferry.engine.executor.messages import (
+    Ask,
     Check,
     Close,
     Done,
+    Here,
     LoadModel,
     ModelLoaded,
     OpenCache,
@@ -57,6 +59,7 @@ COMMANDS = [
     RankStep(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
     RankStep(None, [], 0, 0),
     Proceed(),
+    Ask(),
     Check(),
     Close(),
     TableAnswer(has_all=True, value=b"\0"),
@@ -71,7 +74,15 @@ def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> 
 
 @pytest.mark.parametrize(
     "message",
-    [ModelLoaded("f", 3), Opened(None), Opened({"port": 5}), Done(b"x", 4, "why"), RankFailed("E", "why"), LOOK],
+    [
+        ModelLoaded("f", 3),
+        Opened(None),
+        Opened({"port": 5}),
+        Done(b"x", 4, "why"),
+        RankFailed("E", "why"),
+        LOOK,
+        Here(),
+    ],
 )
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:
     ends[1].send(message)

@@ -1,8 +1,9 @@
 """The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
-`RankFailed` are sent unasked, and `TableRequest` (`store`) is answered by `TableAnswer`. The pipe is a socket pair that
-a child inherits, so that no other process can reach it, or a connection between machines (`link`).
+`RankFailed` are sent unasked, `TableRequest` (`store`) is answered by `TableAnswer`, and `Ask`, at any time, by `Here`.
+The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection between machines
+(`link`).
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class Close(wire.Message, frozen=True):
     """Release everything, and exit. Not answered."""
 
 
+class Ask(wire.Message, frozen=True):
+    """Is this process running? Answered by `Here` at once, also in the middle of a step."""
+
+
 class TableAnswer(wire.Message, frozen=True):
     """`has_all`: all keys of the request were there. `value`: of the first one, as it is now."""
 
@@ -121,6 +126,10 @@ class Reported(wire.Message, frozen=True):
     report: bytes
 
 
+class Here(wire.Message, frozen=True):
+    """This process is running."""
+
+
 class TableRequest(wire.Message, frozen=True):
     """Something of the store in which ranks find each other: look whether keys are there, set the first one to `value`,
     add `number` to it, or delete it."""
@@ -139,14 +148,14 @@ class RankFailed(wire.Message, frozen=True):
 
 
 Answer = Started | ModelLoaded | Opened | Done | Statistics | Checked
-Message = Answer | Reported | RankFailed | TableRequest
+Message = Answer | Reported | RankFailed | TableRequest | Here
 Keys = tuple[bytes, bytes]
 _OPEN: Keys = (b"", b"")
 
 
 def rank_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:
     """The end at which another rank receives commands."""
-    return Pipe(descriptor, Command | TableAnswer, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
+    return Pipe(descriptor, Command | TableAnswer | Ask, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
 
 
 def engine_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:

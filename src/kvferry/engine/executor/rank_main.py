@@ -24,12 +24,14 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.executor import group
 from kvferry.engine.executor.link import Link, join
 from kvferry.engine.executor.messages import (
+    Ask,
     Check,
     Checked,
     Close,
     Command,
     Done,
     GetStatistics,
+    Here,
     LoadModel,
     ModelLoaded,
     OpenCache,
@@ -104,12 +106,15 @@ class Inbox:
 
     def _read(self) -> None:
         try:
-            command: Command | TableAnswer | _Gone = self._pipe.receive()
+            command: Command | TableAnswer | Ask | _Gone = self._pipe.receive()
             while not isinstance(command, Close):
-                if isinstance(command, TableAnswer):
-                    self._stored.put(command)
-                else:
-                    self._queue.put(command)
+                match command:
+                    case TableAnswer():
+                        self._stored.put(command)
+                    case Ask():
+                        self._pipe.send(Here())
+                    case _:
+                        self._queue.put(command)
                 command = self._pipe.receive()
         except (PeerLost, ProtocolError):
             command = _Gone()

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
@@ -25,9 +25,11 @@ from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import (
     Answer,
+    Ask,
     Close,
     Command,
     Done,
+    Here,
     Message,
     Proceed,
     RankFailed,
@@ -45,7 +47,11 @@ CONSEQUENCE = 2
 """The least weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
 """How long a rank may take to exit before it is killed."""
+ASK_EVERY_S = 5.0
+"""How often a rank is asked whether it is running."""
 LOOPBACK = "127.0.0.1"
+_MOST_UNANSWERED = 6
+"""Questions that a rank may leave unanswered (`RankWatch`)."""
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
 
@@ -130,6 +136,7 @@ class RankProcess:
         self._is_ending = False
         self._lock = threading.Lock()  # for sending, and for what follows
         self._has_left = self._has_failed = self._has_said_why = False
+        self._num_unanswered = 0
         self._pipe, self._name, self._process = link.pipe, link.name, process
         self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
         self._listener.start()
@@ -170,6 +177,16 @@ class RankProcess:
         if not isinstance(answer, kind):
             raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was expected")
         return answer
+
+    def ask(self) -> None:
+        """Ask whether the process is running, or note its loss when it has left too many of these questions unanswered.
+        From any thread."""
+        if self._num_unanswered == _MOST_UNANSWERED:
+            asked = f"{_MOST_UNANSWERED} times, every {ASK_EVERY_S:g} s"
+            self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it was asked {asked}, in vain"))
+        self._num_unanswered += 1
+        with suppress(PeerLost):  # the listening thread notes it
+            self._pipe.send(Ask())
 
     def wake_waiting(self) -> None:
         """A rank is lost: end a wait in `answer`."""
@@ -217,6 +234,8 @@ class RankProcess:
         match message:
             case Reported(report):
                 self.on_report(self.rank, report)
+            case Here():
+                self._num_unanswered = 0
             case TableRequest():
                 with suppress(PeerLost):  # which is noticed when there is nothing more to receive
                     self._pipe.send(self._table.answer(message))
@@ -253,6 +272,27 @@ class RankProcess:
         if not self._is_ending:
             weight = 0 if is_cause else CONSEQUENCE + 1
             self._losses.add(weight, RankLost(f"rank {self.rank} ({self._name}) {how}"))
+
+
+class RankWatch:
+    """Asks the other ranks from time to time whether they are running, so that one that hangs is noticed although there
+    is no step that needs it. Owns the thread that asks. Questions are counted, not seconds: where a whole machine was
+    stopped for a while, nobody is blamed."""
+
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self._ranks, self._has_ended = ranks, threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="kvferry-rank-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._has_ended.set()
+        self._thread.join(END_S)
+
+    def _ask(self) -> None:
+        while not self._has_ended.wait(ASK_EVERY_S):
+            for rank in self._ranks:
+                rank.ask()
 
 
 def _how(code: int | None) -> str:

@@ -55,7 +55,7 @@ from kvferry.engine.executor.messages import (
     TableRequest,
 )
 from kvferry.engine.executor.patience import patience_s
-from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, start_rank
+from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, RankWatch, start_rank
 from kvferry.engine.executor.store import MeetingStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.place import Place
@@ -87,6 +87,7 @@ class RanksExecutor(Executor):
         self._worker: Worker | None = None
         self._is_open = False
         self._processes: list[RankProcess] = []
+        self._watch: RankWatch | None = None
         try:
             address = self._start(config, transfer, auth_token, on_progress)
             self._load(config, place, address, on_progress)
@@ -134,6 +135,7 @@ class RanksExecutor(Executor):
             ours = self._rank0.open(self.num_blocks, transfer, auth_token)
             found = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
         self.addresses = [address for address in found if address is not None]
+        self._watch = RankWatch(self._processes)
 
     @property
     def pids(self) -> list[int]:
@@ -240,6 +242,8 @@ class RanksExecutor(Executor):
 
     def close(self) -> None:
         self._losses.on_loss = lambda: None
+        if self._watch is not None:
+            self._watch.end()
         processes, self._processes = self._processes, []
         worker, self._worker = self._worker, None
         own = () if worker is None else (worker.close, group.leave)  # makes a step fail that others may still be in
