@@ -11,6 +11,9 @@ import psutil
 import pytest
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# At Ray's own, 15, workers would take minutes to start beside other tests. Lower than normal all the same, so that it
+# shows whether actors give themselves the normal priority.
+os.environ.update({"RAY_worker_niceness": "1"})
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvferry.core.errors import ConfigError
@@ -83,6 +84,17 @@ async def test_a_member_ends_with_its_actor_however_that_ends(nodes: Nodes, tmp_
             await asyncio.sleep(0.01)
         await backend.stop("stays-0", 0.0)
         assert list(backend.members()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
+async def test_an_actor_and_its_member_have_the_priority_of_other_processes(nodes: Nodes, tmp_path: Path) -> None:
+    """Ray gives its workers a lower one."""
+    async with opened(tmp_path, wanted(nodes, "priority")) as backend:
+        await serving(backend, "serves-0")
+        for pid in nodes.members()["serves-0"]:
+            threads = psutil.Process(pid).threads()
+            assert {os.getpriority(os.PRIO_PROCESS, one.id) for one in threads} == {0}
+        await backend.stop("serves-0", 0.0)
 
 
 async def test_who_has_another_token_does_not_take_up_what_is_there(nodes: Nodes, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from kvferry.fleet.backends.ray.messages import (
     Order,
     Told,
 )
+from kvferry.fleet.backends.ray.priority import take_normal_priority
 from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.spec import MemberRole
@@ -62,6 +63,7 @@ class MemberActor:
     """Owns the member's process and folder. All methods run on one event loop."""
 
     def __init__(self) -> None:
+        take_normal_priority()
         self._unordered = threading.Timer(_ORDERED_S, os._exit, (1,))
         self._unordered.daemon = True
         self._unordered.start()
@@ -89,8 +91,6 @@ class MemberActor:
         try:
             spec, about, folder = await self._prepare(order)
             self._member = LocalMember(folder, about, spec.foreign, self, self._wake)
-            with suppress(PermissionError):  # Ray runs its workers at a low priority, which the member would inherit
-                os.setpriority(os.PRIO_PROCESS, 0, 0)
             child = start_process(spec, (), folder, leash="self" if spec.foreign is None else "group")
         except (KvferryError, OSError) as error:
             member = order.member
