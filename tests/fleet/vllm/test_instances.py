@@ -19,7 +19,7 @@ from kvferry.fleet.cpu import Cores, available_cores, cores_of
 from kvferry.fleet.process import Foreign, ProcessSpec, RouterGroup
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.vllm import instances
+from kvferry.fleet.vllm import environment, instances
 from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
 from kvferry.fleet.vllm.ports import SPACING, free_ports
 from kvferry.fleet.vllm.resources import visible_devices
@@ -231,7 +231,7 @@ def test_devices_are_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
 
 
-def test_environments_without_vllm(tmp_path: Path) -> None:
+def test_environments_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--engine-python /nowhere/python is not a file"):
         find_vllm("/nowhere/python")
     with pytest.raises(ConfigError, match="is not a Python that works"):
@@ -242,6 +242,10 @@ def test_environments_without_vllm(tmp_path: Path) -> None:
     empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     empty.chmod(0o755)
     with pytest.raises(ConfigError, match=r"there is no vLLM in the environment of .* with --engine-python"):
+        find_vllm(str(empty))
+    monkeypatch.setattr(environment, "_TIMEOUT_S", 0.1)
+    empty.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ConfigError, match=r"--engine-python .*/python has not said within 0.1 s what is in it$"):
         find_vllm(str(empty))
 
 

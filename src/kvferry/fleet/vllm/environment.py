@@ -11,7 +11,8 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
+"""How long it may take to say what is in it: a second, but for machines that are busy or read from a slow disk."""
 _QUESTION = r"""
 import json, pathlib, re
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -83,8 +84,10 @@ def _ask(python: str) -> _Found:
         done = subprocess.run(
             [python, "-c", _QUESTION], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ConfigError(f"--engine-python {python} cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"--engine-python {python} has not said within {_TIMEOUT_S:g} s what is in it") from error
     try:
         return msgspec.json.decode(done.stdout, type=_Found)
     except msgspec.MsgspecError as error:
