@@ -213,9 +213,9 @@ def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
 
 def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:
     """Its actor, and then another's process. Nothing fails but what the killed one was answering."""
-    for name, which in ("router-0", ACTOR), ("router-1", PROCESS):
+    for number, which in enumerate((ACTOR, PROCESS)):
         with Load(fleet.status.url) as load:
-            before = fleet.processes()
+            before, name = fleet.processes(), fleet.names("router")[number]
             os.kill(before[name][which], signal.SIGKILL)
             replaced(fleet, before, name)
             num_answers = load.num_answers
@@ -402,11 +402,11 @@ def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, 
     with Load(fleet.status.url) as load:
         assert load.expected == expected
         for rank, which in (1, PROCESS), (1, ACTOR), (0, ACTOR):
-            before = fleet.processes()
-            lost = [before["prefill-0"], before["prefill-0.rank-1"]]
+            before, (name,) = fleet.processes(), fleet.names("prefill")
+            lost = [before[name], before[f"{name}.rank-1"]]
             started = [started_at(pid) for _, pid in lost]
             os.kill(lost[rank][which], signal.SIGKILL)
-            replaced(fleet, before, "prefill-0", "prefill-0.rank-1")
+            replaced(fleet, before, name, f"{name}.rank-1")
             assert not any(runs(pid, at) for (_, pid), at in zip(lost, started, strict=True))
             assert fleet.processes()["decode-0"] == before["decode-0"]
         num_answers = load.num_answers
@@ -436,8 +436,14 @@ def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(apart: tuple[Ray
 
 
 def replaced(fleet: RayFleet, before: dict[str, tuple[int, int]], *names: str) -> None:
-    """Wait until these members have other processes than before, and all serve."""
-    eventually(fleet, lambda: all(fleet.processes().get(one, before[one]) != before[one] for one in names), 150)
+    """Wait until others are in the place of these members, whatever their names, and all serve."""
+    lost = {before[name] for name in names}
+
+    def is_whole() -> bool:
+        found = fleet.processes().values()
+        return len(found) >= len(before) and lost.isdisjoint(found)
+
+    eventually(fleet, is_whole, 150)
     fleet.settle()
 
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvferry.cli.common import http_settings
 from kvferry.cli.main import main
@@ -154,6 +155,31 @@ def test_what_keeps_a_fleet_from_what_it_is_to_be_is_said_once(state: Path, caps
     shown = capsys.readouterr().out
     assert "\n  the control service does not answer\n" in shown
     assert shown.count("failed once") == 1
+
+
+async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answer(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(state / "fleets" / "chat")
+    number = ledger.want(read_fleet(state.parent / "chat.toml")).number + 1
+    lease = ledger.try_to_act()
+    assert lease is not None
+    seen = FleetStatus(at=1.0, pid=2, number=number, url="http://127.0.0.1:9", roles={}, members=())
+    ledger.write_status(replace(seen, trouble=("the control service does not answer",), passing=True))
+    command = asyncio.create_task(asyncio.to_thread(main, ["fleet", "scale", "chat", "both=2", "--wait-s=60"]))
+    try:
+        said = ""
+        while said.count("waiting: the control service does not answer") < 1:
+            await asyncio.sleep(0.01)
+            said += capsys.readouterr().err
+        assert not command.done()
+        ledger.write_status(replace(seen, settled=True))
+        assert await command == 0
+    finally:
+        ledger.write_status(replace(seen, trouble=("it is over",)))
+        await command
+        lease.close()
+    assert "chat is up: http://127.0.0.1:9" in capsys.readouterr().out
 
 
 def test_counts_are_checked_when_a_fleet_is_scaled(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

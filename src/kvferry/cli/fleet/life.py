@@ -237,7 +237,7 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
     """Show progress until the fleet has reached its desired state; exit code 1 if that takes too long or is
     impossible."""
     deadline, begun = SYSTEM_CLOCK.monotonic() + wait_s, SYSTEM_CLOCK.wall()
-    shown = 0
+    shown, trouble = 0, ()
     while True:
         events = [one for one in ledger.history() if one.at >= begun]
         for event in events[shown:]:
@@ -248,8 +248,11 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
             if seen.settled:
                 sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")
                 return 0
-            if seen.trouble and not any(one.phase == "starting" for one in seen.members):
-                _complain(seen.trouble)
+            if seen.passing and seen.trouble != trouble:
+                sys.stderr.write(f"kvferry: waiting: {seen.trouble[0]}\n")
+            trouble = seen.trouble
+            if trouble and not seen.passing and not any(one.phase == "starting" for one in seen.members):
+                _complain(trouble)
                 return 1
         if (holder := ledger.controller) is not None and holder.hangs:
             require_controller(ledger, fleet.name)

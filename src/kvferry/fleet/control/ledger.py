@@ -59,7 +59,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class FleetStatus(msgspec.Struct, frozen=True):
     """What the controller has seen last. `url`: where clients are served; empty until then. `trouble`: what keeps the
-    fleet from being what it is to be."""
+    fleet from being what it is to be. `passing`: all of it is the backend's, such as a cluster that does not answer, and
+    passes when that recovers."""
 
     at: float
     pid: int
@@ -68,6 +69,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     roles: dict[str, RoleStatus]
     members: tuple[MemberStatus, ...]
     trouble: tuple[str, ...] = ()
+    passing: bool = False
     decided: str = ""
     """By `[scale]`, in words."""
     settled: bool = False

@@ -70,7 +70,7 @@ class StatusReporter:
         given_up = [f"{role}: {one.failed}" for role, one in roles.items() if one.given_up]
         stalled = [] if any(one.failed for one in roles.values()) else _why_stalled(sight)
         refused_why = [f"the change is refused: {refused.why}"] if refused.number else []
-        of_backend = [sight.trouble] if sight.trouble else []
+        lasting = (*refused_why, *given_up, *stalled)
         return FleetStatus(
             at=self._clock.wall(),
             pid=os.getpid(),
@@ -78,7 +78,8 @@ class StatusReporter:
             url=sight.url,
             roles=roles,
             members=_member_status(sight),
-            trouble=(*refused_why, *of_backend, *given_up, *stalled),
+            trouble=(sight.trouble, *lasting) if sight.trouble else lasting,
+            passing=bool(sight.trouble) and not lasting,
             decided=decided,
             settled=not refused.number and _is_settled(sight, roles),
         )
