@@ -24,7 +24,7 @@ TORCH_FREE = [
     "kvferry.engine.blocks.block_pool",
     "kvferry.engine.config",
     "kvferry.engine.core",
-    "kvferry.engine.model.patch_names",
+    "kvferry.engine.patch_names",
     "kvferry.engine.scheduler",
     "kvferry.engine.statistics",
     "kvferry.engine.sequence",

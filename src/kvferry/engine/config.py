@@ -13,7 +13,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.bounds import Count, Seed, check_bounds
 from kvferry.core.settings.units import parse_bytes
-from kvferry.engine.model.patch_names import require_known_patches
+from kvferry.engine.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.store.eviction.table import eviction_class
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from kvferry.core.errors import ConfigError, UnknownName, UnsupportedModel
 from kvferry.engine.config import EngineConfig
+from kvferry.engine.model.cpu_kernels import CpuKernels
 from kvferry.engine.model.patch import ModelPatch, make_patch
-from kvferry.engine.model.patch_names import MODEL_PATCHES
 from kvferry.engine.model.patching import apply_patches
-from kvferry.engine.ops.cpu_kernels import CpuKernels
 from kvferry.engine.ops.native import library
+from kvferry.engine.patch_names import MODEL_PATCHES
 from kvferry.models.random_model import make_random_model
 from kvferry.testing.model_patch import ModelPatchContract
 

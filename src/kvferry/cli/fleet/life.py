@@ -237,7 +237,7 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
     """Show progress until the fleet has reached its desired state; exit code 1 if that takes too long or is
     impossible."""
     deadline, begun = SYSTEM_CLOCK.monotonic() + wait_s, SYSTEM_CLOCK.wall()
-    shown, trouble = 0, ()
+    shown, trouble = 0, tuple[str, ...]()
     while True:
         events = [one for one in ledger.history() if one.at >= begun]
         for event in events[shown:]:

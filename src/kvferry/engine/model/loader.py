@@ -23,13 +23,13 @@ from kvferry.engine.model.batch_invariance import batch_dependence
 from kvferry.engine.model.checkpoint import require_complete
 from kvferry.engine.model.outline import require_cache_fits
 from kvferry.engine.model.patch import make_patch
-from kvferry.engine.model.patch_names import DEFAULT_PATCHES
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import SelfCheck
 from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
+from kvferry.engine.patch_names import DEFAULT_PATCHES
 from kvferry.models.catalog import resolve
 from kvferry.models.checkpoint import checkpoint_name, checkpoint_place, resolved_config
 

@@ -1,6 +1,6 @@
 """Patches of a loaded model: faster code for some of its modules, which computes the same.
 
-They are applied in the order in which they are named (`model.patch_names`); `model.patching` then verifies that the
+They are applied in the order in which they are named (`engine.patch_names`); `model.patching` then verifies that the
 model still computes the same.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from torch import nn
 
 from kvferry.core.settings.options import read_options
-from kvferry.engine.model.patch_names import FLAG, MODEL_PATCHES, split_patch
+from kvferry.engine.patch_names import FLAG, MODEL_PATCHES, split_patch
 
 
 class NoPatchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from kvferry.core.errors import KvferryError, UnsupportedModel
 from kvferry.core.settings import environment
 from kvferry.engine.model.patch import make_patch
-from kvferry.engine.model.patch_names import DEFAULT_PATCHES, FLAG
 from kvferry.engine.ops.transform import FINAL_TOLERANCE, AttentionRecord, recorded_attention, run
+from kvferry.engine.patch_names import DEFAULT_PATCHES, FLAG
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from kvferry.core.errors import UnsupportedModel
 from kvferry.core.settings import environment
 from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context, implementation, probe_layers
-from kvferry.engine.model.patch_names import FLAG
 from kvferry.engine.model.place import Place
 from kvferry.engine.ops.batch import AttentionBatch
+from kvferry.engine.patch_names import FLAG
 
 NUM_TOKENS = 24
 BLOCK_SIZE = 8

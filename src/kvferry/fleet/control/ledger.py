@@ -59,7 +59,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class FleetStatus(msgspec.Struct, frozen=True):
     """What the controller has seen last. `url`: where clients are served; empty until then. `trouble`: what keeps the
-    fleet from being what it is to be. `passing`: all of it is the backend's, such as a cluster that does not answer, and
+    fleet from being what it is to be. `passing`: all of it is the backend's, as when a cluster does not answer, and
     passes when that recovers."""
 
     at: float

@@ -14,7 +14,7 @@ from kvferry.core.names import ExtensionPoint
 
 FLAG = "--model-patch"
 MODEL_PATCHES = ExtensionPoint(
-    FLAG, {"cpu_kernels": "kvferry.engine.ops.cpu_kernels:CpuKernels"}, "kvferry.model_patches"
+    FLAG, {"cpu_kernels": "kvferry.engine.model.cpu_kernels:CpuKernels"}, "kvferry.model_patches"
 )
 DEFAULT_PATCHES = ("cpu_kernels",)
 
