@@ -12,7 +12,7 @@ from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import LayoutMismatch
 
 torch = pytest.importorskip("torch")
-written_page = pytest.importorskip("kvferry.adapters.vllm.arrangement").written_page
+written_page = pytest.importorskip("kvferry.adapters.vllm.kv_cache.arrangement").written_page
 
 NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 8, 4
 Write = Callable[[Any, Any, Any, Any, Any], None]

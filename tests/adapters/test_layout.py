@@ -17,7 +17,7 @@ def packing_of(*groups: tuple[str, ...]) -> str:
     """Of layers that differ in their names alone."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvferry.adapters.vllm.layout import GroupShape, KVCacheShape, kv_layout
+    from kvferry.adapters.vllm.kv_cache.layout import GroupShape, KVCacheShape, kv_layout
 
     spec = SimpleNamespace(num_kv_heads=2, head_size=4, head_size_v=4, page_size_bytes=512, dtype=torch.float32)
     shape = KVCacheShape(tuple(GroupShape(names, (spec,) * len(names), BLOCK_SIZE) for names in groups))

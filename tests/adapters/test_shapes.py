@@ -64,7 +64,7 @@ def shape_of(
 ) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from kvferry.adapters.vllm.layout import cache_shape
+    from kvferry.adapters.vllm.kv_cache.layout import cache_shape
 
     groups = [
         KVCacheGroupSpec([f"layer.{index}.a", f"layer.{index}.b"], spec, **group) for index, spec in enumerate(specs)
@@ -161,7 +161,7 @@ def stateful_families() -> list[str]:
 
 def test_every_family_with_a_state_is_refused_where_vllm_does_not_know_it() -> None:
     """vLLM runs what it has no class for with transformers' own."""
-    from kvferry.adapters.vllm.layout import require_attention_only
+    from kvferry.adapters.vllm.kv_cache.layout import require_attention_only
     from support.families import CannotBuildSmall, Case, make_config
 
     families = stateful_families()

@@ -97,7 +97,7 @@ def make_half(
     on_gpu: bool = False,
     groups: Sequence[tuple[str, ...]] = (("a", "b"),),
 ) -> Any:
-    from kvferry.adapters.vllm.layout import GroupShape, KVCacheShape
+    from kvferry.adapters.vllm.kv_cache.layout import GroupShape, KVCacheShape
     from kvferry.adapters.vllm.worker_half import WorkerHalf
 
     shape = KVCacheShape(tuple(GroupShape(names, (), 4) for names in groups))

@@ -18,7 +18,7 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.recommender import REGISTERS_S, Recommender, read_recommended
+from kvferry.fleet.control.scaling.recommender import REGISTERS_S, Recommender, read_recommended
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.router.app import Router
 from router.peers import SECRET, instances, routing

@@ -16,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.control.controller import LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.scaling import rules_of
+from kvferry.fleet.control.scaling.counts import rules_of
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
 SCALE = {

@@ -19,8 +19,8 @@ from referencing import Registry, Resource
 
 from kvferry.cli.main import main
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.recommender import read_recommended
-from kvferry.fleet.control.scaling import rules_of
+from kvferry.fleet.control.scaling.counts import rules_of
+from kvferry.fleet.control.scaling.recommender import read_recommended
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, chosen
 from kvferry.fleet.kubernetes.chart import write_chart

@@ -29,13 +29,13 @@ from vllm.v1.request import Request
 
 from kvferry.adapters.vllm import siblings
 from kvferry.adapters.vllm.idle import LONGEST_S
-from kvferry.adapters.vllm.layout import cache_shape, require_attention_only
+from kvferry.adapters.vllm.kv_cache.layout import cache_shape, require_attention_only
+from kvferry.adapters.vllm.kv_cache.pool import SharedAllocation
 from kvferry.adapters.vllm.loads import StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts, WorkerReports
 from kvferry.adapters.vllm.metrics import KvferryPromMetrics, KvferryStats, Meter
 from kvferry.adapters.vllm.parts import Partition
 from kvferry.adapters.vllm.pins import Pins
-from kvferry.adapters.vllm.pool import SharedAllocation
 from kvferry.adapters.vllm.scheduler_half import SchedulerHalf
 from kvferry.adapters.vllm.settings import publishes_events, read_settings
 from kvferry.adapters.vllm.worker_half import WorkerHalf

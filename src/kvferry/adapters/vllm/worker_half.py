@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from kvferry.adapters.vllm import pool
-from kvferry.adapters.vllm.device import Device, DeviceMark, Host, device_of
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
-from kvferry.adapters.vllm.layout import KVCacheShape, allocation, block_memory, kv_layout
+from kvferry.adapters.vllm.kv_cache import pool
+from kvferry.adapters.vllm.kv_cache.device import Device, DeviceMark, Host, device_of
+from kvferry.adapters.vllm.kv_cache.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.loads import Loads, StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
 from kvferry.adapters.vllm.settings import AdapterSettings, publishes_events

@@ -15,7 +15,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.recommender import Recommender, read_recommended
+from kvferry.fleet.control.scaling.recommender import Recommender, read_recommended
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.places import fleets_folder
 from kvferry.http.client.origin import Origin

@@ -31,7 +31,7 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.report import Sight, StatusReporter, is_hopeless
-from kvferry.fleet.control.scaling import Scaling
+from kvferry.fleet.control.scaling.counts import Scaling
 from kvferry.fleet.control.spec import MemberRole, seconds
 from kvferry.fleet.display import Display
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import PLAN_PATH
-from kvferry.fleet.control.scaling import most_of
+from kvferry.fleet.control.scaling.counts import most_of
 from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, Object, kubernetes_of
 from kvferry.fleet.kubernetes.values import Values

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.adapters.vllm.arrangement import written_page
+from kvferry.adapters.vllm.kv_cache.arrangement import written_page
 from kvferry.adapters.vllm.versions import release_line
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError

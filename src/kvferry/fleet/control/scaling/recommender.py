@@ -24,7 +24,7 @@ from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.facts import Observed, Phase
 from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.scaling import Scaling, counts_of, with_counts
+from kvferry.fleet.control.scaling.counts import Scaling, counts_of, with_counts
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
