@@ -157,6 +157,39 @@ class AcceptedSocket:
         self.transport.break_off(tell="reset")
 
 
+class SendBuffer:
+    """What one end of a connection has written, and the connection has not taken yet."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self.num_bytes = 0
+        self.set_limits(None, None)
+
+    def set_limits(self, high: int | None, low: int | None) -> None:
+        """Number of bytes above which the writer has to wait, and down to which it has to."""
+        self.high = HIGH_WATER_BYTES if high is None else high
+        self.low = self.high // 4 if low is None else low
+
+    def append(self, data: bytes) -> None:
+        """More is written."""
+        self._pieces.append(data)
+        self.num_bytes += len(data)
+
+    def take(self, most: int) -> bytes:
+        """The oldest piece, or as many bytes of it as may be taken."""
+        piece = self._pieces.popleft()
+        if len(piece) > most:
+            self._pieces.appendleft(piece[most:])
+            piece = piece[:most]
+        self.num_bytes -= len(piece)
+        return piece
+
+    def clear(self) -> None:
+        """Nothing of it is sent."""
+        self._pieces.clear()
+        self.num_bytes = 0
+
+
 class SimTransport(asyncio.Transport):
     """One end of a connection. Called on its own loop only, except by the other end's arrivals."""
 
@@ -167,9 +200,7 @@ class SimTransport(asyncio.Transport):
         self._network, self.process, self.sockname = network, process, sockname
         self._loop: SimLoop | None = None
         self._protocol: asyncio.Protocol
-        self._high, self._low = HIGH_WATER_BYTES, HIGH_WATER_BYTES // 4
-        self._unsent: deque[bytes] = deque()
-        self._num_unsent = 0
+        self._unsent = SendBuffer()
         self._num_under_way = 0
         """Bytes that the other end has not read yet."""
         self._under_way: deque[bytes | _Mark] = deque()
@@ -177,8 +208,8 @@ class SimTransport(asyncio.Transport):
         self._last_arrival = 0.0
         """When the last of it arrives."""
         self._unread: deque[bytes | _Mark] = deque()
-        self._reads = self._told_to_wait = False
-        self._is_closing = self._is_over = self._has_sent_end = self._has_read_end = False
+        self._reads = self._told_to_wait = self._has_sent_end = False
+        self._state: Literal["open", "closing", "over"] = "open"
         network.num_open += 1
         process.on_end[self] = self._process_ends
 
@@ -195,7 +226,7 @@ class SimTransport(asyncio.Transport):
         return {"peername": self.peer.sockname, "sockname": self.sockname}.get(name, default)
 
     def is_closing(self) -> bool:
-        return self._is_closing
+        return self._state != "open"
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol
@@ -204,18 +235,15 @@ class SimTransport(asyncio.Transport):
         self._protocol = cast(asyncio.Protocol, protocol)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = HIGH_WATER_BYTES if high is None else high
-        self._low = self._high // 4 if low is None else low
+        self._unsent.set_limits(high, low)
 
     def get_write_buffer_size(self) -> int:
-        return self._num_unsent
+        return self._unsent.num_bytes
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._is_closing or self._has_sent_end or not data:
-            return
-        self._unsent.append(bytes(data))
-        self._num_unsent += len(data)
-        self._send()
+        if self._state == "open" and not self._has_sent_end and data:
+            self._unsent.append(bytes(data))
+            self._send()
 
     def can_write_eof(self) -> bool:
         return True
@@ -229,7 +257,7 @@ class SimTransport(asyncio.Transport):
         self._reads = False
 
     def resume_reading(self) -> None:
-        if not (self._reads or self._is_closing):
+        if not self._reads and self._state == "open":
             self._reads = True
             if self._unread:
                 self._on_loop(self._read)
@@ -238,57 +266,50 @@ class SimTransport(asyncio.Transport):
         return self._reads
 
     def close(self) -> None:
-        if not self._is_closing:
-            self._is_closing = True
-            self._reads = False
-            if not self._num_unsent:
+        if self._state == "open":
+            self._state, self._reads = "closing", False
+            if not self._unsent.num_bytes:
                 self._close()
 
     def abort(self) -> None:
-        if not self._is_over:
-            self._is_closing, self._reads = True, False
+        if not self.is_over:
             self._unsent.clear()
-            self._num_unsent = 0
             self._finish(None, tell="reset")
 
     # Sending.
 
     def _send(self) -> None:
         """Pass on what the connection takes now."""
-        while self._unsent and self._num_under_way < WINDOW_BYTES:
-            piece, room = self._unsent.popleft(), WINDOW_BYTES - self._num_under_way
-            if len(piece) > room:
-                self._unsent.appendleft(piece[room:])
-                piece = piece[:room]
-            self._num_unsent -= len(piece)
+        unsent = self._unsent
+        while unsent.num_bytes and self._num_under_way < WINDOW_BYTES:
+            piece = unsent.take(WINDOW_BYTES - self._num_under_way)
             self._num_under_way += len(piece)
             self.peer.expect(piece)
-        if self._num_unsent > self._high and not self._told_to_wait:
+        if unsent.num_bytes > unsent.high and not self._told_to_wait:
             self._told_to_wait = True
             self._call(self._protocol.pause_writing)
-        elif self._num_unsent <= self._low and self._told_to_wait:
+        elif unsent.num_bytes <= unsent.low and self._told_to_wait:
             self._told_to_wait = False
             self._call(self._protocol.resume_writing)
-        if not self._num_unsent:
-            if self._is_closing:
+        if not unsent.num_bytes:
+            if self._state == "closing":
                 self._close()
             elif self._has_sent_end:
                 self._send_end()
 
     def _send_end(self) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self.peer.expect(_END)
 
     def _close(self) -> None:
         """All is sent: end the connection."""
-        if not self._has_sent_end:
-            self._has_sent_end = True
+        self._has_sent_end = True
         self._finish(None, tell="reset" if self._unread and self._unread[0] not in (_END, _RESET) else "end")
 
     def acknowledge(self, num_bytes: int) -> None:
         """The other end has read so much."""
         self._num_under_way -= num_bytes
-        if self._unsent and not self._is_over:
+        if self._unsent.num_bytes and not self.is_over:
             self._on_loop(self._send)
 
     # Arriving.
@@ -314,7 +335,7 @@ class SimTransport(asyncio.Transport):
             network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {about}")
         if what is _RESET:
             self._unread.clear()
-        if self._is_over or not self.process.is_alive:
+        if self.is_over or not self.process.is_alive:
             self._unexpected(what)
             return
         self._unread.append(what)
@@ -331,18 +352,17 @@ class SimTransport(asyncio.Transport):
 
     def _read(self) -> None:
         """Give what has arrived to the protocol, for as long as it reads."""
-        while self._unread and not self._is_over and (self._reads or self._unread[0] is _RESET):
+        while self._unread and not self.is_over and (self._reads or self._unread[0] is _RESET):
             what = self._unread.popleft()
             if what is _RESET:
                 self._finish(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), tell=None)
             elif what is _END:
-                self._has_read_end = True
                 if not self._call(self._protocol.eof_received):
                     self.close()
             else:
                 self.peer.acknowledge(len(what))
                 for part in self._network.parts(cast(bytes, what)):
-                    if not self._is_over:
+                    if not self.is_over:
                         self._call(self._protocol.data_received, part)
 
     # The end.
@@ -350,11 +370,10 @@ class SimTransport(asyncio.Transport):
     @property
     def is_over(self) -> bool:
         """Whether this end is closed."""
-        return self._is_over
+        return self._state == "over"
 
     def _finish(self, error: Exception | None, tell: _Mark | None) -> None:
-        self._is_closing = True
-        if self._is_over:
+        if self.is_over:
             return
         self.break_off(tell)
         if self._loop is not None:
@@ -362,10 +381,9 @@ class SimTransport(asyncio.Transport):
 
     def break_off(self, tell: _Mark | None) -> None:
         """Close this end without a word to the protocol. `tell`: what the other end gets."""
-        if self._is_over:
+        if self.is_over:
             return
-        self._is_over = self._is_closing = True
-        self._reads = False
+        self._state, self._reads = "over", False
         self._network.num_open -= 1
         self.process.on_end.pop(self, None)
         for one in self._unread:
@@ -399,7 +417,7 @@ class SimTransport(asyncio.Transport):
             self._loop.call_exception_handler(
                 {"message": f"a protocol failed: {error!r}", "exception": error, "transport": self}
             )
-            if not self._is_over:
+            if not self.is_over:
                 self._finish(error, tell="reset")
             return None
 

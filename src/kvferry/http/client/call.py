@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal, Protocol
 
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
-from kvferry.http.client.connection import AnswerHead, ClientConnection
+from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
 from kvferry.http.message import joined
@@ -53,19 +53,15 @@ NO_HEAD = AnswerHead(0, [], {}, chunked=False, keep_alive=False)
 
 class Call:
     """Made by `HttpClient.start`. The caller must close it; that cuts the connection of an answer that has not ended,
-    so that the instance stops.
-
-    `data` is sent, for up to `connect_s` to a free connection; `repeatable`: once more if the connection had just been
-    closed; `bodiless`: the answer has no body."""
+    so that the instance stops."""
 
     __slots__ = (
-        "_bodiless", "_bypass", "_connect_s", "_data", "_kept", "_most", "_on_change", "_pool", "_repeatable",
-        "_sink", "_task", "_waiter", "connection", "error", "head", "num_received", "paused", "state",
+        "_bypass", "_kept", "_most", "_on_change", "_pool", "_sink", "_task", "_waiter", "connection", "error", "head",
+        "num_received", "paused", "request", "state",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, data: tuple[bytes, ...], connect_s: float, repeatable: bool, bodiless: bool) -> None:
-        self._pool, self._data, self._connect_s = pool, data, connect_s
-        self._repeatable, self._bodiless = repeatable, bodiless
+    def __init__(self, pool: Pool, request: OutgoingRequest) -> None:
+        self._pool, self.request = pool, request
         self._on_change: Callable[[], None] | None = None
         self.state: CallState = "connecting"
         self.error: TransferError | None = None
@@ -95,7 +91,7 @@ class Call:
 
     async def _wait_for_connection(self, *, fresh: bool) -> None:
         try:
-            connection = await self._pool.take(self._connect_s, fresh=fresh)
+            connection = await self._pool.take(self.request.connect_s, fresh=fresh)
         except TransferError as error:
             self._end("lost", error)
             return
@@ -103,7 +99,7 @@ class Call:
 
     def _send(self, connection: ClientConnection) -> None:
         self.connection, self.state = connection, "sent"
-        connection.begin(self, self._data, self._bodiless)
+        connection.begin(self)
 
     # Called by the connection.
 
@@ -139,7 +135,7 @@ class Call:
         instance may have closed it at the very moment at which it was used again, and has seen nothing."""
         was_idle = self.connection is not None and self.connection.num_calls > 1
         untouched = self.state == "sent" and was_idle and not self.num_received
-        if untouched and self._repeatable and isinstance(error, PeerLost):
+        if untouched and self.request.repeatable and isinstance(error, PeerLost):
             self.connection = None
             self._connect(fresh=True)
             return
@@ -282,12 +278,12 @@ class Call:
 
     def fail(self, error: TransferError) -> None:
         """End it because of `error`."""
-        self._repeatable = False
         if self._task is not None:
             self._task.cancel()
-        if self.connection is not None:
-            self.connection.close(error)
+        connection, self.connection = self.connection, None
         self._end("lost", error)
+        if connection is not None:
+            connection.close(error)
 
     def close(self) -> None:
         """End the call: its answer is not needed any more. May be called several times."""

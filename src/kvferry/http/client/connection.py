@@ -40,8 +40,22 @@ class AnswerHead(msgspec.Struct, frozen=True):
         return kind.rstrip() == b"text/event-stream" and b"content-encoding" not in self.first
 
 
+class OutgoingRequest(msgspec.Struct, frozen=True, eq=False):
+    """What a call sends. `connect_s`: limit of the wait for a connection; `repeatable`: it is sent once more if the
+    connection had just been closed; `bodiless`: its answer has no body, whatever the answer's headers say."""
+
+    data: tuple[bytes, ...]
+    connect_s: float
+    repeatable: bool
+    bodiless: bool
+
+
 class Receiver(Protocol):
     """A call, as its connection uses it."""
+
+    @property
+    def request(self) -> OutgoingRequest:
+        """What it sends."""
 
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """More of the answer has arrived: so many bytes, with this part of its body."""
@@ -62,16 +76,14 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         """Why it is closed."""
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
-        self.free_since = 0.0
-        """Written by the pool, on the event loop's clock."""
         self.call: Receiver | None = None
         """The call that uses it."""
         self.head: AnswerHead | None = None
         """Of the answer, once it is here."""
         self._pieces: list[bytes] = []
         """Received bytes of the body that the call has not been told of yet."""
-        self.complete = self._bodiless = False
-        """`complete`: whether all of the answer is here, so that another one may come if its head says so."""
+        self.complete = False
+        """Whether all of the answer is here, so that another one may come if its head says so."""
 
     @property
     def is_usable(self) -> bool:
@@ -79,14 +91,13 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         transport = self.transport
         return self.error is None and self.call is None and transport is not None and not transport.is_closing()
 
-    def begin(self, call: Receiver, data: tuple[bytes, ...], bodiless: bool) -> None:
-        """Send a request; `call` receives its answer, which has no body if it is `bodiless`, whatever its headers
-        say."""
+    def begin(self, call: Receiver) -> None:
+        """Send the request of `call`, which receives its answer."""
         assert self.transport is not None
-        self.call, self.head, self.complete, self._bodiless = call, None, False, bodiless
+        self.call, self.head, self.complete = call, None, False
         self.in_head, self.num_overhead = False, 0
         self.num_calls += 1
-        for part in data:
+        for part in call.request.data:
             self.transport.write(part)
 
     def close(self, error: TransferError | None = None) -> None:
@@ -158,9 +169,10 @@ class ClientConnection(MessageParser, asyncio.Protocol):
                 raise ProtocolError(f"its transfer coding is {b', '.join(codings)[:40]!r}")
         if status < 200:
             return  # of an interim answer; another head follows
-        self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, self._bodiless
+        bodiless = self.call is not None and self.call.request.bodiless
+        self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, bodiless
         # After a bodiless one, the parser would wait for the body.
-        keep_alive = self._parser.should_keep_alive() and not self._bodiless
+        keep_alive = self._parser.should_keep_alive() and not bodiless
         self.head = AnswerHead(status, headers, first, chunked, keep_alive)
 
     def on_body(self, piece: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 
 from kvferry.core.errors import ConfigError
 from kvferry.http.client.call import Call
+from kvferry.http.client.connection import OutgoingRequest
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.pool import Pool
 from kvferry.http.errors import AnswerTimeout
@@ -86,7 +87,7 @@ class HttpClient:
         length = b"" if body is None and method not in _WITH_BODY else b"content-length: %d\r\n" % len(body or b"")
         head = b"%bhost: %b\r\n%b%b\r\n" % (request_line(method, target), pool.authority, lines, length)
         data = (head,) if not body else (head + body,) if len(body) < _JOINED_BYTES else (head, body)
-        return Call(pool, data, connect_s, repeatable or method in _REPEATABLE, method == "HEAD")
+        return Call(pool, OutgoingRequest(data, connect_s, repeatable or method in _REPEATABLE, method == "HEAD"))
 
     async def ask(
         self,

@@ -34,7 +34,8 @@ class Pool:
         self._context, self.relays = context, relays
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
-        self._free: deque[ClientConnection] = deque()  # the freshest last
+        self._free: dict[ClientConnection, float] = {}
+        """Since when they are free, on the event loop's clock; the freshest last."""
         self._open: OrderedSet[ClientConnection] = OrderedSet()
         self._num_connecting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -45,7 +46,7 @@ class Pool:
     def take_free(self) -> ClientConnection | None:
         """A free connection, the most recently used first."""
         while self._free:
-            connection = self._free.pop()
+            connection, _ = self._free.popitem()
             transport = connection.transport
             if connection.error is None and transport is not None and not transport.is_closing():
                 return connection
@@ -60,7 +61,7 @@ class Pool:
                     if not fresh and (connection := self.take_free()) is not None:
                         return connection
                     if len(self._open) + self._num_connecting >= self._most and self._free:
-                        self._free.popleft().close()
+                        self._close_oldest()
                     if len(self._open) + self._num_connecting < self._most:
                         return await self._connect()
                     await self._turn()
@@ -108,8 +109,7 @@ class Pool:
         """The call on this connection is over."""
         connection.call, head = None, connection.head
         if connection.complete and head is not None and head.keep_alive and not (connection.error or self._closed):
-            connection.free_since = self._loop.time()
-            self._free.append(connection)
+            self._free[connection] = self._loop.time()
         else:
             connection.close()
         if self._waiting:
@@ -118,8 +118,7 @@ class Pool:
     def _forget(self, connection: ClientConnection) -> None:
         self._open.discard(connection)
         self._used_at = self._loop.time()
-        if connection in self._free:
-            self._free.remove(connection)
+        self._free.pop(connection, None)
         self._next()
 
     def _next(self) -> None:
@@ -131,8 +130,13 @@ class Pool:
 
     def tick(self, now: float) -> None:
         """Close connections that have been free for too long."""
-        while self._free and now - self._free[0].free_since > self._idle_s:
-            self._free.popleft().close()
+        while self._free and now - next(iter(self._free.values())) > self._idle_s:
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        oldest = next(iter(self._free))
+        del self._free[oldest]
+        oldest.close()
 
     def is_unused(self, now: float) -> bool:
         """Whether it has had no connection for as long as idle ones are kept, and no call waits for one."""

@@ -1,17 +1,7 @@
 """One client's connection: its requests, one running at a time, and their answers.
 
 Owns the requests that wait behind the running one or until the client has read its answers, and the deadline of
-whatever the client is to do next. After a refusal the connection is closed.
-
-    handshake  TLS, which has its own time
-    opened     nothing has come yet              → http_header_s
-    idle       nothing of the next request       → http_idle_s
-    head       a header has begun                → http_header_s
-    body       a body is still to come           → http_body_gap_s, http_body_s
-    running    the request is here               → no deadline; who answers slowly is not the client's fault
-    closing    the last answer is on its way out → http_stall_s, then the connection is cut
-    lingering  the same, to a client that sends  → _LINGER_S, then the connection is cut
-    lost       the client has disconnected
+whatever the client is to do next (`states`). After a refusal the connection is closed.
 """
 
 from __future__ import annotations
@@ -19,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from functools import lru_cache
 from math import inf
-from typing import Literal, cast
+from typing import cast
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.core.messages.openai import error_envelope, internal_error
@@ -29,11 +18,11 @@ from kvferry.http.errors import BadHttp, RequestTimeout
 from kvferry.http.headers import RawHeaders, response_head
 from kvferry.http.server.body import Body
 from kvferry.http.server.keys import Side
-from kvferry.http.server.limits import HttpLimits
 from kvferry.http.server.request import Caller, HttpRequest, id_of, path_of
 from kvferry.http.server.request_parser import RequestParser, origin_form
 from kvferry.http.server.response import Response, answer_headers
 from kvferry.http.server.service import Service
+from kvferry.http.server.states import OVER, State
 from kvferry.http.server.writer import ClientWriter
 from kvferry.observe.logs import name_request
 
@@ -44,31 +33,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PARSED_AT_ONCE, _BODY_AT_ONCE = 4096, 65536
 """Bytes after which it is seen how many requests wait: a client may send hundreds ahead of their turn."""
 _PAUSE_WAITING = 8
-_LINGER_S = 2.0
-"""How long a refused client that still sends is listened to, so that it reads its answer instead of a reset."""
 _LINGER_BYTES = 4 * 1024 * 1024
-
-
-State = Literal["handshake", "opened", "idle", "head", "body", "running", "closing", "lingering", "lost"]
-"""What the connection waits for; see the module."""
-
-_OVER: frozenset[State] = frozenset(("closing", "lingering", "lost"))
-
-
-@lru_cache
-def _seconds_of(limits: HttpLimits) -> dict[State, float]:
-    """How long the client may take, by state."""
-    return {
-        "handshake": inf,
-        "opened": limits.http_header_s,
-        "idle": limits.http_idle_s,
-        "head": limits.http_header_s,
-        "body": limits.http_body_gap_s,
-        "running": inf,
-        "closing": limits.http_stall_s,
-        "lingering": _LINGER_S,
-        "lost": inf,
-    }
 
 
 class ServerConnection(asyncio.Protocol):
@@ -76,7 +41,6 @@ class ServerConnection(asyncio.Protocol):
 
     def __init__(self, service: Service, side: Side, client: str) -> None:
         self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
-        self._seconds = _seconds_of(service.config.limits)
         self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
         self._writer: ClientWriter
         self._state: State = "handshake"
@@ -91,8 +55,8 @@ class ServerConnection(asyncio.Protocol):
 
     def _enter(self, state: State) -> None:
         """The only writer of the state; sets the deadline too."""
-        self._state, self._deadline = state, self._service.loop.time() + self._seconds[state]
-        if state in _OVER:
+        self._state, self._deadline = state, self._service.loop.time() + self._service.patience[state]
+        if state in OVER:
             self._waiting.clear()
             self._unfed = b""
             self._go_on()
@@ -148,7 +112,7 @@ class ServerConnection(asyncio.Protocol):
             if self._state == "running" and self._broken is None:
                 self._enter("head" if self._parser.num_overhead else "idle")
             self._resume()
-        while self._state not in _OVER:
+        while self._state not in OVER:
             if self._waiting and self._writer.is_writable:
                 self._turn = self._waiting.popleft()
                 self._resume()
@@ -182,7 +146,7 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests have arrived."""
-        if self._state not in _OVER:
+        if self._state not in OVER:
             self._unfed += data
             self._feed()
         else:
@@ -299,7 +263,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _refuse(self, error: RequestError) -> None:
         """Answer something that is not a valid request, and close."""
-        if self._state not in _OVER:
+        if self._state not in OVER:
             body = error_envelope(error)
             headers = [*answer_headers(error), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
             self._writer.write(response_head(error.status, headers) + body)
@@ -322,13 +286,13 @@ class ServerConnection(asyncio.Protocol):
             self._writer.transport.abort()
 
     def _close(self) -> None:
-        if self._state not in _OVER:
+        if self._state not in OVER:
             self._enter("closing")
             self._writer.transport.close()
 
     def _close_lingering(self) -> None:
         """Close the connection to a client that may still be sending: a reset would discard the answer."""
-        if self._state in _OVER:
+        if self._state in OVER:
             return
         self._enter("lingering")
         self._resume()

@@ -17,6 +17,7 @@ from kvferry.http.server.keys import Guard, Side
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.routes import Handler, Routes
+from kvferry.http.server.states import patience_with_clients
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Service:
 
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle, self.loop = config, lifecycle, asyncio.get_running_loop()
-        self._routes, self.guard = routes, guard
+        self._routes, self.guard, self.patience = routes, guard, patience_with_clients(config.limits)
         self.connections: dict[ConnectedClient, None] = {}
         self.running: dict[ConnectedClient, None] = {}
         """Those that are open, and those whose handler runs; as dicts, in the same order in each run of a program."""

@@ -124,9 +124,10 @@ LATE_BEFORE_DOWN = 3
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an instance is. `base_path` comes before every path; `host` is as in its URL; `bootstrap_port` is that of
-    its bootstrap server, if it has one."""
+    """Where an instance is. `url`: as `normalise_url` returns it; `base_path` comes before every path; `host` is as in
+    the URL; `bootstrap_port` is that of its bootstrap server, if it has one."""
 
+    url: str
     origin: Origin
     base_path: str
     host: str
@@ -134,9 +135,12 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str, bootstrap_port: int) -> Address:
-        """The address in a URL that `normalise_url` has returned."""
+        """The address in a URL. Raises `ConfigError` if it is not that of an instance."""
+        url = normalise_url(url)
         parts = urlsplit(url)
-        return cls(Origin.parse(f"{parts.scheme}://{parts.netloc}"), parts.path, parts.hostname or "", bootstrap_port)
+        return cls(
+            url, Origin.parse(f"{parts.scheme}://{parts.netloc}"), parts.path, parts.hostname or "", bootstrap_port
+        )
 
 
 @dataclass
@@ -167,8 +171,7 @@ class Instance:
         loads: LoadTable | None = None,
     ) -> None:
         self.role = role
-        self.url = normalise_url(url)
-        self.address = Address.parse(self.url, bootstrap_port)
+        self.address = Address.parse(url, bootstrap_port)
         self.name = name or f"{role} instance"
         """What clients, metrics and logs call it; says no address."""
         self.member = member
@@ -295,6 +298,11 @@ class Instance:
             self._revision.grow()
 
     # What is asked.
+
+    @property
+    def url(self) -> str:
+        """Its base URL, without a slash at the end."""
+        return self.address.url
 
     @property
     def confirmed(self) -> Facts:

@@ -7,11 +7,8 @@
 
 A leg owns what it takes of its instance, from `Legs.send` until it is over: its place in the counts of requests and of
 work, and the connection. `close` gives back whatever is left, and cuts an answer that nobody wants any more, so that
-the instance stops. What it learns of its instance (down, silent, busy) it tells the instance.
-
-A long prefill, or a long queue before it, is no reason to give a request up: an instance that makes progress is waited
-for, one that hangs is not. Progress is shown by bytes of any answer, and by the instance's step counter, which is read
-when there have been no bytes for a while.
+the instance stops. What it learns of its instance (down, silent, busy) it tells the instance. How long it is waited
+for is told in `patience`.
 """
 
 from __future__ import annotations
@@ -37,8 +34,9 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import Silent, UnreadableStream, failure
 from kvferry.router.headers import PROGRESS
 from kvferry.router.instances.connections import Connections
-from kvferry.router.instances.instance import LATE_BEFORE_DOWN, Instance
+from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.load import Work
+from kvferry.router.request.patience import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -108,23 +106,18 @@ class LegChanges(msgspec.Struct, eq=False):
 
 
 class Leg:
-    """Made by `Legs.send`.
-
-    It is waited for `silence_s` without a sign of progress, and not at all, once it seems dead, if it is `movable`:
-    another instance can give the rest. Progress of the leg `beside` it, for which this one's instance waits, counts too
-    until that one has ended.
-    """
+    """Made by `Legs.send`."""
 
     __slots__ = (
-        "_beside", "_call", "_changes", "_legs", "_movable", "_progress_at", "_seen_bytes", "_silence_s", "begun_at",
-        "ended_at", "error", "first_byte_at", "head", "instance", "on_change", "span", "state", "verdict", "work",
+        "_call", "_changes", "_legs", "begun_at", "ended_at", "error", "first_byte_at", "head", "instance", "on_change",
+        "patience", "span", "state", "verdict", "work",
     )  # fmt: skip
 
     def __init__(
-        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, silence_s: float, now: float,
-        beside: Leg | None,
+        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: Patience,
+        now: float,
     ) -> None:  # fmt: skip
-        self._legs, self._call, self._changes = legs, call, changes
+        self._legs, self._call, self._changes, self.patience = legs, call, changes, patience
         self.instance, self.work = instance, work
         self.on_change: Callable[[], bool] | None = None
         """Called before whoever waits for the request's legs is woken, who is not if it returns False."""
@@ -135,10 +128,9 @@ class Leg:
         """The meaning of the status; None before the answer has begun."""
         self.error: PeerLost | None = None
         self.span: Span | None = None
-        self.begun_at = self._progress_at = now
+        self.begun_at = now
         self.first_byte_at = self.ended_at = 0.0
         """On the router's monotonic clock; 0 before that."""
-        self._silence_s, self._beside, self._movable, self._seen_bytes = silence_s, beside, True, 0
         call.watch(self._changed)
 
     # What comes of it.
@@ -197,8 +189,8 @@ class Leg:
 
     def _begin(self, call: Call) -> None:
         self.state, self.head, status = "begun", call.head, call.head.status
-        self.first_byte_at = self._progress_at = self.instance.last_sign = now = self._legs.now()
-        self._silence_s, self._movable, self._beside = self._legs.between_bytes_s, False, None
+        self.first_byte_at = now = self._legs.now()
+        self.patience.answer_began(self._legs.between_bytes_s, now)
         self.work.answered()
         self.verdict = verdict(status)
         if self.verdict == "busy" and (self.work.computes or self.work.decodes):
@@ -246,43 +238,18 @@ class Leg:
     async def relay(self, response: Response, reader: Reader, *, movable: bool = False) -> None:
         """Write what `reader` makes of the body to a response that has begun, and leave the response open. `movable`:
         another instance can give the rest. Raises `PeerLost`."""
-        self._movable = movable
+        self.patience.movable = movable
         try:
             await relay(self._call, response, reader)
         except TransferError as error:
             raise self.error or PeerLost(f"the answer of {self.instance} cannot be read: {error}") from error
 
-    # Waiting for it.
-
-    @property
-    def waits_for(self) -> tuple[Instance, ...]:
-        """The instances whose progress counts."""
-        beside = self._beside
-        if beside is None or beside.state == "ended":
-            return (self.instance,)
-        return (self.instance, beside.instance)
-
-    def silent_for(self, now: float) -> float:
-        """Seconds without progress."""
-        beside, there = self._beside, 0.0
-        if beside is not None:
-            there = beside.ended_at if beside.state == "ended" else beside.instance.last_sign
-        return now - max(self._progress_at, self.instance.last_sign, there)
-
-    def stood_still(self, missed_s: float, now: float) -> None:
-        """This process could not see any progress for so long."""
-        self._progress_at = min(now, self._progress_at + missed_s)
-
     def look(self, now: float) -> None:
         """Note what has come since the last look; give it up if that took too long."""
-        num_bytes = self._call.num_received_so_far
-        if num_bytes != self._seen_bytes:
-            self._seen_bytes, self._progress_at, self.instance.last_sign = num_bytes, now, now
-        elif self._call.paused:
-            self._progress_at = now  # it is the client who does not read
-        waited_s, silent_s = now - self._progress_at, self.silent_for(now)
-        stands_still = self._movable and self.instance.looks.num_late >= LATE_BEFORE_DOWN
-        if stands_still or waited_s > max(self._legs.total_s, self._silence_s) or silent_s > self._silence_s:
+        patience = self.patience
+        patience.look(self._call, now)
+        if patience.is_over(self._legs.total_s, now):
+            waited_s = patience.waited_for(now)
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
@@ -326,7 +293,8 @@ class Legs:
         beside: Leg | None = None,
     ) -> Leg:
         """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
-        `computes`, `decodes`: as in `Work`; `beside`: as in `Leg`. Raises `InvalidRequest` for what cannot be sent."""
+        `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
+        sent."""
         try:
             call = self._connections.http.start(
                 instance.address.origin, method, instance.address.base_path + target, headers, body, repeatable=True
@@ -336,7 +304,7 @@ class Legs:
         now = self.now()
         work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
         silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
-        leg = Leg(self, call, instance, work, changes, silence_s, now, beside)
+        leg = Leg(self, call, instance, work, changes, Patience(instance, silence_s, now, beside), now)
         self.open[leg] = None
         return leg
 
@@ -362,7 +330,7 @@ class Legs:
         now = self.now()
         if missed_s:
             for leg in self.open:
-                leg.stood_still(missed_s, now)
+                leg.patience.stood_still(missed_s, now)
             for instance in self._waited_for():
                 instance.last_sign = min(now, instance.last_sign + missed_s)
         for leg in tuple(self.open):
@@ -374,7 +342,7 @@ class Legs:
     def _quiet(self) -> OrderedSet[Instance]:
         """The instances whose step counter to read: those that have shown no progress for a while."""
         now, waited_for = self.now(), self._waited_for()
-        quiet = [leg for leg in self.open if leg.silent_for(now) > self._silence_s / 4]
+        quiet = [leg for leg in self.open if leg.patience.silent_for(now) > self._silence_s / 4]
         self._steps = {one: steps for one, steps in self._steps.items() if one in waited_for}
         return _instances_of(quiet)
 
@@ -397,4 +365,4 @@ class Legs:
 
 def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
     """Those that the legs wait for."""
-    return OrderedSet(one for leg in legs for one in leg.waits_for)
+    return OrderedSet(one for leg in legs for one in leg.patience.waits_for)

@@ -95,15 +95,16 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def drop_select(self, want: Want) -> Taken:
         async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.using(want.source) as peer:
-            selection = Selection(want, peer.geometry, self._memory.geometry)
+            blocks = peer.blocks
+            selection = Selection(want, blocks.geometry, self._memory.geometry)
 
             async def read(remote: Sequence[Span], local: Sequence[Span]) -> None:
                 try:
-                    await peer.memory.read(remote, local, want.deadline)
+                    await blocks.memory.read(remote, local, want.deadline)
                 except PeerLost as error:
                     peer.fail(error)
                     raise
-                if self._checks(peer.fabric):
+                if self._checks(blocks.fabric):
                     theirs = peer.ask_digest(select_id, remote)
                     if await _digest(self._memory, local) != await theirs:
                         self._num_mismatches += 1
@@ -113,7 +114,7 @@ class FabricLookupBuffer(LookupBuffer):
                 peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
             with peer.following(want.key, selection.on_news) as select_id:
-                return await selection.load(read, take, peer.fabric.name)
+                return await selection.load(read, take, blocks.fabric.name)
 
     def _checks(self, fabric: Fabric) -> bool:
         """Whether what is read over this fabric is compared by digest. Default: over TCP without TLS, since TLS
@@ -125,7 +126,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
         async with limited_to(deadline, f"reaching {source}"), self.pool.using(source) as peer:
-            return peer.geometry.layout
+            return peer.blocks.geometry.layout
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
         """Select without reading, since a connection renews the leases of everything that is selected. At most

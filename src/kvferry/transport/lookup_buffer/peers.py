@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.blocks.sharding import require_ordered
@@ -51,24 +52,65 @@ Follower = Callable[[News | KvferryError], None]
 """Gets the news of one key, or the error because of which there will be no more."""
 
 
-class Peer:
-    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. After `reached`, `geometry` says
-    where its blocks are, and `memory`, made by `fabric`, reads them. `connect_s`: how long it has to answer the
-    handshake; `answers`: whether it has answered the last message that wants an answer."""
+@dataclass(frozen=True)
+class RemoteBlocks:
+    """A producer's blocks: `geometry` says where they are, and `memory`, made by `fabric`, reads them."""
 
-    task: asyncio.Task[None]
     geometry: BlockGeometry
     fabric: Fabric
     memory: FabricPeer
 
-    def __init__(self, source: Source, listener: Listener, fabrics: Sequence[Fabric], connect_s: float) -> None:
-        self.source, self._connect_s = source, connect_s
+
+class Dialler:
+    """Makes the connections to producers, from this listener and over one of these fabrics."""
+
+    def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
+        self._listener, self._fabrics = listener, fabrics
+
+    @asynccontextmanager
+    async def dial(self, source: Source, deadline: float) -> AsyncIterator[tuple[Connection, ProducerInfo]]:
+        """A control connection, and what the producer says first. Closed at the end."""
+        connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
+        try:
+            if source.engine_id and connection.peer.engine_id != source.engine_id:
+                raise PeerLost(f"the instance that had the KV is gone; {source} is another one now")
+            async with limited_to(deadline, f"first message of {source}"):
+                info: ProducerInfo = await connection.receive(ProducerInfo)
+            yield connection, info
+        finally:
+            await connection.close()
+
+    @asynccontextmanager
+    async def blocks(
+        self, source: Source, layout: KVLayout, info: ProducerInfo, deadline: float
+    ) -> AsyncIterator[RemoteBlocks]:
+        """The producer's blocks, readable until the end. Raises `KvferryError` if they are not those that are meant,
+        or cannot be reached."""
+        _require_meant(source, layout)
+        if len(info.places) != layout.num_layers:
+            raise ProtocolError(f"{source} has {len(info.places)} layers, its layout has {layout.num_layers}")
+        fabric = _shared_fabric(self._fabrics, info)
+        memory = await fabric.connect(info.fabrics[fabric.name], deadline)
+        log.info("KV of %s is read over %s", source, fabric.name)
+        try:
+            yield RemoteBlocks(BlockGeometry(layout, info.num_blocks, info.places), fabric, memory)
+        finally:
+            await memory.close()
+
+
+class Peer:
+    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `answers`: whether it has answered the
+    last message that wants an answer."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, source: Source, dialler: Dialler) -> None:
+        self.source, self._dialler = source, dialler
         self.failure: KvferryError | None = None
         self.num_users = 0
         self.watching = asyncio.Semaphore(MAX_WATCHED)
         self.answers = False
         self._unanswered_since: float | None = None
-        self._listener, self._fabrics = listener, fabrics
         self._ids = itertools.count()
         self.followers: dict[int, Follower] = {}
         """Who gets the news of each selected key, by select id."""
@@ -77,13 +119,19 @@ class Peer:
         self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
         self._settled, self._followed = asyncio.Event(), asyncio.Event()
         self._connection: Connection | None = None
+        self._blocks: RemoteBlocks | None = None
 
-    async def run(self) -> None:
-        """Connect, then pass messages on until the connection breaks; all followers then get the error."""
+    async def run(self, connect_s: float) -> None:
+        """Connect, then pass messages on until the connection breaks; all followers then get the error. `connect_s`:
+        how long the producer has to answer the handshake."""
+        deadline = asyncio.get_running_loop().time() + connect_s
         try:
-            async with self._connected() as (connection, lease_s):
-                self._settled.set()
-                await run_together(self._receive(connection), self._send(connection), self._renew(lease_s))
+            async with self._dialler.dial(self.source, deadline) as (connection, info):
+                self._connection, self.answers = connection, True
+                layout, deadline = connection.peer.layout, deadline + CONNECT_S
+                async with self._dialler.blocks(self.source, layout, info, deadline) as self._blocks:
+                    self._settled.set()
+                    await run_together(self._receive(connection), self._send(connection), self._renew(info.lease_s))
         except KvferryError as error:
             self.fail(error)
         except Exception as error:  # the edge between one producer and the instance: the other producers stay
@@ -97,6 +145,12 @@ class Peer:
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def blocks(self) -> RemoteBlocks:
+        """The producer's blocks, once it is `reached`."""
+        assert self._blocks is not None
+        return self._blocks
 
     def post(self, message: FromConsumer) -> None:
         """Queue a message; messages are sent in order."""
@@ -142,32 +196,6 @@ class Peer:
             if not (digest := self._digests.popleft()).done():
                 digest.set_exception(self.failure)
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[tuple[Connection, float]]:
-        """The control connection, and the length of the producer's leases (s). Closes all that it has opened."""
-        source, deadline = self.source, asyncio.get_running_loop().time() + self._connect_s
-        self._connection = connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
-        try:
-            if source.engine_id and connection.peer.engine_id != source.engine_id:
-                raise PeerLost(f"the instance that had the KV is gone; {self.source} is another one now")
-            async with limited_to(deadline, f"first message of {self.source}"):
-                info: ProducerInfo = await connection.receive(ProducerInfo)
-            self.answers, deadline = True, deadline + CONNECT_S
-            layout = connection.peer.layout
-            _require_meant(source, layout)
-            if len(info.places) != layout.num_layers:
-                raise ProtocolError(f"{self.source} has {len(info.places)} layers, its layout has {layout.num_layers}")
-            self.geometry = BlockGeometry(layout, info.num_blocks, info.places)
-            self.fabric = _shared_fabric(self._fabrics, info)
-            self.memory = await self.fabric.connect(info.fabrics[self.fabric.name], deadline)
-            log.info("KV of %s is read over %s", source, self.fabric.name)
-            try:
-                yield connection, info.lease_s
-            finally:
-                await self.memory.close()
-        finally:
-            await connection.close()
-
     async def _receive(self, connection: Connection) -> None:
         while True:
             message: News | Renew = await connection.receive(News | Renew)
@@ -210,7 +238,7 @@ class PeerPool:
     """The producers that this instance is connected to, and those that did not answer the last time: `peers`."""
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
-        self._listener, self._fabrics = listener, fabrics
+        self._dialler = Dialler(listener, fabrics)
         self.peers: dict[Source, Peer] = {}
         self._group: asyncio.TaskGroup | None = None
         self._started = asyncio.Event()
@@ -245,14 +273,13 @@ class PeerPool:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
         was_silent = peer is not None and not peer.answers
-        peer = Peer(source, self._listener, self._fabrics, CONNECT_AGAIN_S if was_silent else CONNECT_S)
-        self.peers[source] = peer
-        peer.task = self._group.create_task(self._keep(peer))
+        peer = self.peers[source] = Peer(source, self._dialler)
+        peer.task = self._group.create_task(self._keep(peer, CONNECT_AGAIN_S if was_silent else CONNECT_S))
         return peer
 
-    async def _keep(self, peer: Peer) -> None:
+    async def _keep(self, peer: Peer, connect_s: float) -> None:
         try:
-            await peer.run()
+            await peer.run(connect_s)
         finally:
             if peer.answers and peer is self.peers.get(peer.source):
                 del self.peers[peer.source]
