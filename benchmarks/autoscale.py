@@ -6,7 +6,8 @@
 
 `--trace sine`, `reasoning` and `bursts` are generated: a rate that goes from 1 to 8 requests a second and back in 900 s
 (8,000 tokens in, 1,000 out, as in dynamo #10528), long answers whose rate changes every two minutes, and bursts of 15
-to 60 s at twelve times the rate between them.
+to 60 s at twelve times the rate between them. `mmpp`, `diurnal` and `mix` are generated too, and held out
+(`held_out.py`): nothing was tuned on them.
 
 A trace runs on a simulated fleet (`scaled_fleet.py`), or with `--model` on a model of it that is a hundred times as
 fast and knows less (`scaled_model.py`). What is compared (`scaled_rules.py`) decides every five seconds.
@@ -26,6 +27,7 @@ from random import Random
 from typing import Any
 
 from dynamo_planner import Dynamo
+from held_out import MAKERS, held_out
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts, Rules
 from kvferry.fleet.scaling.scaler import Outlook
@@ -153,7 +155,7 @@ def _bursts(random: Random, for_s: float) -> list[Arrival]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", required=True, help="a file, sine, reasoning or bursts")
+    parser.add_argument("--trace", required=True, help="a file, or the name of a generated one")
     parser.add_argument("--from-s", type=float, default=0.0)
     parser.add_argument("--for-s", type=float, default=600.0)
     parser.add_argument("--speed", type=float, default=1.0)
@@ -167,7 +169,9 @@ def main() -> None:
     parser.add_argument("--save", default="", help="a name for the results, autoscale_NAME")
     options = parser.parse_args()
     print_machine()
-    if options.trace in GENERATED:
+    if options.trace in MAKERS:
+        arrivals = held_out(options.trace, options.for_s)
+    elif options.trace in GENERATED:
         arrivals = generated(options.trace, options.seed, options.for_s)
     else:
         recorded = faster(read_traffic(Path(options.trace)), options.speed)
