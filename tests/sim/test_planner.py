@@ -14,11 +14,10 @@ from kvferry.sim.planner import (
     Estimate,
     Findings,
     Planner,
-    bandwidth,
+    RouterSettings,
     busiest,
     candidates,
     estimate,
-    prefill_seconds,
 )
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import FitError, KVSize, MachineTimes, StepTimes
@@ -50,13 +49,6 @@ def _world(candidate: Candidate) -> WorldSpec:
 def _plan(arrivals: list[Arrival], targets: Targets, budget: int = 4, share: float = 0.95) -> tuple[Planner, Findings]:
     planner = Planner(arrivals, TIMES, targets, _world, share=share)
     return planner, planner.search(budget)
-
-
-def test_what_a_prompt_takes_by_its_chunks() -> None:
-    assert prefill_seconds(STEP, 100, 2048) == pytest.approx(0.11)
-    assert prefill_seconds(STEP, 100, 40) == pytest.approx(0.13)
-    pairs = msgspec.structs.replace(STEP, prefill_pair_s=1e-4, request_s=0.5)
-    assert prefill_seconds(pairs, 100, 40) == pytest.approx(0.5 + 0.13 + 1e-4 * 100 * 101 / 2)  # as in one step
 
 
 def test_what_a_trace_asks_for() -> None:
@@ -157,13 +149,33 @@ def test_the_grid_has_the_targets_in_its_middle(tight: Findings) -> None:
         assert shares == sorted(shares)
 
 
-def test_bandwidth_of_the_busiest_ten_seconds() -> None:
-    arrivals = [Arrival(0.0, 1024, 1, (1, 2)), Arrival(11.0, 1024, 1, (1, 2)), Arrival(12.0, 1536, 1, (1, 2, 3))]
-    found = bandwidth(arrivals, token_bytes=1000)
-    assert found.p2p == pytest.approx(2560 * 1000 / 10)
-    assert found.store_reads == pytest.approx(2048 * 1000 / 10)
-    assert found.store_writes == pytest.approx(1024 * 1000 / 10)
-    assert found.reused == pytest.approx(2048 / 3584)
+def test_settings_of_the_router_are_tried_for_what_is_chosen(tight: Findings) -> None:
+    chosen = tight.by_router[0]
+    assert chosen is tight.by_kind
+    tried = [one.candidate.router for one in tight.by_router]
+    assert tried == [
+        RouterSettings(),
+        RouterSettings(policy="least_loaded"),  # not `prefix`: no prompt is known to begin like another
+        RouterSettings(disaggregate_from="0"),
+        RouterSettings(disaggregate_from="20"),
+    ]
+    assert {replace(one.candidate, router=RouterSettings()) for one in tight.by_router} == {chosen.candidate}
+    for one in tight.by_router:
+        assert f"({one.figures.within:.1%}, P99" in tight.router_reason()
+
+
+def test_other_settings_are_taken_only_if_they_are_clearly_better(tight: Findings) -> None:
+    default, other = tight.by_router[:2]
+
+    def choose(within: float, ttft_p99: float) -> Candidate:
+        ttft = msgspec.structs.replace(default.figures.ttft, p99=ttft_p99)
+        figures = msgspec.structs.replace(default.figures, within=within, ttft=ttft)
+        return replace(tight, by_router=[default, replace(other, figures=figures)]).chosen.candidate
+
+    within, p99 = default.figures.within, default.figures.ttft.p99
+    assert choose(within + 0.01, p99) == other.candidate
+    assert choose(within - 0.01, p99 / 100) == default.candidate
+    assert choose(within, p99) == default.candidate
 
 
 def test_the_busiest_part_of_a_trace() -> None:

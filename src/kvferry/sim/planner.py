@@ -1,18 +1,20 @@
-"""Which deployment serves a trace within its targets: a search over counts of P and D, plain instances and chunk sizes.
+"""Which deployment serves a trace within its targets: a search over counts of P and D, plain instances, chunk sizes and
+settings of the router.
 
 An estimate from the times of steps rules out what cannot keep up, and orders the rest; the simulator decides. The
 cheapest deployment that keeps the wanted share of requests within the targets is taken, and compared with the best of
-the other kind, as there may be no reason to disaggregate.
+the other kind, as there may be no reason to disaggregate. Settings of the router are tried for what was chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvferry.sim.kv_traffic import prefill_seconds
 from kvferry.sim.replay import Answered, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets
-from kvferry.sim.times import MachineTimes, StepTimes, StepWork
+from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
 from kvferry.sim.world import WorldSpec
 
@@ -21,14 +23,29 @@ PLAIN_CHUNKS = (512, 2048)
 PREFILL_CHUNK = 2048
 MOST_SPLITS = 3
 """Ways to divide so many instances into P and D that are simulated, the most balanced first."""
+POLICIES = ("least_loaded", "prefix")
+"""Beside `cost`, the router's own. `prefix` is tried where prompts of the trace begin alike."""
 MOST_SEQUENCES = 128
 KEEPS_UP = 1.0
 """Share of its time that an instance may be busy by the estimate."""
 BETTER_SHARE, BETTER_TAIL = 0.005, 0.9
 """P/D is taken before as many plain instances if this much more of the requests is within the targets, or as many and
-its tail is so much shorter."""
+its tail is so much shorter; so are other settings of the router before its own."""
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Multiples of the targets of the goodput grid."""
+
+
+@dataclass(frozen=True, order=True)
+class RouterSettings:
+    """What a plan chooses of a router: `policy`, and `disaggregate_from` as its flag takes it."""
+
+    policy: str = "cost"
+    disaggregate_from: str = "auto"
+
+    def flags(self) -> list[str]:
+        """Of `kvferry router`, for what is not its default."""
+        default = vars(RouterSettings())
+        return [f"--{name.replace('_', '-')}={one}" for name, one in vars(self).items() if one != default[name]]
 
 
 @dataclass(frozen=True, order=True)
@@ -39,6 +56,7 @@ class Candidate:
     decode: int = 0
     both: int = 0
     chunk: int = PREFILL_CHUNK
+    router: RouterSettings = RouterSettings()
 
     @property
     def num_instances(self) -> int:
@@ -52,7 +70,7 @@ class Candidate:
 
     def __str__(self) -> str:
         what = f"{self.prefill}P + {self.decode}D" if self.is_split else f"{self.both} plain"
-        return f"{what}, chunks of {self.chunk}"
+        return ", ".join((f"{what}, chunks of {self.chunk}", *self.router.flags()))
 
 
 @dataclass(frozen=True)
@@ -93,17 +111,6 @@ class Estimate:
         if candidate.is_split:
             return max(self.prefill_s / candidate.prefill, self.decode_s / candidate.decode)
         return (self.prefill_s + self.decode_s) / candidate.both
-
-
-def prefill_seconds(times: StepTimes, num_tokens: int, chunk: int) -> float:
-    """The steps of one prompt."""
-    seconds, start = times.request_s, 0
-    while start < num_tokens:
-        number = min(chunk, num_tokens - start)
-        pairs = number * (start + (number + 1) / 2)
-        seconds += times.seconds(StepWork(number, pairs, 0, start + number))
-        start += number
-    return seconds
 
 
 def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets) -> Estimate:
@@ -168,6 +175,17 @@ class Planner:
             failed, number = (failed, middle) if self._holds(middle, needs) else (middle, number)
         return self._plan(number, needs)
 
+    def _others(self, candidate: Candidate) -> list[Candidate]:
+        """A deployment with one setting of its router changed. The fixed threshold is the median prompt's length."""
+        if candidate.num_instances == 1:
+            return []
+        names = POLICIES if any(one.block_ids for one in self.arrivals) else POLICIES[:1]
+        settings = [RouterSettings(policy=one) for one in names]
+        if candidate.is_split:
+            middle = sorted(one.prompt_tokens for one in self.arrivals)[len(self.arrivals) // 2]
+            settings += [RouterSettings(disaggregate_from=one) for one in ("0", str(middle))]
+        return [replace(candidate, router=one) for one in settings]
+
     def _holds(self, number: int, needs: Estimate) -> bool:
         """Whether a deployment of so many instances keeps the share."""
         return any(one.figures.within >= self.share for one in self._try_all(number, needs))
@@ -187,7 +205,9 @@ class Planner:
         at = [one for one in self._try_all(number, needs) if one.candidate.num_instances == number]
         plain = self._best(one for one in at if not one.candidate.is_split)
         split = self._best(one for one in at if one.candidate.is_split)
-        return Findings(self.targets, self.share, needs, plain, split, sorted(self.tried.values(), key=_order))
+        found = Findings(self.targets, self.share, needs, plain, split)
+        by_router = [found.by_kind, *(self._try(one) for one in self._others(found.by_kind.candidate))]
+        return replace(found, by_router=by_router, tried=sorted(self.tried.values(), key=_order))
 
     def _best(self, found: Iterable[Tried]) -> Tried | None:
         return max(found, key=lambda one: (one.figures.within, -one.tail(self.targets)), default=None)
@@ -212,22 +232,34 @@ class Findings:
     needs: Estimate
     plain: Tried | None
     split: Tried | None
-    tried: list[Tried]
+    by_router: list[Tried] = field(default_factory=list)
+    """The better of the two, and the same with other settings of the router."""
+    tried: list[Tried] = field(default_factory=list)
+    """All that were simulated, by their number of instances."""
 
     @property
     def chosen(self) -> Tried:
-        """What to run."""
+        """What to run: other settings of the router only if they are clearly better than its own."""
+        best = self.by_kind
+        for one in self.by_router[1:]:
+            if self._is_better(one, best):
+                best = one
+        return best
+
+    @property
+    def by_kind(self) -> Tried:
+        """Plain or split, with the router's own settings."""
         if self.plain is None or self.split is None:
             found = self.split or self.plain
             assert found is not None, "every number of instances has a candidate"
             return found
-        return self.split if self._split_is_better(self.split, self.plain) else self.plain
+        return self.split if self._is_better(self.split, self.plain) else self.plain
 
-    def _split_is_better(self, split: Tried, plain: Tried) -> bool:
-        gain = split.figures.within - plain.figures.within
+    def _is_better(self, one: Tried, other: Tried) -> bool:
+        gain = one.figures.within - other.figures.within
         if abs(gain) >= BETTER_SHARE:
             return gain > 0
-        return split.tail(self.targets) < BETTER_TAIL * plain.tail(self.targets)
+        return one.tail(self.targets) < BETTER_TAIL * other.tail(self.targets)
 
     @property
     def holds(self) -> bool:
@@ -235,8 +267,8 @@ class Findings:
         return self.chosen.figures.within >= self.share
 
     def reason(self) -> str:
-        """Why to disaggregate or not, in numbers."""
-        chosen = self.chosen
+        """Why to disaggregate or not, in numbers: both with the router's own settings."""
+        chosen = self.by_kind
         head = "disaggregate" if chosen.candidate.is_split else "do not disaggregate"
         other = self.plain if chosen.candidate.is_split else self.split
         about = self._about(chosen)
@@ -248,6 +280,18 @@ class Findings:
             )
             return f"{head}: {about}; {why}"
         return f"{head}: {about}; with as many instances, {self._about(other)}"
+
+    def router_reason(self) -> str:
+        """Which settings of the router, in numbers; empty for one instance, where nothing is chosen."""
+        chosen, default = self.chosen, self.by_kind
+        if len(self.by_router) < 2:
+            return ""
+        others = "; ".join(self._by_router(one) for one in self.by_router if one is not chosen)
+        return f"router: {self._by_router(chosen)}; {'not better' if chosen is default else 'before'}: {others}"
+
+    def _by_router(self, one: Tried) -> str:
+        figures, flags = one.figures, " ".join(one.candidate.router.flags()) or "its own settings"
+        return f"{flags} ({figures.within:.1%}, P99 {figures.ttft.p99 * 1e3:.0f} ms and {figures.itl.p99 * 1e3:.1f} ms)"
 
     def _about(self, one: Tried) -> str:
         figures = one.figures
@@ -290,34 +334,6 @@ def _times(target: float | None, factor: float) -> float | None:
 
 def _busiest(figures: ReplayFigures) -> str:
     return ", ".join(f"{role} {one.busy:.0%} busy" for role, one in figures.roles.items())
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """What moving the KV of a trace needs, in bytes per second over the busiest ten seconds. `p2p`: of all prompts from
-    P to D; `store_reads`, `store_writes`: of blocks that were there before, and that were not; `reused`: share of the
-    prompts' tokens that a store without bounds would have."""
-
-    p2p: float
-    store_reads: float
-    store_writes: float
-    reused: float
-
-
-def bandwidth(arrivals: Sequence[Arrival], token_bytes: int, window_s: float = 10.0) -> Bandwidth:
-    """The bandwidth that a trace needs, in windows of ten seconds."""
-    seen: set[int] = set()
-    windows: dict[int, list[int]] = {}
-    total = reused = 0
-    for one in arrivals:
-        known = min(one.prompt_tokens, BLOCK_TOKENS * sum(1 for block in one.block_ids if block in seen))
-        seen.update(one.block_ids)
-        sums = windows.setdefault(int(one.at_s / window_s), [0, 0, 0])
-        for place, tokens in enumerate((one.prompt_tokens, known, one.prompt_tokens - known)):
-            sums[place] += tokens
-        total, reused = total + one.prompt_tokens, reused + known
-    peaks = [max(sums[place] for sums in windows.values()) * token_bytes / window_s for place in range(3)]
-    return Bandwidth(peaks[0], peaks[1], peaks[2], reused / total)
 
 
 def busiest(arrivals: Sequence[Arrival], most: int) -> tuple[float, float]:

@@ -4,14 +4,17 @@ import json
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry.cli.main import main
 from kvferry.cli.planning.plan import spec_of
 from kvferry.cli.planning.simulated import ASSUMED
 from kvferry.core.settings.toml_file import to_toml
+from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.fleet.control.spec import fleet_from, read_fleet
-from kvferry.sim.planner import Candidate
+from kvferry.sim.planner import Candidate, RouterSettings
+from kvferry.sim.times import write_times
 from kvferry.store.trace.records import TraceRequest, write_trace
 
 
@@ -55,11 +58,36 @@ def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["grid"]) == 25
 
 
-@pytest.mark.parametrize("candidate", [Candidate(both=3, chunk=512), Candidate(2, 5)])
+def test_a_store_where_prompts_begin_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the spec says of it in a comment is a spec, too."""
+    monkeypatch.setenv("COLUMNS", "200")
+    trace, spec = tmp_path / "trace.jsonl", tmp_path / "chat.toml"
+    times = msgspec.structs.replace(ASSUMED, kv=msgspec.structs.replace(ASSUMED.kv, num_tokens=4096))
+    write_times(tmp_path / "times.json", times)
+    write_trace(trace, (TraceRequest(300.0 * n, 1100, 8, [3 * (n % 5), 3 * (n % 5) + 1, 100 + n]) for n in range(40)))
+    arguments = ["plan", str(trace), "--times", str(tmp_path / "times.json"), "--write", str(spec), "--budget", "2"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "KV: a store of 1GiB: a store would have 81% of the prompts' tokens" in said
+    assert "prefix caches, 512MiB" in said
+    told = spec.read_text()
+    fleet_from(tomllib.loads(told))
+    comment = next(line for line in told.splitlines() if line.startswith("# kv_transfer_config"))
+    fleet = fleet_from({**tomllib.loads(told), "engine": tomllib.loads(comment.removeprefix("# "))})
+    assert parse_transfer_config(fleet.engine.kv_transfer_config).kv_connector == "KVStoreConnector"
+
+
+SPLIT = Candidate(2, 5, router=RouterSettings("prefix", "0"))
+
+
+@pytest.mark.parametrize("candidate", [Candidate(both=3, chunk=512), SPLIT])
 def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
     spec = spec_of(candidate, ASSUMED)
     assert tomllib.loads(to_toml(spec)) == spec
     assert fleet_from(spec).num_instances == candidate.num_instances
+    assert list(fleet_from(spec).router.args) == candidate.router.flags()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.spec import fleet_from
-from kvferry.sim.planner import Candidate, Findings, Planner, Tried, bandwidth, busiest
+from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv
+from kvferry.sim.planner import Candidate, Findings, Planner, busiest
 from kvferry.sim.targets import parse_targets
 from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import Arrival, part_of
@@ -40,6 +41,8 @@ from kvferry.sim.traffic import Arrival, part_of
 BUDGET, SHARE, REQUESTS = Bounds(1, 256), Bounds(0, 1, above=True), Bounds(1, 10**6)
 _KEPT = ("kv_cache_memory", "dtype", "block_size", "max_num_seqs", "num_threads")
 """Settings of the engine that was measured which a plan keeps."""
+_MOST_MEMORY = 2**40
+"""Bytes of a store that may be in the memory of one machine."""
 
 
 def plan(
@@ -65,9 +68,11 @@ def plan(
     json: JsonFlag = False,
 ) -> int:
     """Find the cheapest fleet that serves a trace within its targets: how many instances, prefill and decode apart or
-    not, and the size of their chunks. Says so where there is no reason to disaggregate.
+    not, the size of their chunks, the settings of the router, and how KV is moved and kept. Says so where there is no
+    reason to disaggregate, and where a store would find nothing.
 
-    Deployments that may keep up, by the times of their steps, are run in the simulator:
+    Deployments that may keep up, by the times of their steps, are run in the simulator. What a store would find is
+    computed from the trace:
 
         kvferry calibrate MODEL --write times.json
 
@@ -97,15 +102,17 @@ def plan(
             on_progress=lambda what, done: on_progress(done, what),
         )
         found = planner.search(budget)
-    spec = to_toml(spec_of(found.chosen.candidate, measured, model))
+    one = found.chosen.candidate
+    kv = plan_kv(arrivals, measured, one.chunk, one.prefill or one.both, is_split=one.is_split)
+    spec = to_toml(spec_of(one, measured, model)) + _store_comment(kv)
     if write is not None:
         _write(write, spec)
     if plot_file is not None:
         plot_grid(found, plot_file)
     if json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(found, spec))) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(found, kv, spec))) + b"\n")
     else:
-        _show(found, arrivals, chosen, first_s, measured, spec, budget, write)
+        _show(found, kv, arrivals, chosen, first_s, measured, spec, budget, write)
     return 0 if found.holds else 1
 
 
@@ -124,8 +131,25 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
         "model": model or times.model,
         "mode": "pooling",
         **({"engine": {"args": kept}} if kept else {}),
+        **({"router": {"args": candidate.router.flags()}} if candidate.router.flags() else {}),
         "role": roles,
     }
+
+
+def _store_comment(kv: KVPlan) -> str:
+    """What a spec has to say for the store that is recommended: a comment, as stores are not simulated."""
+    if kv.store is None:
+        return ""
+    size = _size(kv.store.num_bytes)
+    url = f"memory:{size}" if kv.store.num_bytes <= _MOST_MEMORY else f"file:/var/lib/kvferry?max_bytes={size}"
+    store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": url}}
+    both = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
+    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": both} if kv.hand_offs else store
+    told = msgspec.json.encode(config).decode()
+    return (
+        "\n# For the store, in [engine]. memory: is shared by the instances of one machine; file: by those that share"
+        f"\n# the directory, valkey:// and mooncake:// by those of several machines.\n# kv_transfer_config = '{told}'\n"
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -135,10 +159,12 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--write {path}: {error.strerror or error}") from error
 
 
-def _as_json(found: Findings, spec: str) -> dict[str, Any]:
+def _as_json(found: Findings, kv: KVPlan, spec: str) -> dict[str, Any]:
     return {
         "holds": found.holds,
         "reason": found.reason(),
+        "router": found.router_reason(),
+        "kv": kv,
         "unreachable": found.unreachable(),
         "spec": spec,
         "tried": [{"deployment": str(one.candidate), "figures": one.figures} for one in found.tried],
@@ -152,6 +178,7 @@ def _as_json(found: Findings, spec: str) -> dict[str, Any]:
 
 def _show(
     found: Findings,
+    kv: KVPlan,
     arrivals: list[Arrival],
     chosen: list[Arrival],
     first_s: float,
@@ -175,7 +202,14 @@ def _show(
         if found.unreachable():
             console.print(found.unreachable(), soft_wrap=True)
     console.print(f"\n[bold]{found.reason()}[/bold]", soft_wrap=True)
-    console.print(_bandwidth(found.chosen, chosen, times), soft_wrap=True)
+    if found.router_reason():
+        console.print(found.router_reason(), soft_wrap=True)
+    console.print(f"KV: {_in_words(kv)}", soft_wrap=True)
+    if kv.hand_offs:
+        console.print(_ways(kv, found.chosen.candidate.prefill))
+    if kv.stores:
+        console.print(_stores(kv))
+        console.print(_break_even(kv.stores[-1], times), soft_wrap=True)
     console.print(f"\n{spec}" if write is None else f"\nwritten to {write}", soft_wrap=True, markup=False)
 
 
@@ -214,23 +248,52 @@ def _grid(found: Findings) -> Table:
     return table
 
 
-def _bandwidth(one: Tried, arrivals: list[Arrival], times: MachineTimes) -> str:
-    needs = bandwidth(arrivals, times.kv.token_bytes)
-    hits = max(role.prefix_hits for role in one.figures.roles.values())
-    lines = []
-    if one.candidate.is_split:
-        lines.append(
-            f"P2P: {_rate(needs.p2p)} from P to D in the busiest ten seconds,"
-            f" {_rate(needs.p2p / one.candidate.prefill)} for each P"
-        )
-    if needs.reused:
-        lines.append(
-            f"a store without bounds (not simulated) would have {needs.reused:.0%} of the prompts' tokens, the prefix"
-            f" caches have {hits:.0%}: {_rate(needs.store_reads)} of reads, {_rate(needs.store_writes)} of writes"
-        )
-    else:
-        lines.append("no prompt of the trace is known to begin like another: a store would find nothing")
-    return "\n".join(lines)
+def _in_words(kv: KVPlan) -> str:
+    told = kv.way if kv.store is None else f"{kv.way} of {_size(kv.store.num_bytes)}"
+    return f"{told}: {kv.why}"
+
+
+def _ways(kv: KVPlan, num_prefill: int) -> Table:
+    table = Table(title="What hand-offs need, in the busiest ten seconds, at most", title_justify="left")
+    table.add_column("by", no_wrap=True)
+    for name in ("P2P", "of each P", "read from the store", "written to it"):
+        table.add_column(name, justify="right")
+    for way, p2p, reads, writes in kv.bandwidths():
+        rates = (p2p, p2p / num_prefill, reads, writes)
+        table.add_row(way, *(_rate(one) if one else "" for one in rates), style="bold" if way == kv.way else "")
+    return table
+
+
+def _stores(kv: KVPlan) -> Table:
+    title = "What a store would do for the whole trace (computed, not simulated)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("size")
+    for name in ("has of the prompts", "read, busiest 10 s", "written", "prefill saved, instances"):
+        table.add_column(name, justify="right")
+    if kv.caches is not None:
+        name = f"prefix caches, {_size(kv.caches.num_bytes)}"
+        table.add_row(name, f"{kv.caches.found:.0%}", "", "", f"{kv.caches.saves:.2f}")
+    for one in kv.stores:
+        row = (_size(one.num_bytes), f"{one.found:.0%}", _rate(one.reads), _rate(one.writes), f"{one.saves:.2f}")
+        table.add_row(*row, style="bold" if one is kv.store else "")
+    return table
+
+
+def _break_even(store: StoreUse, times: MachineTimes) -> str:
+    known = "were measured" if times.measured else "are assumed"
+    least = _rate(store.least_bandwidth)
+    return (
+        f"A store helps an instance only if it reads faster than {least}, which is how fast KV is computed; hand-offs"
+        f" {known} at {_rate(times.transfer.bandwidth)}."
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """As `--store memory:` takes it."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.3g}{unit}"
+    return f"{num_bytes}B"
 
 
 def _rate(num_bytes: float) -> str:
