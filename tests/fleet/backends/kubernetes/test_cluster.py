@@ -16,7 +16,8 @@ pytest.importorskip("kubernetes")
 
 from fleet.backends.kubernetes.emulated import Cluster as Emulated
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
+from kvferry.fleet.backends.kubernetes.cluster import Cluster
+from kvferry.fleet.backends.kubernetes.errors import ClusterError
 from support.certificates import Authority
 
 ACCOUNT = "kubernetes.aio.config.incluster_config"

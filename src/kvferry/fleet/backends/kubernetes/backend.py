@@ -15,6 +15,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.kubernetes.errors import ClusterError
 from kvferry.fleet.backends.kubernetes.known_pods import KnownPods
 from kvferry.fleet.backends.kubernetes.pod import (
     REVISION_LABEL,
@@ -115,7 +116,7 @@ class KubernetesBackend(FleetBackend):
     async def open(self) -> None:
         """Find the pods of an earlier controller, and make what they need beside them. Raises `ConfigError` if the
         cluster refuses it, or does not answer."""
-        from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
+        from kvferry.fleet.backends.kubernetes.cluster import Cluster
 
         told = kubernetes_of(self._wanted)
         self._cluster = cluster = await Cluster.connect(told.namespace, told.context, lambda: self.may_act)
@@ -152,8 +153,6 @@ class KubernetesBackend(FleetBackend):
 
     async def clear(self) -> None:
         """Delete what `open` has made beside the pods."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         if self.context.owner:  # nothing was made; whoever deletes the owner deletes that too
             return
         made = [(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in self._support()]
@@ -176,8 +175,6 @@ class KubernetesBackend(FleetBackend):
     async def start(self, member: MemberSpec) -> None:
         """Create the pods. While the API server cannot, they are asked for again: a member has the same names then,
         so that there are never two of it. Raises `NotStarted` if they are refused."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         name, known = member.name, self._known
         if known.has(name):
             raise NotStarted(f"{name} is there already")
@@ -197,8 +194,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _create(self, member: Member, pods: list[Object]) -> list[Object]:
         """Those that the API server could not make now. Raises `ClusterError` for one that it refuses."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         for number, pod in enumerate(pods):
             try:
                 async with self._at_once:
@@ -213,8 +208,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _create_one(self, pod: Object) -> Object:
         """The pod, which may be there already: an answer that did not arrive may have said so."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         try:
             return await self._api.create(pod)
         except ClusterError as error:
@@ -235,8 +228,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _create_later(self, member: Member, left: list[Object]) -> None:
         """Create these pods once the API server can, until the member is to end."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         wait_s, longest = _WAITS_S
         try:
             while left and self.may_act:
@@ -251,8 +242,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _find(self, pod: str) -> Object | None:
         """The pod of this name, if there is one. Raises `ClusterError`."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         try:
             return await self._api.read(*_POD, pod)
         except ClusterError as error:
@@ -282,8 +271,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _find_what_was_made(self, name: str) -> None:
         """Of a member that was still being made: an answer that did not arrive may have said so."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         wanted, _ = self._known.being_made[name]
         hosts = 1 if wanted.role == "router" else pod_of(self._wanted, wanted.role).hosts
         for pod in {pod_name(self._wanted, name, number) for number in range(hosts)} - self._known.pods(name).keys():
@@ -300,8 +287,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _delete(self, pod: Object, grace_s: int, gone: asyncio.Event, within_s: float) -> None:
         """Have it deleted, and wait until it is gone; the API server may be away for a while."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         (wait_s, longest), name, uid = _WAITS_S, pod["metadata"]["name"], pod["metadata"].get("uid", "")
         is_asked = False
         with suppress(TimeoutError):
@@ -323,8 +308,6 @@ class KubernetesBackend(FleetBackend):
 
     async def assign(self, name: str, role: MemberRole) -> None:
         """Label the pods with their role. If that fails, it is asked for again when the controller looks again."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         for pod in [*self._known.pods(name).values()]:
             metadata = pod["metadata"]
             changes = {"metadata": {"uid": metadata.get("uid"), "labels": {PART_LABEL: role}}}
@@ -362,8 +345,6 @@ class KubernetesBackend(FleetBackend):
 
     async def _keep_applied(self) -> None:
         """Whenever something else is wanted; again and again until it succeeds."""
-        from kvferry.fleet.backends.kubernetes.cluster import ClusterError
-
         wait_s, longest = _WAITS_S
         while True:
             await self._is_to_apply.wait()

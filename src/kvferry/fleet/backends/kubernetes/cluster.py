@@ -17,7 +17,8 @@ import msgspec
 from kubernetes.aio import client, config
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.kubernetes.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,7 @@ _WATCH_S, _MARGIN_S = 60, 10.0
 nothing is taken for dropped."""
 _WAITS_S = (0.2, 15.0)
 """Before what is followed is listed again: the first wait, which doubles each time, and the longest."""
-_GONE, _NOT_FOUND, _CONFLICT, _FORBIDDEN = 410, 404, 409, 403
-_LATER = (408, 429)
+_GONE, _NOT_FOUND, _CONFLICT = 410, 404, 409
 _PLURALS = {
     "Pod": "pods",
     "ConfigMap": "configmaps",
@@ -41,21 +41,6 @@ _PLURALS = {
     "PodMonitor": "podmonitors",
     "Lease": "leases",
 }
-
-
-class ClusterError(KvferryError):
-    """The API server refuses something, or does not answer. `status`: the HTTP status of its answer; 0: there was
-    none."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-    @property
-    def is_passing(self) -> bool:
-        """Whether the same may succeed later: nobody answered, or whoever did could not, or has no room now."""
-        no_room = self.status == _FORBIDDEN and "exceeded quota" in str(self)
-        return self.status in (0, *_LATER) or self.status >= 500 or no_room
 
 
 class Follower(Protocol):

@@ -16,7 +16,8 @@ from typing import Any
 
 from kvferry.core.clock import SYSTEM_CLOCK, boot_time
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError, Object
+from kvferry.fleet.backends.kubernetes.cluster import Cluster, Object
+from kvferry.fleet.backends.kubernetes.errors import ClusterError
 from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
 
 logger = logging.getLogger(__name__)
