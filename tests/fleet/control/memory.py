@@ -92,6 +92,12 @@ class MemoryBackend(FleetBackend):
         self.here[name] = replace(self.here[name], state=MemberState.ENDED, reason=reason, last_lines=("last",))
         self.changed.set()
 
+    def leaves(self, name: str, *, ended: bool = False) -> None:
+        """Somebody else ends it, or has."""
+        state = MemberState.ENDED if ended else self.here[name].state
+        self.here[name] = replace(self.here[name], state=state, is_leaving=True, reason="it was deleted")
+        self.changed.set()
+
     @property
     def serving(self) -> list[str]:
         return sorted(one.name for one in self.here.values() if one.state is MemberState.SERVING)

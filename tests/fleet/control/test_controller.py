@@ -190,6 +190,33 @@ async def test_a_start_that_finds_this_out_is_no_failure_of_a_member(tmp_path: P
         await made.settled()
 
 
+@pytest.mark.parametrize("name", [DECODE, ROUTER])
+async def test_one_that_somebody_else_ends_is_drained_and_replaced_and_that_is_no_failure(
+    tmp_path: Path, name: str
+) -> None:
+    """Again and again, as when one node after the other is emptied."""
+    made = Controlled(tmp_path, pooling(failure={"crash_loop": 1, "backoff": ["50s", "50s"]}))
+    async with made.running():
+        await made.settled()
+        for number in range(1, 4):
+            (here,) = (one for one in made.backend.serving if one.startswith(name[:-1]))
+            made.front.busy = {here}
+            made.backend.leaves(here)
+            await made.until(lambda number=number: len(made.history("start")) == 3 + number)  # while it still serves
+            assert here in made.backend.serving
+            assert name == ROUTER or made.front.draining == {here}
+            if number < 3:
+                made.backend.leaves(here, ended=True)
+            else:
+                made.front.busy = set()
+                made.backend.here.pop(here)
+            await made.until(lambda here=here: here not in made.backend.here)
+            await made.settled()
+        assert len(made.backend.here) == 3
+    assert made.trouble() == ""
+    assert len(made.history("drain")) == 3
+
+
 async def test_who_waits_is_told_at_once_that_it_cannot_come_up(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     made.backend.serves_at_once = False

@@ -55,8 +55,8 @@ class MemberState(Enum):
 class Member:
     """One that was started and not stopped. `role`: as it was started, or as `assign` changed it. `url`: where it
     answers requests; `health_url`: where this process alone does, if others answer at `url` too. `reason`: why it has
-    ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `last_lines` of its
-    log."""
+    ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `is_leaving`: somebody
+    else than its controller ends it, or has, after it has served; `last_lines` of its log."""
 
     name: str
     role: MemberRole
@@ -68,6 +68,7 @@ class Member:
     bootstrap_port: int | None = None
     reason: str = ""
     is_misconfigured: bool = False
+    is_leaving: bool = False
     last_lines: tuple[str, ...] = ()
 
 

@@ -225,6 +225,7 @@ class Controller:
         fleet = self._scaling.wanted(wanted.fleet)
         front = fleet.front(self._backend.num_routers)
         members = list(self._backend.members())
+        self._note_leaving(members)
         await self._observer.declare(fleet, members, self._scaling.plan(fleet))
         now = self._clock.monotonic()
         seen = self._observer.observe(members, now)
@@ -245,6 +246,18 @@ class Controller:
         trouble = self._backend.trouble
         self._report(Sight(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
+
+    def _note_leaving(self, members: Sequence[Member]) -> None:
+        """Members that somebody else ends get no new requests, and are replaced."""
+        observer = self._observer
+        for one in members:
+            if one.is_leaving and one.name not in observer.draining and one.name not in observer.stopping:
+                self._drain(one.name, one.reason)
+
+    def _drain(self, name: str, why: str) -> None:
+        self._ledger.note("drain", name, why)
+        self._display.note(f"draining {name}: {why}")
+        self._observer.draining.add(name)
 
     # Steps.
 
@@ -269,9 +282,7 @@ class Controller:
             case Drain(why=why):
                 if name in observer.draining:
                     return False
-                self._ledger.note("drain", name, why)
-                self._display.note(f"draining {name}: {why}")
-                observer.draining.add(name)
+                self._drain(name, why)
             case StopMember(why=why, failed=failed):
                 self._ledger.note("stop", name, why)
                 if failed:

@@ -157,14 +157,20 @@ async def test_a_pod_on_a_node_that_is_lost_is_forgotten(tmp_path: Path) -> None
         assert cluster.server.pods() == []
 
 
-async def test_a_pod_that_somebody_else_deletes_counts_as_ended(tmp_path: Path) -> None:
+async def test_a_pod_that_somebody_else_deletes_is_leaving_and_counts_as_ended(tmp_path: Path) -> None:
     async with opened(tmp_path) as (backend, cluster):
-        await start(backend, "serves-0", revision="r1")
-        await until(backend, "serves-0", MemberState.SERVING)
-        await cluster.node.deletes(cluster.server.pods()[0])
+        for name in ("serves-0", "stays-0"):
+            await start(backend, name, revision="r1")
+            await until(backend, name, MemberState.SERVING)
+        for pod in cluster.server.pods():
+            await cluster.node.deletes(pod)
         member = await until(backend, "serves-0", MemberState.ENDED)
         assert (member.revision, member.url, member.reason) == ("r1", "", "its pod was deleted by somebody else")
-        await backend.stop("serves-0", 1.0)
+        assert member.is_leaving
+        while not named(backend, "stays-0").is_leaving:
+            await asyncio.sleep(0.01)
+        assert named(backend, "stays-0").state is MemberState.SERVING
+        await asyncio.gather(*(backend.stop(name, 1.0) for name in ("serves-0", "stays-0")))
         assert list(backend.members()) == []
 
 

@@ -75,6 +75,22 @@ def test_a_list_that_was_asked_for_before_a_pod_was_made_need_not_have_it() -> N
     assert only(pods).reason == "its pod was deleted by somebody else"
 
 
+def test_a_pod_that_somebody_else_deletes_is_leaving_if_it_has_served() -> None:
+    pods = known()
+    for uid, status, leaves in (("a", {}, False), ("b", RUNS, True)):
+        pods.learn(told(1, uid, status))
+        going = told(2, uid, status)
+        going["metadata"]["deletionTimestamp"] = "2026-11-26T00:00:00Z"
+        pods.learn(going)
+        assert only(pods).is_leaving == leaves
+        pods.changed_to(going, deleted=True)
+        assert (only(pods).state, only(pods).is_leaving) == (MemberState.ENDED, leaves)
+        pods.give_up("decode-0")
+    pods.learn(told(3, "c", RUNS))
+    pods.changed_to(told(4, "c", RUNS), deleted=True)  # by force, which nobody has announced
+    assert only(pods).is_leaving
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL, Object, host_of, member_of_pods, pod_name
+from kvferry.fleet.backends.kubernetes.pod import DELETED, MEMBER_LABEL, Object, host_of, member_of_pods, pod_name
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
@@ -25,7 +25,6 @@ _MOST_GONE = 2**16
 _MOST_STRANGERS = 1000
 """Pods of others that are named in the log."""
 _INCOMPLETE = "not all of its pods are there"
-_DELETED = "its pod was deleted by somebody else"
 
 
 class KnownPods:
@@ -164,8 +163,9 @@ class KnownPods:
         if not self._pods[member]:
             del self._pods[member]
         if last is not None and member not in self.leaving and member not in self._lost:
-            reason = last.reason if last.state is MemberState.ENDED else _DELETED
-            self._lost[member] = replace(last, state=MemberState.ENDED, url="", health_url="", reason=reason)
+            if last.state is not MemberState.ENDED:
+                last = replace(last, state=MemberState.ENDED, is_leaving=member in self._served, reason=DELETED)
+            self._lost[member] = replace(last, url="", health_url="")
         if member not in self._pods:
             self._served.discard(member)
             self.leaving.discard(member)

@@ -30,6 +30,7 @@ MEMBER_LABEL, REVISION_LABEL, UNIT_ANNOTATION = "kvferry/member", "kvferry/revis
 HOST_ANNOTATION, HOSTS_ANNOTATION = "kvferry/host", "kvferry/hosts"
 _NEVER = ("InvalidImageName", "CreateContainerConfigError", "ErrImageNeverPull")
 """Why a container waits for what will not come."""
+DELETED = "its pod was deleted by somebody else"
 _ROUTINE = ("ContainerCreating", "PodInitializing")
 _NUM_LAST_LINES = 20
 
@@ -111,6 +112,8 @@ def member_of_pods(pods: Sequence[Object], service_url: str, *, has_served: bool
         reason = f"its pod {number}: {one.reason}" if one.reason else ""
         if one.state is MemberState.ENDED:
             return replace(one, reason=reason)
+        if one.is_leaving and not member.is_leaving:
+            member = replace(member, is_leaving=True, reason=reason)
         if member.state is MemberState.STARTING and not member.reason:
             member = replace(member, reason=reason)
     return member
@@ -137,6 +140,7 @@ def member_of(pod: Object, service_url: str, *, has_served: bool = False) -> Mem
         state, wrong = MemberState.ENDED, True
     elif container.get("started") and status.get("podIP"):
         state, url, reason = MemberState.SERVING, f"http://{authority(status['podIP'], HTTP_PORT)}", ""
+    is_leaving = "deletionTimestamp" in metadata and (has_served or state is MemberState.SERVING)
     is_router = role == "router"
     return Member(
         name=name,
@@ -146,8 +150,9 @@ def member_of(pod: Object, service_url: str, *, has_served: bool = False) -> Mem
         unit=(metadata.get("annotations") or {}).get(UNIT_ANNOTATION, ""),
         url=service_url if is_router and url else url,
         health_url=url if is_router else "",
-        reason=reason,
+        reason=reason or (DELETED if is_leaving else ""),
         is_misconfigured=wrong,
+        is_leaving=is_leaving,
         last_lines=last,
     )
 
