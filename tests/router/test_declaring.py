@@ -62,6 +62,25 @@ async def test_who_is_declared_no_more_is_gone_and_others_stay() -> None:
         assert (await declare(url))[1].keys() == {"decode-0"}
 
 
+async def test_no_two_instances_have_one_name_whoever_names_them() -> None:
+    fleets, own = [a_decode() for _ in range(3)], [a_decode() for _ in range(3)]
+    async with instances(*fleets, *own), routing([], [], HTTP, **SOON) as (router, url):
+        await declare(url, declared("decode-0", fleets[0]))
+        await change(url, "add", role="decode", url=own[0].url)
+        assert [one.name for one in router.services.pools] == ["decode-0", "decode-1"]
+        await declare(url, declared("decode-0", fleets[0]), declared("decode-1", fleets[1]))
+        await change(url, "add", role="decode", url=own[1].url)
+        await change(url, "remove", instance="decode-2", force=True)
+        await declare(url, *(declared(f"decode-{index}", one) for index, one in enumerate(fleets)))
+        for one in own[1:]:  # the first of them was decode-2 before
+            await change(url, "add", role="decode", url=one.url)
+        names = {one.url: one.name for one in router.services.pools}
+        assert [names[one.url] for one in (*fleets, *own)] == [
+            *("decode-0", "decode-1", "decode-2"),
+            *("decode-1-decode", "decode-3", "decode-4"),
+        ]
+
+
 async def test_one_drains_until_nothing_runs_there_and_stays_until_it_is_declared_no_more() -> None:
     first, second = a_decode(answer_when_told), a_decode()
     async with instances(first, second), routing([], [], HTTP, **SOON) as (router, url):

@@ -199,13 +199,15 @@ class SharedState:
         return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in found]
 
     def add_member(self, role: LegRole, url: str, bootstrap_port: int) -> int:
-        """Returns its id. It has the name that it had when it was here before, or a new one."""
+        """Returns its id. It has the name that it had when it was here before, or a new one. No other member has it: a
+        fleet, which names its members itself, may have taken it meanwhile."""
         with self.changing():
             former = self._run("DELETE FROM former_names WHERE role = ? AND url = ? RETURNING name", role, url)
-            number = int(self.fact(f"next {role}", "0"))
-            if not former:
+            name = former[0][0] if former else ""
+            while not name or self._is_taken(name):
+                number = int(self.fact(f"next {role}", "0"))
                 self.set_fact(f"next {role}", str(number + 1))
-            name = former[0][0] if former else f"{role}-{number}"
+                name = f"{role}-{number}"
             [[found]] = self._run(
                 "INSERT INTO members (name, role, url, bootstrap_port) VALUES (?, ?, ?, ?) RETURNING id",
                 name, role, url, bootstrap_port,
@@ -213,16 +215,23 @@ class SharedState:
         return int(found)
 
     def declare_member(self, name: str, role: LegRole, url: str, bootstrap_port: int, unit: str) -> int:
-        """Add an instance of a fleet, which has named it. One with that name, which is the same process in another
-        role, is called after both from now on. Returns its id."""
+        """Add an instance of a fleet, which has named it. One with that name, such as the same process in another role,
+        is called after both from now on. Returns its id."""
         with self.changing():
-            self._run("UPDATE members SET name = name || '-' || role WHERE name = ?", name)
+            for before, its_role in self._run("SELECT id, role FROM members WHERE name = ?", name):
+                other = f"{name}-{its_role}"
+                while self._is_taken(other):
+                    other += f"-{its_role}"
+                self._run("UPDATE members SET name = ? WHERE id = ?", other, before)
             [[found]] = self._run(
                 "INSERT INTO members (name, role, url, bootstrap_port, unit, declared) VALUES (?, ?, ?, ?, ?, 1)"
                 " RETURNING id",
                 name, role, url, bootstrap_port, unit,
             )  # fmt: skip
         return int(found)
+
+    def _is_taken(self, name: str) -> bool:
+        return bool(self._run("SELECT 1 FROM members WHERE name = ?", name))
 
     def drain_member(self, member: int, *, leaves_by_itself: bool = False) -> None:
         """It gets no new requests."""
