@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -280,6 +280,19 @@ class BackendContract:
             assert named(backend, "waits-0").state is MemberState.STARTING
             assert named(backend, "waits-0").url == ""
             await backend.stop("waits-0", MARGIN_S)
+            assert list(backend.members()) == []
+
+        self.run(tmp_path, use)
+
+    def test_one_whose_start_is_under_way_can_be_stopped(self, tmp_path: Path) -> None:
+        async def use(backend: FleetBackend) -> None:
+            starting = asyncio.create_task(start(backend, "serves-0"))
+            while not backend.members():
+                await asyncio.sleep(0)  # noqa: ASYNC110 - at the first moment at which it is here
+            await backend.stop("serves-0", MARGIN_S)
+            assert list(backend.members()) == []  # "returns when it is gone"
+            with suppress(NotStarted):
+                await starting
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)

@@ -110,6 +110,9 @@ class MemoryFront(Front):
         super().__init__("a token of tests")
         self.declared: dict[str, tuple[str, str]] = {}
         """Name to role and unit."""
+        self.urls: dict[str, str] = {}
+        self.operators: dict[str, View] = {}
+        """What operators have added to the routers, and maybe drained."""
         self.draining: set[str] = set()
         self.busy: set[str] = set()
         self.stranger = ""
@@ -134,8 +137,9 @@ class MemoryFront(Front):
     ) -> Mapping[str, View] | None:
         if not self.answers:
             return None
-        self.told = plan
+        self.told, instances = plan, list(instances)
         self.declared = {one.name: (one.role, one.unit) for one in instances}
+        self.urls = {one.name: one.url for one in instances}
         self.draining = set(draining) & set(self.declared)
         return self._views()
 
@@ -146,9 +150,10 @@ class MemoryFront(Front):
         return self.reported()
 
     def _views(self) -> dict[str, View]:
-        return {
+        return self.operators | {
             name: View(
                 name=name,
+                url=self.urls[name],
                 role=role,
                 state="up",
                 in_flight=int(name in self.busy),

@@ -18,6 +18,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
+from kvferry.fleet.control.front import View
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 
@@ -112,6 +113,25 @@ async def test_what_is_wanted_is_started_and_told(tmp_path: Path) -> None:
         assert [one.name for one in status.members] == [DECODE, PREFILL, "prefill-1", ROUTER]
     assert sorted(made.history("start")) == [DECODE, PREFILL, "prefill-1", ROUTER]
     assert made.backend.serving == [DECODE, PREFILL, "prefill-1", ROUTER]  # the fleet goes on without it
+
+
+async def test_what_operators_have_added_to_the_routers_is_not_taken_for_a_member(tmp_path: Path) -> None:
+    """It may be called as one that is starting, which routers do not know of yet."""
+    made = Controlled(tmp_path, pooling(1, 1))
+    url = "http://elsewhere:1"
+    made.front.operators[DECODE] = View(DECODE, "decode", "draining", 0, draining=True, drained=True, url=url)
+    made.backend.serves_at_once = False
+    async with made.running():
+        await made.until(lambda: len(made.backend.here) == 3)
+        made.backend.serve(ROUTER)
+        await ticks(made.backend)
+        assert made.backend.stops == []
+        made.backend.serve(PREFILL)
+        made.backend.serve(DECODE)
+        await made.settled()
+    async with made.running():  # another controller finds them
+        await ticks(made.backend)
+        assert made.backend.stops == []
 
 
 async def test_who_dies_is_started_again_under_its_name_after_waits_that_double(tmp_path: Path) -> None:

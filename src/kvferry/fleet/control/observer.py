@@ -24,7 +24,8 @@ class Observer:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._views: Mapping[str, View] | None = None
-        """How the routers see the instances, or saw them when one answered last; None: there is no router."""
+        """How the routers see the fleet's instances, or saw them when one answered last; None: there is no router. What
+        operators have added to the routers is not here, although it may be called as a member that is starting."""
         self._since: dict[str, tuple[Phase, float]] = {}
         self.starting: dict[str, Observed] = {}
         """Those that the backend does not know of yet."""
@@ -43,9 +44,10 @@ class Observer:
         for router in routers:
             if why := await self._front.why_not(router):
                 raise ConfigError(f"the router of this fleet at {router} {why}")
+        urls = {one.name: one.url for one in members}
         for router in routers:
-            if (views := await self._front.views(router)) is not None:
-                self._views = views
+            if (shown := await self._front.views(router)) is not None:
+                self._views = views = {name: one for name, one in shown.items() if one.url == urls.get(name)}
                 self.draining = {name for name, view in views.items() if view.draining}
                 return
 
@@ -55,8 +57,9 @@ class Observer:
         if routers := routers_of(members):
             before = self._views or {}
             serving = _admitted(fleet, members, set(before))
-            views = await self._front.declare(routers, serving, self.draining, plan)
-            self._views = before if views is None else views
+            shown = await self._front.declare(routers, serving, self.draining, plan)
+            names = {one.name for one in serving}
+            self._views = before if shown is None else {name: one for name, one in shown.items() if name in names}
         else:
             self._views = None
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
+from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.process import ProcessSpec
@@ -188,6 +190,47 @@ async def test_one_that_was_just_started_or_found_can_be_stopped_at_once(folder:
     async with backend(folder) as (other, _):
         await other.stop("decode-1", 10.0)
         assert other.members() == []
+
+
+class LateForkServer(ForkServer):
+    """It still imports what instances need, and will not do."""
+
+    def __init__(self) -> None:
+        super().__init__(is_tied=True)
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def fork(self, *_: Any, **__: Any) -> None:
+        self.asked.set()
+        await self.answers.wait()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_one_that_gets_its_process_just_now_is_gone_once_it_was_stopped(
+    is_given_up: bool, folder: Path
+) -> None:
+    makes: dict[MemberRole, Make] = {"decode": lambda name: replace(talks(name), forks=True)}
+    context = BackendContext(folder, lambda fleet: Programs(fleet, makes), RecordingDisplay(), outlives=False)
+    server = LateForkServer()
+    one = LocalBackend(context, fork_server=server)
+    one.use(fleet_of(makes))
+    async with asyncio.timeout(HANGS_S):
+        await one.open()
+        starting = asyncio.create_task(start(one, "decode-0"))
+        await server.asked.wait()
+        stopping = asyncio.create_task(one.stop("decode-0", 10.0))
+        await asyncio.sleep(0.05)
+        assert [member.name for member in one.members()] == ["decode-0"]
+        assert not stopping.done(), "who asks for it again and again would be told each time that it is done"
+        if is_given_up:
+            starting.cancel()
+        else:
+            server.answers.set()
+        await stopping
+        assert one.members() == []
+        with suppress(asyncio.CancelledError):
+            await starting
+        assert one.members() == []
+        await one.close()
 
 
 async def test_members_that_do_not_outlive_it_are_ended(folder: Path) -> None:

@@ -65,6 +65,8 @@ class KubernetesBackend(FleetBackend):
         self._known = KnownPods(context.watcher, self._have_changed)
         self._making: dict[str, asyncio.Task[None]] = {}
         """Members whose pods the API server could not make yet."""
+        self._starting: dict[str, asyncio.Event] = {}
+        """Members that the API server is being asked for for the first time; each is set when it has answered."""
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._owner: Object | None = None
         """What the pods belong to, as they refer to it."""
@@ -180,6 +182,7 @@ class KubernetesBackend(FleetBackend):
             raise NotStarted(f"{name} is there already")
         wanted = Member(name, member.role, member.revision, MemberState.STARTING, member.unit)
         known.being_made[name] = (wanted, "")
+        self._starting[name] = asked = asyncio.Event()
         try:
             left = await self._create(wanted, pods_for(self._wanted, member, self._owner))
         except ClusterError as error:
@@ -188,9 +191,13 @@ class KubernetesBackend(FleetBackend):
         except BaseException:
             known.give_up(name)
             raise
-        if left:
-            self._making[name] = asyncio.create_task(self._create_later(wanted, left))
-        self._have_changed()
+        else:
+            if left:
+                self._making[name] = asyncio.create_task(self._create_later(wanted, left))
+            self._have_changed()
+        finally:
+            del self._starting[name]
+            asked.set()
 
     async def _create(self, member: Member, pods: list[Object]) -> list[Object]:
         """Those that the API server could not make now. Raises `ClusterError` for one that it refuses."""
@@ -251,6 +258,8 @@ class KubernetesBackend(FleetBackend):
 
     async def stop(self, name: str, grace_s: float) -> None:
         """Delete the pods, and wait until their nodes say that they are gone."""
+        if (starting := self._starting.get(name)) is not None:
+            await starting.wait()  # what has been asked for may come after it was deleted
         if self._known.has(name):
             await self._stop_what_is_there(name, grace_s)
 

@@ -247,7 +247,7 @@ class LocalBackend(FleetBackend):
         return start_process(spec, cores, folder, leash)
 
     def _watch(self, member: LocalMember, child: ChildProcess) -> None:
-        member.child = child  # so that it can be stopped before its task begins
+        member.runs_as(child)  # so that it can be stopped before its task begins
         self._watching[member.about.name] = asyncio.create_task(member.watch(child))
         self.changed.set()
 
@@ -255,6 +255,8 @@ class LocalBackend(FleetBackend):
         """Its folder goes, and so does what is known of it."""
         member = self._members.pop(name, None)
         if member is not None:
+            if member.child is None:
+                member.runs_as(None)
             member.folder.remove()
             self._watching.pop(name, None)
             self.changed.set()
@@ -284,7 +286,7 @@ class LocalBackend(FleetBackend):
                     child = None
         if child is None:
             member.ended = Ended("ended while no controller was there")
-            member.gone.set()
+            member.runs_as(None)
         else:
             self._watch(member, child)
 

@@ -60,6 +60,8 @@ class LocalMember:
         self.child: ChildProcess | None = None
         self.ended: Ended | None = None
         self.is_stopping = False
+        self.settled = asyncio.Event()
+        """It is known whether it has a process."""
         self.gone = asyncio.Event()
         """Nothing of it runs any more."""
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -102,10 +104,16 @@ class LocalMember:
         except OSError as error:
             logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
+    def runs_as(self, child: ChildProcess | None) -> None:
+        """It has this process; None: it will never have one, or has none any more."""
+        self.child = child
+        if child is None:
+            self.gone.set()
+        self.settled.set()
+
     async def watch(self, child: ChildProcess) -> None:
         """Read what it writes, until it and its whole group have ended. If this is cancelled, the member keeps running
         unwatched."""
-        self.child = child
         try:
             await self._follow(child)
         except asyncio.CancelledError:
@@ -149,8 +157,9 @@ class LocalMember:
             await asyncio.sleep(_LOOK_STARTING_S)
 
     async def stop(self, grace_s: float) -> None:
-        """End it; returns when it is gone."""
+        """End it; returns when it is gone. While it gets its process, that is waited for."""
         self.is_stopping = True
+        await self.settled.wait()
         if self.child is not None and not self.gone.is_set():
             if grace_s:
                 self.child.terminate()

@@ -94,6 +94,8 @@ class MemberActor:
             child = start_process(spec, (), folder, leash="self" if spec.foreign is None else "group")
         except (KvferryError, OSError) as error:
             member = order.member
+            if self._member is not None:
+                self._member.runs_as(None)
             self._failure = Member(
                 member.name,
                 member.role,
@@ -104,6 +106,7 @@ class MemberActor:
                 is_misconfigured=isinstance(error, ConfigError),
             )
         else:
+            self._member.runs_as(child)
             self._watching = asyncio.create_task(self._run(self._member, child))
             if self._held is not None:
                 self._ranks = RankActors(MemberActor, lambda text: self.line("", text), self._rank_is_lost)
