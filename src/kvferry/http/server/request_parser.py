@@ -23,7 +23,8 @@ _AUTHORITY = re.compile(
 """A host, and perhaps a port (RFC 3986), without a user; the parser leaves white space after a header's value."""
 _AUTHORITY_END = re.compile(rb"[/?#]")
 _NAME = itemgetter(0)
-
+_ONCE = (b"content-type", b"content-encoding", b"authorization")
+"""Headers of which who reads the first finds something else than who reads the last."""
 
 Begin = Callable[[str, bytes, RawHeaders, str, bool], Body]
 """Called with a request's method, target, headers, version, and whether its connection is kept; returns the body to
@@ -154,6 +155,8 @@ def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | 
         return BadHttp(f"a request must have exactly one Host header; this one has {hosts}")
     if hosts and not _is_authority(host := headers[names.index(b"host")][1]):
         return BadHttp(f"Host {host[:64].decode('latin-1')!r} is not a host's name or address, with or without a port")
+    if len(set(names)) < len(names) and (twice := next((one for one in _ONCE if names.count(one) > 1), None)):
+        return BadHttp(f"a request must not have two {twice.decode().title()} headers")
     if url.startswith(b"/") or url == b"*":
         return None
     scheme, slashes, rest = url.partition(b"://")
