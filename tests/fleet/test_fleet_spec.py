@@ -83,6 +83,7 @@ def test_a_file(tmp_path: Path) -> None:
         ),
         ({**BASE, "failure": {"drain": "2 minutes"}}, "failure.drain: .*duration"),
         ({**BASE, "failure": {"backoff": ["2m", "1s"]}}, "longer than the longest"),
+        ({**BASE, "failure": {"start": "0s"}}, "failure.start must be more than 0"),
         ({**BASE, "backend": {"kind": "loacl"}}, "unknown backend.kind 'loacl'; did you mean 'local'"),
         ({**BASE, "backend": {"kind": 3}}, "backend.kind: "),
         ({**BASE, "backend": {"options": {"a": 1}}}, "backend.options are for backends of other packages"),

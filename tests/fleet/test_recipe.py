@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.cli.fleet_settings import Told, failing, fleet_of, fleet_token
@@ -124,6 +125,13 @@ def test_a_secret_in_the_environment_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert fleet_token() == TOKEN
     monkeypatch.delenv("KVFERRY_AUTH_TOKEN")
     assert fleet_token() == fleet_token() != TOKEN  # this user's, which `kvferry fleet` has
+
+
+def test_a_router_of_a_fleet_is_told_its_instances_though_none_are_wanted_now(tmp_path: Path) -> None:
+    made = recipe()
+    none = {role: msgspec.structs.replace(one, count=0) for role, one in made.fleet.role.items()}
+    made = replace(made, fleet=msgspec.structs.replace(made.fleet, role=none))
+    assert "--declared" in made.router_member("router-0", RouterGroup(tmp_path, ())).command
 
 
 def test_routers_are_as_many_as_there_are_cores_for() -> None:

@@ -72,13 +72,13 @@ class LocalRecipe:
 
     def check(self) -> None:
         """Raise `ConfigError` if settings are wrong, as far as that is known before anything is started."""
-        if self.num_routers and self.num_instances:
+        if self.num_routers and self._has_instances:
             if self.router.registration:
                 shared_token("--registration")
             make_registrar(self.instances.register, "both", ca=self.access.tls_ca)
             if self.instances.advertise_url is not None:
                 raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
-        elif self.num_instances:
+        elif self._has_instances:
             require_defaults(self.access, self.limits)
         fleet = self.fleet
         if fleet.engine.kind == "sglang":
@@ -105,6 +105,11 @@ class LocalRecipe:
     def num_instances(self) -> int:
         """How many instances are wanted."""
         return self.fleet.num_instances
+
+    @property
+    def _has_instances(self) -> bool:
+        """Whether instances are started too, although none may be wanted at the moment: `kvferry router` has none."""
+        return bool(self.fleet.role) or self.fleet.unit is not None
 
     @cached_property
     def cores(self) -> Cores:
@@ -249,7 +254,7 @@ class LocalRecipe:
 
     @cached_property
     def _routers(self) -> RouterPlan:
-        config = replace(self.router, workers=self.num_routers, declared=self.num_instances > 0)
+        config = replace(self.router, workers=self.num_routers, declared=self._has_instances)
         return RouterPlan(
             router=config,
             listen=self.listen,
@@ -257,7 +262,7 @@ class LocalRecipe:
             limits=self.limits,
             instance_access=self.instance_access,
             log=self.log,
-            cores=plan_cores(self.cores, max(1, self.num_instances)).router if self.num_instances else (),
+            cores=plan_cores(self.cores, max(1, self.num_instances)).router if self._has_instances else (),
             environment={TOKEN_VARIABLE: self.token} if self.token else {},
             hidden=self.hidden,
         )

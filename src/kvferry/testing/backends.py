@@ -287,8 +287,8 @@ class BackendContract:
     def test_one_whose_start_is_under_way_can_be_stopped(self, tmp_path: Path) -> None:
         async def use(backend: FleetBackend) -> None:
             starting = asyncio.create_task(start(backend, "serves-0"))
-            while not backend.members():
-                await asyncio.sleep(0)  # noqa: ASYNC110 - at the first moment at which it is here
+            while not backend.members():  # noqa: ASYNC110 - the first moment at which it is here
+                await asyncio.sleep(0)
             await backend.stop("serves-0", MARGIN_S)
             assert list(backend.members()) == []  # "returns when it is gone"
             with suppress(NotStarted):

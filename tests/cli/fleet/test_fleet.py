@@ -191,6 +191,36 @@ def test_counts_are_checked_when_a_fleet_is_scaled(state: Path, capsys: pytest.C
     assert ledger.wanted() == before
 
 
+def test_a_name_of_none_is_said_with_the_nearest_that_there_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Ledger(state / "fleets" / "chat").want(read_fleet(state.parent / "chat.toml"))
+    for command, said in (
+        (["status", "chap"], "'chap' is not a known fleet; did you mean 'chat'?"),
+        (["scale", "chat", "bohh=2"], "'bohh' is not a known role; did you mean 'both'?"),
+        (["scale", "chat", "unit=2"], "'unit' is not a known role; known: both"),
+    ):
+        assert main(["fleet", *command]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_what_is_done_is_shown_from_the_first_step_on_and_nobody_waits_while_all_is_paused(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = state.parent / "chat.toml"
+    none = SPEC.replace("[role.both]", "[role.both]\ncount = 0")
+    spec.write_text(none.replace("[router]\ncount = 0", "[router]\ncount = 1"))
+    try:
+        assert main(["fleet", "apply", str(spec)]) == 0
+        shown = capsys.readouterr()
+        assert "start router-0: 1 wanted\n" in shown.err
+        assert shown.out.startswith("chat is up: http://")
+        for command in (["pause", "chat"], ["scale", "chat", "both=1"]):
+            assert main(["fleet", *command]) == 0
+            assert "chat is paused: nothing is started" in capsys.readouterr().out
+    finally:
+        assert main(["fleet", "delete", "chat"]) == 0
+
+
 def test_a_state_folder_that_cannot_be_written_to(
     state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def existing_ledger(name: str) -> Ledger:
     if name not in names:  # which is also the answer to a name that is a path
         if not names:
             raise ConfigError(f"there is no fleet {name}, nor any other; `kvferry fleet apply SPEC` makes one")
-        raise ConfigError(unknown_key(f"fleet {name}", name, names))
+        raise ConfigError(unknown_key(repr(name[:40]), name, names, "fleet"))
     return ledger_of(name)
 
 

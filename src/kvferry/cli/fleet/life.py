@@ -119,7 +119,7 @@ def rollback(
             raise ConfigError(f"{name} has had no other revision that could be gone back to")
         revision = to or next(iter(earlier))
         if revision not in earlier:
-            raise ConfigError(unknown_key(f"revision {revision}", revision, earlier))
+            raise ConfigError(unknown_key(repr(revision[:40]), revision, earlier, "revision"))
         return earlier[revision]
 
     return _change(name, before, wait_s)
@@ -163,7 +163,7 @@ def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
         return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
     role = next((one for name, one in fleet.role.items() if name == what), None)
     if role is None:
-        raise ConfigError(unknown_key(what, what, fleet.role))
+        raise ConfigError(unknown_key(repr(what[:40]), what, fleet.role, "role"))
     return msgspec.structs.replace(fleet, role={**fleet.role, what: msgspec.structs.replace(role, count=number)})
 
 
@@ -175,10 +175,14 @@ def _change(name: str, how: Callable[[Wanted], WantedFleet], wait_s: float) -> i
 
 def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
     """Have a controller carry it out."""
-    name = wanted.fleet.name
+    name, begun = wanted.fleet.name, SYSTEM_CLOCK.wall()
     try:
         require_controller(ledger, name)
-        return _follow(ledger, wanted.fleet, wanted.number, wait_s) if wait_s else 0
+        if wanted.fleet.roll.pause:  # what is wanted will not be, however long anybody waits
+            until = f"until `kvferry fleet resume {name}`"
+            sys.stdout.write(f"{name} is paused: nothing is started, stopped or replaced {until}\n")
+            return 0
+        return _follow(ledger, wanted, begun, wait_s) if wait_s else 0
     except KeyboardInterrupt:
         sys.stderr.write(f"kvferry: {name} goes on without being watched: kvferry fleet status {name}\n")
         return 130
@@ -233,10 +237,10 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 # What becomes of it.
 
 
-def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> int:
-    """Show progress until the fleet has reached its desired state; exit code 1 if that takes too long or is
-    impossible."""
-    deadline, begun = SYSTEM_CLOCK.monotonic() + wait_s, SYSTEM_CLOCK.wall()
+def _follow(ledger: Ledger, wanted: Wanted, begun: float, wait_s: float) -> int:
+    """Show what is done from `begun` on, until the fleet has reached its desired state; exit code 1 if that takes too
+    long or is impossible."""
+    deadline, fleet = SYSTEM_CLOCK.monotonic() + wait_s, wanted.fleet
     shown, trouble = 0, tuple[str, ...]()
     while True:
         events = [one for one in ledger.history() if one.at >= begun]
@@ -244,7 +248,7 @@ def _follow(ledger: Ledger, fleet: WantedFleet, number: int, wait_s: float) -> i
             sys.stderr.write(f"kvferry: {event_text(event)}\n")
         shown = len(events)
         seen = ledger.status()
-        if seen is not None and seen.number >= number:
+        if seen is not None and seen.number >= wanted.number:
             if seen.settled:
                 sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")
                 return 0

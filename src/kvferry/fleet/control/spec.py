@@ -411,6 +411,8 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
     first, longest = map(seconds, fleet.failure.backoff)
     if first > longest:
         raise ConfigError("failure.backoff: the first wait is longer than the longest")
+    if not seconds(fleet.failure.start):
+        raise ConfigError("failure.start must be more than 0: nothing could ever serve")
     return fleet
 
 

@@ -205,9 +205,7 @@ class LateForkServer(ForkServer):
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-async def test_one_that_gets_its_process_just_now_is_gone_once_it_was_stopped(
-    is_given_up: bool, folder: Path
-) -> None:
+async def test_one_that_gets_its_process_just_now_is_gone_once_it_was_stopped(is_given_up: bool, folder: Path) -> None:
     makes: dict[MemberRole, Make] = {"decode": lambda name: replace(talks(name), forks=True)}
     context = BackendContext(folder, lambda fleet: Programs(fleet, makes), RecordingDisplay(), outlives=False)
     server = LateForkServer()
