@@ -88,8 +88,8 @@ install_kvferry() {
 import re, sys, tomllib
 from importlib.metadata import PackageNotFoundError, version
 
-TEST_TOOLS = {"httpx", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "trustme", "valkey",
-              "zstandard"}
+TEST_TOOLS = {"httpx", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ray", "trustme",
+              "valkey", "zstandard"}
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
 for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:

@@ -1,11 +1,14 @@
-"""vLLM servers behind a fleet's spec: scaled, given other roles and killed while they serve; every answer is right."""
+"""vLLM servers behind a fleet's spec, on one machine and on Ray: scaled, given other roles and killed while they serve;
+every answer is right."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +17,7 @@ from support.fleets import Fleet, Load, use_state_in
 from support.processes import until
 from support.vllm_servers import MODEL, QUIET, VLLM_ARGUMENTS, figure, require_idle
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(2700), pytest.mark.full]
 
 NAME = "vllms"
 SPEC = """
@@ -42,8 +45,15 @@ drain = "30s"
 """
 
 
+ON_RAY = """
+[backend]
+kind = "ray"
+address = "{address}"
+"""
+
+
 class VllmFleet(Fleet):
-    """Servers that take a minute to start."""
+    """Servers that take a minute to start, and many on a machine that is busy."""
 
     def becomes(self, prefill: int, decode: int) -> None:
         """Scale it, and wait."""
@@ -52,24 +62,51 @@ class VllmFleet(Fleet):
 
     def until_ready(self, *wanted: int) -> None:
         """As many of prefill and decode."""
-        until(lambda: tuple(len(self.names(role)) for role in ("prefill", "decode")) == wanted, 400, self.log)
+        until(lambda: tuple(len(self.names(role)) for role in ("prefill", "decode")) == wanted, 800, lambda: self.log)
+
+
+class OnRay(VllmFleet):
+    """Its members are processes of actors."""
+
+    def __init__(self, folder: Path, name: str, nodes: Any) -> None:
+        super().__init__(folder, name)
+        self.nodes = nodes
+
+    def pid(self, member: str) -> int | None:
+        return self.nodes.members().get(member, (None, None))[1]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[VllmFleet]:
-    connector = getattr(request, "param", "P2pConnector")
+    """`local`, on `ray`, or with the connector of vLLM's that the parameter names."""
     use_state_in(tmp_path, monkeypatch)
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
-    made = VllmFleet(tmp_path, NAME)
+    if request.param != "ray":
+        connector = "P2pConnector" if request.param == "local" else request.param
+        with serving(VllmFleet(tmp_path, NAME), SPEC, connector) as made:
+            yield made
+        return
+    from support.ray_nodes import ray_nodes  # skips where Ray is not installed
+
+    with ray_nodes(2, cpus=4) as nodes:
+        with serving(OnRay(tmp_path, NAME, nodes), SPEC + ON_RAY.format(address=nodes.address)) as made:
+            yield made
+        until(lambda: nodes.members() == {}, 60)
+
+
+@contextmanager
+def serving(made: VllmFleet, spec: str, connector: str = "P2pConnector") -> Iterator[VllmFleet]:
+    """One P and one D, until the end of the block."""
     try:
-        made.apply(SPEC.format(model=MODEL, connector=connector, arguments=list(VLLM_ARGUMENTS)), "--wait-s=0")
+        made.apply(spec.format(model=MODEL, connector=connector, arguments=list(VLLM_ARGUMENTS)), "--wait-s=0")
         made.until_ready(1, 1)
         yield made
     finally:
         made.delete()
 
 
+@pytest.mark.parametrize("fleet", ["local", "ray"], indirect=True)
 def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wrong(fleet: VllmFleet) -> None:
     with Load(fleet.status.url) as load:
         fleet.becomes(prefill=2, decode=1)
@@ -81,11 +118,11 @@ def test_vllm_servers_are_scaled_change_their_roles_and_die_and_no_answer_is_wro
         assert figure(fleet.status.url, "kvferry_router_hand_offs_total") > 0
         killed = fleet.names("decode")[0]
         os.kill(fleet.pid(killed) or 0, signal.SIGKILL)
-        until(lambda: fleet.pid(killed) != before[killed], 60, fleet.log)
+        until(lambda: fleet.pid(killed) != before[killed], 300, lambda: fleet.log)
         fleet.until_ready(1, 2)
         fleet.becomes(prefill=1, decode=1)
     assert load.wrong == []
-    until(lambda: fleet.status.settled, 60, fleet.log)  # one that leaves has ended
+    until(lambda: fleet.status.settled, 60, lambda: fleet.log)  # one that leaves has ended
     for one in fleet.status.members:
         if one.role != "router":
             assert httpx.get(f"{one.url}/health", timeout=30).status_code == 200
