@@ -147,6 +147,24 @@ def test_keys_that_vllm_has_no_place_for_reach_kvferrys_connector() -> None:
     assert transfer["kv_connector_extra_config"] == {"lease_s": 3, "kv_ip": "10.0.0.1"}
 
 
+@pytest.fixture
+def _for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("/v/python", "0.32.0", True, False))
+
+
+@pytest.mark.usefixtures("_for_gpus")
+def test_servers_with_lmcache_agree_on_the_names_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hashes with Python's `hash`, whose seed is each process's own."""
+    lmcache = {"kv_connector": "LMCacheConnectorV1"}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [lmcache]}}
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for transfer, seed in (lmcache, "0"), (both, "0"), ({"kv_connector": "NixlConnector"}, None):
+        assert {one.environment.get("PYTHONHASHSEED") for one in servers(fleet(transfer=transfer))} == {seed}
+    monkeypatch.setenv("PYTHONHASHSEED", "7")  # inherited
+    assert {one.environment.get("PYTHONHASHSEED") for one in servers(fleet(transfer=lmcache))} == {None}
+
+
+@pytest.mark.usefixtures("_for_gpus")
 def test_mooncakes_bootstrap_servers_have_ports_that_the_controller_knows() -> None:
     """It declares them to the routers."""
     found = servers(fleet(prefill=2, transfer={"kv_connector": "MooncakeConnector"}))

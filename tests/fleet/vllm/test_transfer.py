@@ -119,8 +119,14 @@ def test_a_cache_among_several_saves_and_loads_in_every_role() -> None:
     assert not any("kv_role" in child for child in ours["kv_connector_extra_config"]["connectors"])
 
 
+LMCACHES = "LMCacheConnectorV1"
 THERE = VllmEnvironment(
-    "/v/python", "0.32.0", True, True, ("mooncake",), ("NixlConnector", "OffloadingConnector", "MultiConnector")
+    "/v/python",
+    "0.32.0",
+    True,
+    True,
+    ("mooncake",),
+    ("NixlConnector", "OffloadingConnector", "MultiConnector", LMCACHES),
 )
 
 
@@ -132,6 +138,7 @@ BESIDE = [{"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnect
     [
         ({"kv_connector": "P2pNcclConnector"}, "of vLLM 0.32.0 'P2pNcclConnector'; did you mean 'KvferryP2pNccl"),
         ({"kv_connector": "KvferryP2pNcclConnector"}, "is for GPUs, and vLLM in the environment of /v/python"),
+        ({"kv_connector": LMCACHES}, "LMCacheConnectorV1 is for GPUs, and vLLM in the environment of /v/python"),
         ({"kv_connector": "OffloadingConnector"}, 'needs "cpu_bytes_to_use"'),
         ({"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX", "GDS"]}}, "GDS is for GP"),
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": BESIDE}}, "cpu_bytes_to_use"),
@@ -172,4 +179,6 @@ def test_what_may_work_there_is_left_to_vllm() -> None:
     require_possible({"kv_connector": "Mine", "kv_connector_module_path": "mine"}, THERE, ())
     require_possible(several("NixlConnector", "KvferryOffloadingConnector"), THERE, ())
     require_possible({"kv_connector": "Mine"}, replace(THERE, connectors=()), ())
+    require_possible({"kv_connector": LMCACHES}, replace(THERE, on_cpu=False), ())
+    require_possible({"kv_connector": LMCACHES, "kv_connector_module_path": "mine"}, THERE, ())
     require_possible({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())

@@ -26,6 +26,7 @@ from kvferry.fleet.vllm.start import START
 from kvferry.fleet.vllm.transfer import (
     DEFAULT,
     for_member,
+    has_lmcache,
     has_mooncake,
     is_ours,
     read_transfer,
@@ -38,7 +39,7 @@ _KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfe
 """vLLM's flags that kvferry sets."""
 
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
-_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ class VllmInstances:
         if self.transfer is not None:
             own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, place.host)[0])
+            if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
+                own[_HASH_SEED] = "0"  # each server would have names of its own for what is in their store
         if bootstrap_port:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own

@@ -31,8 +31,9 @@ loads, which both may do."""
 _PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
 """By a part of their names, what connectors of vLLM's import."""
 
-_ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "GDS", "GDS_MT", "GPUNETIO")
-"""A connector, and backends of NIXL's, that move the memory of GPUs only."""
+_ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
+"""Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves
+all the same, and computes each prompt itself."""
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
@@ -100,7 +101,8 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
     package = next((needed for part, needed in _PACKAGES.items() if part in name), None)
     if is_theirs and package in found.lacks:
         raise ConfigError(f"{name} needs {package}, which is not installed in the environment of {found.python}")
-    needs_gpus = [one for one in (name, *extra.get("backends", ())) if one in _ON_GPUS]
+    named = () if "kv_connector_module_path" in transfer else (name,)
+    needs_gpus = [one for one in (*named, *extra.get("backends", ())) if one in _ON_GPUS]
     if found.on_cpu and needs_gpus:
         raise ConfigError(
             f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {found.python} is built"
@@ -152,6 +154,11 @@ def is_ours(transfer: dict[str, Any]) -> bool:
 def has_mooncake(transfer: dict[str, Any]) -> bool:
     """Whether a prefill instance has a Mooncake bootstrap server."""
     return bool(transfer["kv_connector"] == "MooncakeConnector")
+
+
+def has_lmcache(transfer: dict[str, Any]) -> bool:
+    """Whether a connector of LMCache's own is among them."""
+    return any(has_lmcache(child) for child in _children(transfer)) or transfer["kv_connector"].startswith("LMCache")
 
 
 def require_registrable(transfer: dict[str, Any], role: Role) -> None:
