@@ -6,7 +6,11 @@ import asyncio
 import json
 import os
 import random
+import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -101,6 +105,52 @@ def router_before_all(
     log = folder / f"router-{prefills[0].pid}-{decodes[0].pid}.log"
     with kvferry("router", *urls, *flags, log=log) as one:
         yield one
+
+
+@dataclass
+class Served:
+    """`kvferry serve --engine vllm` as a user runs it: one URL, and those behind it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def behind(self, role: str) -> str:
+        """The URL of the instance of a role."""
+        found = re.search(rf"\[{role}-0\] ready at (\S+)", self.log.read_text())
+        assert found is not None
+        return found[1]
+
+    def require_ends(self) -> None:
+        """By Ctrl-C, and with all that it has started."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(started) >= 9  # of each server a guard and three processes of vLLM's, and the router
+        os.kill(self.process.pid, signal.SIGINT)
+        assert self.process.wait(timeout=60) == 0
+        assert psutil.wait_procs(started, timeout=20)[1] == []
+
+
+@contextmanager
+def serve_pair(folder: Path, transfer: dict[str, Any], **environment: str) -> Iterator[Served]:
+    """One P and one D, with this connector between them; each prompt is handed off."""
+    log = folder / "serve.log"
+    flags = ["--engine", "vllm", "--prefill", "1", "--decode", "1", "--port", "0", "--served-model-name", "m"]
+    flags += ["--disaggregate-from", "0"]  # the prompts are so short that most would soon stay on decode
+    flags += ["--kv-transfer-config", json.dumps(transfer)]
+    command = [sys.executable, "-m", "kvferry.cli.main", "serve", MODEL, *flags, "--", *VLLM_ARGUMENTS]
+    more = {**vllm_environment(), **environment}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=more) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("kvferry is up: "), log.read_text()[-3000:]
+            yield Served(process, line.removeprefix("kvferry is up: ").strip(), log)
+        finally:
+            if process.poll() is None:
+                process.terminate()
 
 
 def kill(server: KvferryProcess) -> None:

@@ -1,5 +1,5 @@
 """What the router sends in Mooncake's form, given to vLLM's own classes: its bootstrap server and its connector's
-scheduler side. Both run without the Mooncake library; the connector's worker side needs a GPU and is not here."""
+scheduler side, which run without the Mooncake library. `test_mooncake` has the whole."""
 
 from __future__ import annotations
 

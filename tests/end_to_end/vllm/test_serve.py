@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from kvferry.router.request.releases import NO_MODEL
 from support.processes import until
 from support.vllm_servers import (
-    MODEL,
-    VLLM_ARGUMENTS,
     Reference,
+    Served,
     answers,
     body_of,
     figure,
@@ -29,48 +20,18 @@ from support.vllm_servers import (
     hold_open,
     prefilled,
     require_idle,
-    vllm_environment,
+    serve_pair,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
-
-
-@dataclass
-class Served:
-    """A fleet with NIXL between its vLLM servers: one URL, and those behind it."""
-
-    process: subprocess.Popen[str]
-    url: str
-    log: Path
-
-    def behind(self, role: str) -> str:
-        """The URL of the instance of a role."""
-        found = re.search(rf"\[{role}-0\] ready at (\S+)", self.log.read_text())
-        assert found is not None
-        return found[1]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("nixl is not installed; scripts/install_vllm_cpu.sh says how")
-    log = tmp_path_factory.mktemp("serve") / "serve.log"
-    flags = ["--engine", "vllm", "--prefill", "1", "--decode", "1", "--port", "0", "--served-model-name", "m"]
-    flags += ["--disaggregate-from", "0"]  # the prompts are so short that most would soon stay on decode
-    flags += ["--kv-transfer-config", '{"kv_connector":"NixlConnector"}']
-    command = [sys.executable, "-m", "kvferry.cli.main", "serve", MODEL, *flags, "--", *VLLM_ARGUMENTS]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=vllm_environment()) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("kvferry is up: "), log.read_text()[-3000:]
-            yield Served(process, line.removeprefix("kvferry is up: ").strip(), log)
-        finally:
-            if process.poll() is None:
-                process.terminate()
+    with serve_pair(tmp_path_factory.mktemp("serve"), {"kv_connector": "NixlConnector"}) as one:
+        yield one
 
 
 def test_what_is_started_is_told(served: Served) -> None:
@@ -113,8 +74,4 @@ def test_a_ticket_that_nobody_fetches_is_given_up_through_d(served: Served) -> N
 
 def test_ctrl_c_ends_everything(served: Served) -> None:
     """The last of this module."""
-    started = psutil.Process(served.process.pid).children(recursive=True)
-    assert len(started) >= 9  # of each server a guard and three processes of vLLM's, and the router
-    os.kill(served.process.pid, signal.SIGINT)
-    assert served.process.wait(timeout=60) == 0
-    assert psutil.wait_procs(started, timeout=20)[1] == []
+    served.require_ends()

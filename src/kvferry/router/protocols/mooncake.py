@@ -3,7 +3,7 @@
 D finds P's engine through P's bootstrap server, whose answer to GET /query says which engines there are, one for
 each data-parallel rank: `{"0": {"engine_id": "…", "worker_addr": {"0": {"0": "tcp://…"}}}}`.
 
-Tested with vLLM 0.32's bootstrap server and the connector's scheduler side. Its worker side needs a GPU: the whole has
+Tested with vLLM 0.32 on CPUs, where the connector asks for the number of a GPU that is not there. On GPUs it has
 **never run**.
 """
 
