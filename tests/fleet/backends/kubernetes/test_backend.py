@@ -103,14 +103,17 @@ async def test_what_happened_while_nothing_was_told_is_seen_later(tmp_path: Path
         await until(backend, "serves-1", MemberState.SERVING)
 
 
-async def test_a_stop_waits_for_an_api_server_that_fails_for_a_while(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [409, 500])
+async def test_a_stop_waits_for_an_api_server_that_fails_for_a_while(tmp_path: Path, status: int) -> None:
+    """Or finds that the pod was changed while it was deleted."""
     async with opened(tmp_path) as (backend, cluster):
         await start(backend, "serves-0")
         await until(backend, "serves-0", MemberState.SERVING)
-        cluster.server.fails = {action.DELETE: 500, action.CREATE: 500}
+        cluster.server.fails = {action.DELETE: status, action.CREATE: 500}
         stopping = asyncio.create_task(backend.stop("serves-0", 5.0))
         await start(backend, "serves-1")
         assert named(backend, "serves-1").reason == "its pod is not made yet: Told: by a test"
+        await eventually(lambda: any("DELETE" in what for _, what in cluster.server.changes))
         assert not stopping.done()
         cluster.server.fails = {}
         await stopping

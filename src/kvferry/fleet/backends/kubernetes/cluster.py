@@ -116,8 +116,10 @@ class Cluster:
         try:
             await self._ask("DELETE", f"{self._path(version, kind)}/{name}", body=options)
         except ClusterError as error:
-            if error.status != _NOT_FOUND and not (uid and error.status == _CONFLICT):
-                raise
+            if error.status == _NOT_FOUND:
+                return False
+            if not uid or error.status != _CONFLICT or await self.has(version, kind, name, uid):
+                raise  # in a conflict, either another one is there, or this one was changed meanwhile
             return False
         return True
 
