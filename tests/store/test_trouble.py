@@ -763,6 +763,21 @@ def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path, monkeypatch: p
     run([f"file:{tmp_path}"], use)
 
 
+def test_what_comes_to_a_closed_store_is_dropped_without_a_warning_that_it_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        store = TieredStore(find_stores([f"memory:?num_blocks=64&name={tmp_path.name}", f"file:{tmp_path}"]), LAYOUT)
+        await store.open()
+        await store.close()
+        for tier in store.tiers:
+            assert await tier.put([block_of(0)]) == [Put.DROPPED]
+            assert not await tier.write_note("a note", b"x", 1.0)
+
+    asyncio.run(main())
+    assert not caplog.messages
+
+
 def test_a_mistake_in_one_tier_s_code_is_that_tier_s_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*arguments: object) -> int:
         raise ZeroDivisionError("a bug")

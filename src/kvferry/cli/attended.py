@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import NoReturn
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.machine import require_room
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
@@ -32,6 +33,8 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 EXIT_FAILED = 1
 EXIT_KILLED = 130
 
+_SHARED_BYTES = 4 * 2**20
+"""What a few processes write to their folder before they serve is less."""
 END_MARGIN_S = 5.0
 """How much longer than its own grace a process may take to end before it is killed."""
 
@@ -65,7 +68,9 @@ class AttendedFleet:
         cannot be run here."""
         try:
             remove_leftovers()
-            with TemporaryDirectory(prefix=PREFIX, dir=memory_folder()) as folder:
+            parent = memory_folder() or gettempdir()
+            require_room(Path(parent), _SHARED_BYTES, "what the processes share, and log, needs at least 4 MiB")
+            with TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
                 return await self._run(Path(folder))
         finally:
             self._display.close()

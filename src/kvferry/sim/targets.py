@@ -37,7 +37,7 @@ def parse_targets(text: str) -> Targets:
     for part in text.split(","):
         name, has_value, value = part.strip().partition("=")
         if name not in Targets.__struct_fields__:
-            raise ConfigError(f"--slo: {unknown_key(repr(name[:40]), name, Targets.__struct_fields__)}")
+            raise ConfigError(unknown_key(f"--slo: {name[:40]!r}", name, Targets.__struct_fields__, "target"))
         if name in found:
             raise ConfigError(f"--slo: {name} is there twice")
         if not has_value:

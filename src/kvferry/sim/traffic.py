@@ -118,9 +118,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _require_columns(where: str, row: list[str]) -> None:
     for given, wanted in zip(row, COLUMNS, strict=False):
         if given.strip() != wanted:
-            raise ConfigError(
-                f"{where}: {unknown_key(repr(given[:40]), given, COLUMNS)}; the columns are in this order"
-            )
+            unknown = unknown_key(f"{where}: {given[:40]!r}", given, COLUMNS, "column")
+            raise ConfigError(f"{unknown}; the columns are in this order")
     if len(row) != len(COLUMNS):
         raise ConfigError(f"{where}: a trace begins with {{ (JSON lines) or with the columns {','.join(COLUMNS)}")
 

@@ -181,7 +181,7 @@ class Tier:
         try:
             return await self.store.put(blocks)
         except StoreError as error:
-            self.store.warn_full(error)
+            self._warn_full(error)
             return [Put.DROPPED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
@@ -191,13 +191,17 @@ class Tier:
             try:
                 await self.store.write_note(name, content, ttl_s)
             except StoreError as error:
-                self.store.warn_full(error)
+                self._warn_full(error)
                 return False
             return True
 
         took = await self.ask(write, False)
         self._remember(RefusedWrites(self._refused.block, None if took else (name, content, ttl_s)))
         return took
+
+    def _warn_full(self, error: StoreError) -> None:
+        if not self._is_closed:  # by who puts it: nothing is missing that somebody could make room for
+            self.store.warn_full(error)
 
     def _remember(self, refused: RefusedWrites) -> None:
         """Remember what the store refused of the last block and note, and put it again until the store takes it."""

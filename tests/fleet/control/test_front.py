@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.front import Front
-from support.processes import AUTH_TOKEN, begun
+from support.processes import AUTH_TOKEN, begun, kvferry
 
 DECODE = Member("decode-0", "decode", "r", MemberState.SERVING, url="http://127.0.0.1:9")
 
@@ -34,3 +35,18 @@ async def test_routers_that_share_nothing_are_each_told(tmp_path: Path) -> None:
                 while not (views and views["decode-0"].drained):
                     views = await front.declare(urls, [DECODE], ["decode-0"])
             assert await front.declare(["http://127.0.0.1:9"], [DECODE], []) is None
+
+
+@pytest.mark.processes
+async def test_what_a_router_refuses_again_and_again_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvferry("router", "--registration", "--host=127.0.0.1", log=tmp_path / "a") as router:
+        wrong = [DECODE, replace(DECODE, name="decode-1")]  # both at one address
+        async with Front(AUTH_TOKEN) as front:
+            for _ in range(3):
+                assert await front.declare([router.url], wrong, []) is None
+            assert len([one for one in caplog.messages if "two instances have the URL" in one]) == 1
+            await front.declare([router.url], [DECODE], [])
+            assert await front.declare([router.url], wrong, []) is None
+            assert len([one for one in caplog.messages if "two instances have the URL" in one]) == 2

@@ -59,6 +59,8 @@ class Front:
         self._client = SignedClient(self._http, token or http_secret())
         self._silent = set[str]()
         """Routers that did not answer last, while others did."""
+        self._refused: dict[str, str] = {}
+        """What routers answered last instead of what they were asked for; each of it is logged once."""
 
     async def __aenter__(self) -> Front:
         await self._http.__aenter__()
@@ -139,15 +141,19 @@ class Front:
                 origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=_MOST_BYTES
             )
             if status != 200:
-                logger.warning(
-                    "the router at %s answers %s %s with %s: %s", router, method, _PATH, status, answer[:300]
-                )
+                self._refuses(router, f"{method} {_PATH} with {status}: {answer[:300].decode(errors='replace')}")
                 return None
+            self._refused.pop(router, None)
             return {one.name: one for one in msgspec.json.decode(answer, type=_Shown).instances}
         except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             logger.debug("the router at %s does not answer: %s", router, error)
             self._client.forget(origin)
             return None
+
+    def _refuses(self, router: str, how: str) -> None:
+        if self._refused.get(router) != how:
+            self._refused[router] = how
+            logger.warning("the router at %s answers %s", router, how)
 
 
 def _together(answers: Sequence[Mapping[str, View]]) -> Mapping[str, View] | None:
