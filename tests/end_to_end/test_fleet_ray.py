@@ -126,7 +126,7 @@ def test_an_actor_and_a_controller_are_killed(fleet: RayFleet) -> None:
         started = started_at(pid)
         os.kill(actor, signal.SIGKILL)
         until(lambda: not runs(pid, started), 10, lambda: fleet.log)
-        fleet.settle()
+        replaced(fleet, before, "decode-0")
         os.kill(fleet.status.pid, signal.SIGKILL)
         until(lambda: not ledger_of(NAME).has_controller, 10)
         num_answers, there = load.num_answers, fleet.processes()
@@ -141,11 +141,13 @@ def test_a_node_is_killed(fleet: RayFleet, nodes: Nodes) -> None:
     with Load(fleet.status.url) as load:
         node = a_node(fleet, nodes)
         nodes.cluster.remove_node(node, allow_graceful=False)
-        until(lambda: not on(fleet, node), 60, lambda: fleet.log)
-        fleet.settle()
-        num_answers = load.num_answers
-        until(lambda: load.num_answers > num_answers + 5, 60)
-    nodes.add()
+        try:
+            eventually(fleet, lambda: not on(fleet, node), 60)
+            fleet.settle()
+            num_answers = load.num_answers
+            until(lambda: load.num_answers > num_answers + 5, 60, lambda: fleet.log)
+        finally:
+            nodes.add()  # for the tests that follow
     assert load.wrong == []
     require_clean(fleet)
 
@@ -160,7 +162,7 @@ def test_a_node_hangs(fleet: RayFleet, nodes: Nodes) -> None:
         for one in hung:
             one.suspend()
         try:
-            eventually(fleet, lambda: not on(fleet, node), 30)
+            eventually(fleet, lambda: not on(fleet, node), 60)
             assert any(one.what == "stop" and "GET /health" in one.why for one in ledger_of(NAME).history())
             fleet.settle()
         finally:

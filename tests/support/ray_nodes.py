@@ -10,10 +10,17 @@ from typing import Any
 import psutil
 import pytest
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# At Ray's own, 15, workers would take minutes to start beside other tests. Lower than normal all the same, so that it
-# shows whether actors give themselves the normal priority.
-os.environ.update({"RAY_worker_niceness": "1"})
+os.environ.update(
+    {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # At Ray's own, 15, workers would take minutes to start beside other tests. Lower than normal all the same, so
+        # that it shows whether actors give themselves the normal priority.
+        "RAY_worker_niceness": "1",
+        # After a minute without its control service, a cluster ends: on a busy machine, that would be in the middle of
+        # the tests in which it hangs.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+    }
+)
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
