@@ -214,7 +214,7 @@ def test_writers_of_shared_memory_killed_at_random_instants(tmp_path: Path, num_
 def test_a_process_that_stops_with_the_lock_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.store.media.arena.LOCK_S", 0.05)
+    monkeypatch.setattr("kvferry.store.arena.LOCK_S", 0.05)
     url = f"memory:?num_blocks=8&name={tmp_path.name}"
 
     async def use(store: TieredStore) -> None:
@@ -969,7 +969,7 @@ def test_a_file_that_cannot_be_read_is_a_miss_of_that_block_only(
 
     async def use(store: TieredStore) -> None:
         await store.put([block_of(index) for index in range(3)])
-        monkeypatch.setattr("kvferry.store.media.file.os.open", refuse)
+        monkeypatch.setattr("kvferry.store.disk.os.open", refuse)
         assert await fetch(store, range(3)) == [True, False, True]
         assert store.tiers[0].breaker.num_failures == 0
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvferry.store.media.file import FileStore
-from kvferry.store.media.files import NoteFiles
+from kvferry.store.media.file_notes import NoteFiles
 from support.flaky_link import FlakyLink
 from support.ports import free_port
 from support.valkey_server import BINARIES, ValkeyServer, server_binary

@@ -33,6 +33,7 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.messages.hand_off import HandOff, PrefillResult, Ticket
 from kvferry.core.messages.instance_facts import TicketKinds
 from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.transport.memory import BlockMemory
 
 API_VERSION = 2
@@ -233,6 +234,8 @@ class ConnectorContext:
     saves_are_complete: bool = False
     """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
     device."""
+    machine: Machine = MACHINE
+    """Whose threads, files and shared memory either side uses."""
     has_room: Callable[[int], bool] = lambda num_blocks: True
     """Whether a request may be given this number of blocks before the instance that computes their KV has finished. If
     so, at least half of all blocks stay free, enough for the longest request, and a place to run it: requests that wait

@@ -45,6 +45,7 @@ from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.statistics import EngineSnapshot
 from kvferry.engine.step import Chunk
+from kvferry.store.machine import MACHINE, Machine
 
 log = logging.getLogger(__name__)
 MOST_FAILED_STEPS = 8
@@ -64,9 +65,11 @@ class EngineCore:
         auth_token: str,
         clock: Clock,
         events: BlockEvents | None = None,
+        machine: Machine = MACHINE,
     ) -> None:
         """Takes over `executor` and `events`, also if it raises. Raises `ConfigError`."""
         self.config, self.executor, self.transfer, self.clock, self.events = config, executor, transfer, clock, events
+        self._machine = machine
         self.model = executor.model
         self.scheduler_side: SchedulerSide[StepPlan] | None = None
         try:
@@ -323,6 +326,7 @@ class EngineCore:
             auth_token,
             self.clock,
             computes_meanwhile=True,
+            machine=self._machine,
             has_room=lambda num_blocks: self.scheduler.has_room(num_blocks),  # noqa: PLW0108 - made after this
         )
         side = find_connector(transfer).build_scheduler_side(context)

@@ -16,9 +16,20 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from kvferry.connectors.api import ConnectorContext, StepPlan
+from kvferry.connectors.api import (
+    ByLayers,
+    ConnectorContext,
+    ServesPeers,
+    StepPlan,
+    WorkerSide,
+    check_side,
+    statistics_of,
+)
+from kvferry.connectors.multi.plan import MultiPlan
+from kvferry.connectors.multi.worker import MultiWorkerSide
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.connectors.registry import find_connector
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConnectorLost
 from kvferry.core.request import EngineOutput
@@ -32,11 +43,13 @@ from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.step import Chunk, Sampled
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
-from kvferry.sim.kv import KVContents, counted_token, sample
+from kvferry.sim.kv import TOKEN_BYTES, KVContents, SimLayout, counted_token, sample
 from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.machine import SimMachine
+from kvferry.sim.storage import Storage
 from kvferry.sim.stretch import Batches, decode_at_once
-from kvferry.sim.times import StepTimes, StepWork
-from kvferry.sim.transfers import SimMemory, SimTransferLoop
+from kvferry.sim.times import StepTimes, StepWork, StoreTimes
+from kvferry.sim.transfers import SimMemory
 from kvferry.transport.memory import BlockGeometry, Region
 
 MODEL = "simulated"
@@ -56,8 +69,9 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 @dataclass(frozen=True)
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
-    until it listens; `empty_step_s`: a step that computes nothing. `options`: of the connector; `engine`: further
-    settings of `EngineConfig`; `takes_any_role`: it may be given another role while it runs.
+    until it listens; `empty_step_s`: a step that computes nothing. `connector`: its name, and `options`: what it is
+    told (`kv_connector_extra_config`); `engine`: further settings of `EngineConfig`; `takes_any_role`: it may be given
+    another role while it runs.
 
     `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only
     on seed and position, and `tokens_at_once` may be more than 1: so many tokens of an answer leave an instance
@@ -77,17 +91,40 @@ class SimInstanceSpec:
     start_s: float = 5.0
     empty_step_s: float = 50e-6
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    connector: str = "P2pConnector"
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     takes_any_role: bool = False
     has_contents: bool = True
     tokens_at_once: int = 1
 
-    def layout(self) -> KVLayout:
+    def layout(self) -> SimLayout:
         """The layout of the only rank."""
         half = self.layer_bytes // 4  # key and value, two bytes each
         layers = (LayerLayout(1, half, half),) * self.num_layers
-        return KVLayout(model_fingerprint=MODEL, dtype="bfloat16", block_size=self.block_size, layers=layers)
+        return SimLayout(model_fingerprint=MODEL, dtype="bfloat16", block_size=self.block_size, layers=layers)
+
+    def transfer(self, role: Role, host: str) -> KVTransferConfig:
+        """The connector's configuration for an instance with this role."""
+        own = self._of_connector({"kv_connector": self.connector, "kv_connector_extra_config": self.options})
+        return KVTransferConfig(
+            kv_role="kv_both" if self.takes_any_role else KV_ROLES[role],
+            kv_ip=host,
+            kv_load_failure_policy=self.kv_load_failure_policy,
+            **own,
+        )
+
+    def _of_connector(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What is given of a connector, with what the simulator replaces."""
+        options = dict(given.get("kv_connector_extra_config", {}))
+        if "connectors" in options:
+            options["connectors"] = [self._of_connector(one) for one in options["connectors"]]
+        elif given["kv_connector"] == "P2pConnector":
+            options["lookup_buffer"] = "kvferry.sim.transfers:SimLookupBuffer"
+        else:  # what waits for the store are as many blocks, of fewer bytes
+            default = KVTransferConfig(kv_connector="").kv_buffer_size
+            given = {**given, "kv_buffer_size": given.get("kv_buffer_size", default) / self.layout().true_bytes()}
+        return {**given, "kv_connector_extra_config": options}
 
 
 class _Tokenizer:
@@ -122,27 +159,49 @@ class SimExecutor(Executor):
 
     model: Any
 
-    def __init__(self, spec: SimInstanceSpec, process: SimProcess, transfer: KVTransferConfig, auth_token: str) -> None:
+    def __init__(
+        self,
+        spec: SimInstanceSpec,
+        process: SimProcess,
+        transfer: KVTransferConfig,
+        auth_token: str,
+        machine: SimMachine,
+    ) -> None:
         self.spec, self.layout = spec, spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
         self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size) if spec.has_contents else None
-        context = ConnectorContext(transfer, self.layout, auth_token, process.simulation, saves_are_complete=True)
-        self.side = P2pWorkerSide(context, SimTransferLoop(process.thread("transfer")))
-        geometry = BlockGeometry.dense(self.layout, spec.num_blocks)
-        regions = (Region(0, spec.num_blocks * self.layout.block_bytes),)
-        self.side.register(SimMemory(geometry, regions, contents=self.contents, process=process))
-        self.addresses = [self.side.address()]
+        context = ConnectorContext(
+            transfer, self.layout, auth_token, process.simulation, saves_are_complete=True, machine=machine
+        )
+        self.side: WorkerSide[Any] = find_connector(transfer).build_worker_side(context)
+        self.side.register(self._memory(process))
+        address = self.side.address() if isinstance(self.side, ServesPeers) else None
+        self.addresses = [] if address is None else [address]
         self._num_begun = 0
         self._running: frozenset[str] = frozenset()
         self.busy_s = 0.0
         """Time of all steps that computed something."""
 
+    def _memory(self, process: SimProcess) -> SimMemory:
+        """The KV cache: where each byte of the real one is, and what the simulator has of it."""
+        fields = {name: getattr(self.layout, name) for name in KVLayout.__struct_fields__}
+        geometry = BlockGeometry.dense(KVLayout(**fields), self.num_blocks)
+        regions = (Region(0, self.num_blocks * self.layout.block_bytes),)
+        nothing = memoryview(bytearray(TOKEN_BYTES * self.layout.block_size))
+        return SimMemory(geometry, regions, contents=self.contents, process=process, nothing=nothing)
+
+    @property
+    def p2p(self) -> P2pWorkerSide | None:
+        """The worker side of the P2P connector, alone or as one of several."""
+        sides = self.side.children if isinstance(self.side, MultiWorkerSide) else [self.side]
+        return next((one for one in sides if isinstance(one, P2pWorkerSide)), None)
+
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         """A step that takes no time."""
         self._begin(chunks, plans)
         for layer in range(self.spec.num_layers):
-            self.side.save_layer(layer)
+            self._save_layer(layer)
         return self._end(chunks)
 
     async def run(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
@@ -155,8 +214,12 @@ class SimExecutor(Executor):
             if seconds:
                 await asyncio.sleep(seconds / num_parts)
             if saves:
-                self.side.save_layer(part)
+                self._save_layer(part)
         return self._end(chunks)
+
+    def _save_layer(self, layer: int) -> None:
+        if isinstance(self.side, ByLayers):
+            self.side.save_layer(layer)
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
         running = frozenset(chunk.sequence.request_id for chunk in chunks)
@@ -202,7 +265,7 @@ class SimExecutor(Executor):
                 if number >= self._num_begun:
                     self._begin_one(plan)
                     self._num_begun = number + 1
-                    saves = saves or (isinstance(plan, P2pPlan) and bool(plan.saves))
+                    saves = saves or _announces(plan)
                 if number < plans.first + plans.num_late:
                     side.discard()
         finally:
@@ -215,9 +278,9 @@ class SimExecutor(Executor):
         return saves and bool(chunks)
 
     def _begin_one(self, plan: StepPlan) -> None:
-        assert isinstance(plan, P2pPlan)
         try:
-            self.side.withdraw(plan)
+            if isinstance(self.side, ServesPeers):
+                self.side.withdraw(plan)
             self.side.start(plan)
         except Exception as error:
             raise ConnectorLost(f"the connector could not begin a step's transfers: {error!r}") from error
@@ -238,13 +301,20 @@ class SimExecutor(Executor):
         self.side.on_report(wake)
 
     def statistics(self) -> dict[str, float]:
-        return self.side.statistics()
+        return statistics_of(self.side)
 
     def check(self) -> None:
-        self.side.check()
+        check_side(self.side)
 
     def close(self) -> None:
         self.side.close()
+
+
+def _announces(plan: StepPlan | None) -> bool:
+    """Whether a plan has blocks announced layer by layer."""
+    if isinstance(plan, MultiPlan):
+        return any(map(_announces, plan.plans))
+    return isinstance(plan, P2pPlan) and bool(plan.saves)
 
 
 class SimEngine(SteppedEngine):
@@ -392,8 +462,16 @@ class SimInstance:
     address."""
 
     def __init__(
-        self, name: str, role: Role, spec: SimInstanceSpec, process: SimProcess, port: int, token: str
+        self,
+        name: str,
+        role: Role,
+        spec: SimInstanceSpec,
+        process: SimProcess,
+        port: int,
+        token: str,
+        storage: Storage | None = None,
     ) -> None:
+        self._storage = storage or Storage(process.simulation, StoreTimes())
         self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
         self.host = process.host
         self.process = process
@@ -433,13 +511,7 @@ class SimInstance:
     async def _serve(self, loop: SimLoop) -> None:
         await asyncio.sleep(self.spec.start_s if self._number else 0.0)
         process, spec = self.process, self.spec
-        transfer = KVTransferConfig(
-            kv_connector="P2pConnector",
-            kv_role="kv_both" if spec.takes_any_role else KV_ROLES[self.role],
-            kv_ip=self.host.address,
-            kv_load_failure_policy=spec.kv_load_failure_policy,
-            kv_connector_extra_config={"lookup_buffer": "kvferry.sim.transfers:SimLookupBuffer", **spec.options},
-        )
+        transfer = spec.transfer(self.role, self.host.address)
         config = EngineConfig(
             model=MODEL,
             block_size=spec.block_size,
@@ -448,8 +520,9 @@ class SimInstance:
             max_waiting=spec.max_waiting,
             **spec.engine,
         )
-        executor = self.executor = SimExecutor(spec, process, transfer, self._token)
-        engine = EngineCore(config, executor, transfer, self._token, process.simulation)
+        machine = SimMachine(self._storage, process, spec.layout().true_bytes())
+        executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine)
+        engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
         front = SimEngine(engine, executor, process)
         front.start()
         settings = ServerConfig(host=self.host.address, port=self.port, secret=self._token, shutdown_grace_s=30.0)

@@ -194,7 +194,7 @@ class FleetWorld(World):
             what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=self.spec.instance.start_s)
         else:
             process = self.network.host(spec.name).process(spec.name)
-            what = SimInstance(spec.name, spec.role, self.spec.instance, process, PORT, TOKEN)
+            what = SimInstance(spec.name, spec.role, self.spec.instance, process, PORT, TOKEN, self.storage)
             what.start()
         self.started[spec.name] = _Started(spec, what)
         self._last[spec.name] = what

@@ -11,6 +11,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.core.blocks.layout import KVLayout
+from kvferry.store.codecs.none import NoCodec
+from kvferry.store.record import RecordFormat
+
 Numbers = NDArray[np.uint64]
 _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15
@@ -94,6 +98,28 @@ def counted_token(seed: int, position: int, vocab_size: int) -> int:
     return (seed + position) % vocab_size
 
 
+TOKEN_BYTES = 8
+"""What the simulator has of one token's KV in one layer."""
+
+
+class SimLayout(KVLayout, frozen=True, kw_only=True):
+    """A layout of whose spans the simulator has `TOKEN_BYTES` for each token. A block takes the room and the time of
+    all its bytes (`block_bytes`); only these few are moved and kept."""
+
+    def span_bytes(self, layer: int) -> int:
+        """Bytes that are moved."""
+        return TOKEN_BYTES * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the real block."""
+        return sum(super(SimLayout, self).span_bytes(layer) for layer in range(self.num_layers))
+
+    def true_bytes(self) -> float:
+        """How many bytes of a real block one byte of a stored record stands for."""
+        return self.block_bytes / RecordFormat(self, NoCodec(self)).max_record_bytes
+
+
 class KVContents:
     """What is in the KV blocks of one instance: `[layers, blocks, block_size]`."""
 
@@ -125,6 +151,10 @@ class KVContents:
         if rest:
             total += int(self.values[:, block_ids[full], :rest].sum(dtype=np.uint64))
         return total & _MASK
+
+    def view(self, layer: int, block_id: int) -> memoryview:
+        """The memory of one block of one layer, as bytes."""
+        return memoryview(self.values[layer, block_id]).cast("B")
 
     def copy(self, layer: int, source: KVContents, theirs: Sequence[int], ours: Sequence[int]) -> None:
         """Copy blocks of one layer from another instance."""

@@ -77,6 +77,7 @@ class SimProcess:
 
     def __init__(self, simulation: Simulation, host: SimHost, name: str) -> None:
         self.simulation, self.host, self.name = simulation, host, name
+        self.number = len(simulation.processes)
         self.is_alive = True
         self.stalled_until = 0.0
         self._tasks: dict[SimTask, None] = {}

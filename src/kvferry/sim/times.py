@@ -18,6 +18,7 @@ from kvferry.engine.step import Chunk
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,28 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     latency_s: Seconds = 50e-6
     """From one process until another has read a short message, one way."""
-    bandwidth: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 10e9
+    bandwidth: Bandwidth = 10e9
     """Bytes of KV per second."""
     read_s: Seconds = 0.0
     """Of each read of KV, besides its bytes."""
     samples: list[tuple[float, float]] = []
     """Bytes and seconds of the hand-offs that were measured."""
+
+
+class MediumTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a medium of a store takes. Bandwidths in bytes of KV per second; several calls share them."""
+
+    latency_s: Seconds = 100e-6
+    """Of each block, besides its bytes."""
+    read_bandwidth: Bandwidth = 2e9
+    write_bandwidth: Bandwidth = 1e9
+
+
+class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The media of an instance's stores: files, and memory of its machine."""
+
+    file: MediumTimes = MediumTimes()
+    memory: MediumTimes = MediumTimes(latency_s=5e-6, read_bandwidth=5e9, write_bandwidth=5e9)
 
 
 class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,6 +147,7 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_error: FitError
     kv: KVSize
     transfer: TransferTimes = TransferTimes()
+    store: StoreTimes = StoreTimes()
     start_s: Seconds = 5.0
     """From the start of an instance until it answers."""
     max_model_len: Positive = 131072
@@ -145,6 +163,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "step_error": FitError,
     "kv": KVSize,
     "transfer": TransferTimes,
+    "store": StoreTimes,
 }
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from kvferry.core.errors import KvferryError, PeerLost
 from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_frame, encode_frame, frame_length
@@ -24,9 +23,7 @@ from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.lookup_buffer.base import LookupBufferContext
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
-from kvferry.transport.transfer_loop import TransferLoop
 
-Result = TypeVar("Result")
 _MOST_UNREAD_BYTES = 256 * 1024
 _LOOK_AGAIN_S = 0.05
 """How often a read looks whether hosts that are cut off from each other see each other again."""
@@ -34,55 +31,23 @@ _LOOK_AGAIN_S = 0.05
 
 @dataclass(frozen=True)
 class SimMemory(BlockMemory):
-    """The blocks of a simulated instance. `process`: whose memory it is."""
+    """The blocks of a simulated instance. `process`: whose memory it is. `nothing`: what is seen of any block of one
+    layer, if blocks have no contents."""
 
     contents: KVContents | None = None
     process: SimProcess | None = None
+    nothing: memoryview = memoryview(b"")  # noqa: RUF009 - never written to
+
+    def block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """What the simulator has of these blocks (`sim.kv.SimLayout`)."""
+        if self.contents is None:
+            return [self.nothing] * len(block_ids)
+        return [self.contents.view(layer, block_id) for block_id in block_ids]
 
 
 def current_process() -> SimProcess:
     """The process whose code runs now."""
     return cast(SimLoop, asyncio.get_running_loop()).process
-
-
-class SimTransferLoop(TransferLoop):
-    """A `TransferLoop` whose thread is a loop of the simulation."""
-
-    def __init__(self, loop: SimLoop) -> None:
-        self._sim_loop = loop
-        self._sim_tasks: list[asyncio.Task[Any]] = []
-        self.num_errors = 0
-
-    def start(self) -> None:
-        """The loop runs already."""
-
-    def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
-        future: Future[Result] = Future()
-
-        def ended(task: asyncio.Task[Result]) -> None:
-            self._sim_tasks.remove(task)
-            if task.cancelled():
-                future.cancel()
-            elif (error := task.exception()) is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(task.result())
-
-        task = self._sim_loop.create_task(job)
-        self._sim_tasks.append(task)
-        task.add_done_callback(ended)
-        return future
-
-    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
-        """It ends before anything that is called later begins: nothing can wait for it here."""
-        self.submit(job)
-
-    def call(self, function: Callable[[], object]) -> None:
-        self._sim_loop.call_soon_threadsafe(function)
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Cancel all tasks; they end a moment later."""
-        self._sim_loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._sim_tasks])
 
 
 class _Frames(asyncio.Protocol):

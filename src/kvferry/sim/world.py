@@ -31,6 +31,8 @@ from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
 from kvferry.sim.network import Network, NetworkSpec, SimHost
 from kvferry.sim.router import SimRouter
+from kvferry.sim.storage import Storage
+from kvferry.sim.times import StoreTimes
 
 TOKEN = "a secret of the simulated deployment"
 PORT = 8000
@@ -67,6 +69,7 @@ class WorldSpec:
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
+    store: StoreTimes = field(default_factory=StoreTimes)
     router: dict[str, Any] = field(default_factory=dict)
     patience_s: float = 900.0
     has_log: bool = True
@@ -100,6 +103,7 @@ class World:
         self.spec = spec
         self.simulation = Simulation(seed, keep_log=keep_log, has_log=spec.has_log)
         self.network = Network(self.simulation, spec.network)
+        self.storage = Storage(self.simulation, spec.store)
         self.instances: list[SimInstance] = []
         self.routers: list[SimRouter] = []
         self.results: list[RequestResult] = []
@@ -168,7 +172,7 @@ class World:
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
         spec = self.spec.by_role.get(role, self.spec.instance)
-        instance = SimInstance(name, role, spec, process, PORT, TOKEN)
+        instance = SimInstance(name, role, spec, process, PORT, TOKEN, self.storage)
         self.instances.append(instance)
         instance.start()
 

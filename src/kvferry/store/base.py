@@ -26,6 +26,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.core.settings.bounds import MOST_BYTES, MOST_SECONDS
 from kvferry.store.codecs.table import make_codec
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.record import LayerViews, RecordFormat
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class KVStore(ABC):
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
         """Does not open the store yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
         self.location, self.options, self.layout = location, options, layout
+        self.machine = MACHINE
         self.records = RecordFormat(layout, make_codec(options.codec, layout))
         self._counts: Counter[str] = Counter()
         self._counts_lock = Lock()
@@ -129,6 +131,11 @@ class KVStore(ABC):
         self._watched = False
         self._changed: dict[BlockHash, bool] = {}
         """Blocks, by whether they are there now."""
+
+    def run_on(self, machine: Machine) -> None:
+        """Use the threads, files and shared memory of this machine. Called before `open`, if at all. A store that has
+        some overrides this."""
+        self.machine = machine
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:

@@ -15,6 +15,7 @@ from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.codecs.table import codec_class
 from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.table import eviction_class
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.url import StoreUrl, parse_store_url, read_options
 
 VALKEY = "kvferry.store.media.valkey:ValkeyStore"
@@ -47,9 +48,12 @@ class StoreSpec:
         eviction = getattr(self.options, "eviction", None)
         return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish
 
-    def make(self, layout: KVLayout) -> KVStore:
+    def make(self, layout: KVLayout, machine: Machine = MACHINE) -> KVStore:
         """The store for one layout; `open` it before use."""
-        return self.kind(self.url.location, self.options, layout)
+        store = self.kind(self.url.location, self.options, layout)
+        if machine is not store.machine:
+            store.run_on(machine)
+        return store
 
 
 def find_store(text: str) -> StoreSpec:

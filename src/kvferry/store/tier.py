@@ -76,7 +76,7 @@ class Tier:
         self._opening: asyncio.Task[None] | None = None
         """The attempt to open the store that is under way, or the last one. Callers wait for it together, and it
         continues when they give up."""
-        self._under_way: set[asyncio.Timeout] = set()
+        self._under_way: dict[asyncio.Timeout, None] = {}
         self._moving_bytes = 0
         self._read_last: Sequence[BlockHash] = ()
 
@@ -104,7 +104,7 @@ class Tier:
         if self._is_closed:
             raise StoreError("the store is closed")
         if not self.store.ends_calls and self._apart is None:
-            self._apart = TransferLoop("kvferry-store-apart")
+            self._apart = self.store.machine.transfer_loop("kvferry-store-apart")
             self._apart.start()
         await self._call(self.store.open)
         self.is_open = True
@@ -150,7 +150,7 @@ class Tier:
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """`KVStore.get`; all False where `ask` returns `otherwise`."""
         self._read_last = [read.block_hash for read in reads[:MOST_PROBED]]
-        num_bytes = sum(map(len, reads[0].into)) * len(reads) if reads else 0
+        num_bytes = self.store.layout.block_bytes * len(reads)
         apart = [] if self.store.ends_calls else [Read(read.block_hash, _alike(read.into)) for read in reads]
         call = partial(self.store.get, apart or reads)
         found = await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
@@ -170,7 +170,7 @@ class Tier:
         memory must not change: a block that is refused is put again later."""
         if not blocks:
             return []
-        num_bytes = sum(map(len, blocks[0].layers)) * len(blocks)
+        num_bytes = self.store.layout.block_bytes * len(blocks)
         none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
         outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
@@ -238,12 +238,12 @@ class Tier:
         silent = asyncio.create_task(self._watch()) if num_bytes or busy else None
         try:
             async with asyncio.timeout(None) as under_way:
-                self._under_way.add(under_way)
+                self._under_way[under_way] = None
                 try:
                     await self.open()
                     return await self._call(call)
                 finally:
-                    self._under_way.discard(under_way)
+                    del self._under_way[under_way]
         except KvferryError as error:
             self.failed(str(error))
         except Exception as error:
@@ -269,7 +269,7 @@ class Tier:
         """Leave the tier alone until it answers again, and cut off all calls that wait for it."""
         if not self.breaker.is_open:
             self.breaker.open(reason)
-            for call in self._under_way:
+            for call in tuple(self._under_way):
                 if not call.expired():
                     call.reschedule(0)
 
@@ -287,7 +287,8 @@ class Tier:
         reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._read_last]
         if reads:
             await self._call(partial(self.store.get, reads))
-        if loop.time() - begun > self.deadline_s + len(reads) * sum(sizes) / SLOWEST_BYTES_PER_S:
+        num_bytes = len(reads) * self.store.layout.block_bytes
+        if loop.time() - begun > self.deadline_s + num_bytes / SLOWEST_BYTES_PER_S:
             raise StoreError("it answers, but too late")
 
 

@@ -27,6 +27,7 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import Block, Changes, KVStore, Put, Read, Run, StoreOptions
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 from kvferry.store.tier import Tier
 from kvferry.store.tier_copies import TierCopies
@@ -47,13 +48,19 @@ class TieredStore(KVStore):
     raise `StoreError` only if no tier can be asked.
     """
 
-    def __init__(self, specs: Sequence[StoreSpec], layout: KVLayout, write: WritePolicy = "through") -> None:
+    def __init__(
+        self,
+        specs: Sequence[StoreSpec],
+        layout: KVLayout,
+        write: WritePolicy = "through",
+        machine: Machine = MACHINE,
+    ) -> None:
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
         self._specs = list(specs)
         kept = layout_kept_by(specs, layout)
         self.tiers = [
-            Tier(f"{index} ({spec.url.scheme})", str(spec.url), spec.make(kept), spec.options.deadline_s)
+            Tier(f"{index} ({spec.url.scheme})", str(spec.url), spec.make(kept, machine), spec.options.deadline_s)
             for index, spec in enumerate(specs)
         ]
         self._write = write

@@ -17,8 +17,9 @@ from typing import IO
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import access_of
 from kvferry.store.codecs.base import NAME
+from kvferry.store.disk import DISK, TEMPORARY_SUFFIX
+from kvferry.store.media.file_notes import note_files
 from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, block_files, folder_name
-from kvferry.store.media.files import TEMPORARY_SUFFIX, is_stale, note_files, remove_file, write_file
 from kvferry.store.record import CorruptBlock, Label, read_label, verify_record
 
 MAX_RECORD_BYTES = 2**32
@@ -118,8 +119,8 @@ def verify(root: Path) -> Verified:
         except FileNotFoundError:
             continue
         except CorruptBlock as error:
-            if remove_file(str(entry.path)):
-                remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
+            if DISK.remove(str(entry.path)):
+                DISK.remove(str(entry.path.with_suffix(PIN_SUFFIX)))
                 found.removed[entry.path] = str(error)
             else:
                 found.left[entry.path] = f"it is damaged ({error}) and cannot be removed"
@@ -147,9 +148,9 @@ def _sweep(root: Path) -> int:
     count = 0
     for path in [*block_files(root, f"*{TEMPORARY_SUFFIX}"), *note_files(root / "notes", f"*{TEMPORARY_SUFFIX}")]:
         with suppress(OSError):
-            count += is_stale(path, path.stat().st_mtime) and remove_file(str(path))
+            count += DISK.is_stale(path, path.stat().st_mtime) and DISK.remove(str(path))
     for path in list(block_files(root, f"*{PIN_SUFFIX}")):
-        count += not path.with_suffix(SUFFIX).exists() and remove_file(str(path))
+        count += not path.with_suffix(SUFFIX).exists() and DISK.remove(str(path))
     return count
 
 
@@ -160,7 +161,7 @@ def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
         mark = entry.path.with_suffix(PIN_SUFFIX)
         try:
             if pinned:
-                write_file(str(mark), [], access_of(entry.path.parent))
+                DISK.write(str(mark), [], access_of(entry.path.parent))
             else:
                 mark.unlink(missing_ok=True)
         except OSError as error:
@@ -176,8 +177,8 @@ def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
     count = 0
     for entry in entries(root, prefix):
         if pinned_too or not entry.is_pinned:
-            count += remove_file(str(entry.path))
-            remove_file(str(entry.path.with_suffix(PIN_SUFFIX)))
+            count += DISK.remove(str(entry.path))
+            DISK.remove(str(entry.path.with_suffix(PIN_SUFFIX)))
     return count
 
 
@@ -217,7 +218,7 @@ def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
                 if path is None:
                     refused += 1
                     continue
-                write_file(str(path[0]), [memoryview(path[1])], access_of(path[0].parents[1], root))
+                DISK.write(str(path[0]), [memoryview(path[1])], access_of(path[0].parents[1], root))
                 taken += 1
     except tarfile.TarError as error:
         raise ConfigError(f"this is no archive of blocks: {error}") from error

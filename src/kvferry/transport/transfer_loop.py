@@ -48,6 +48,11 @@ class TransferLoop:
         """Run a coroutine on the loop and wait for its end. Raises `TimeoutError`, or what it raised."""
         self.submit(job).result(within_s)
 
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
+        """Wait until what runs on the loop has made a condition true, and notified `changed`, which the caller holds.
+        Returns whether it is."""
+        return changed.wait_for(condition, within_s)
+
     def call(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
         try:

@@ -23,8 +23,8 @@ from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import PrefillResult
+from kvferry.store.arena import Arena
 from kvferry.store.base import Block, KVStore, Put, Read, Run, StoreOptions
-from kvferry.store.media.arena import Arena
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -540,7 +540,7 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
         made.append(Arena(name, num_bytes))
         return made[-1]
 
-    monkeypatch.setattr("kvferry.store.media.memory.Arena", make)
+    monkeypatch.setattr("kvferry.store.machine.Arena", make)
     prober = Prober(
         lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", ManualClock())
     )

@@ -18,7 +18,7 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store import upkeep
 from kvferry.store.codecs.table import make_codec
-from kvferry.store.media.files import _machine
+from kvferry.store.disk import _machine
 from kvferry.store.record import RecordFormat
 from support.examples import examples
 

@@ -18,6 +18,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import Run, joined, part_of
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.tier_copies import MOVE_BLOCKS
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -80,8 +81,9 @@ class Prober:
         *,
         prefetches: bool = True,
         clock: Clock = SYSTEM_CLOCK,
+        machine: Machine = MACHINE,
     ) -> None:
-        self._clock = clock
+        self._clock, self._machine = clock, machine
         self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
         self._stores: Sequence[TieredStore] = ()
         self._asked: dict[str, Future[StoreAnswer]] = {}
@@ -106,7 +108,7 @@ class Prober:
     def _started(self) -> TransferLoop:
         if self._loop is None:
             self._stores = self._make_stores()
-            self._loop = TransferLoop("kvferry-store-probe")
+            self._loop = self._machine.transfer_loop("kvferry-store-probe")
             self._loop.start()
             self._loop.submit(self._open())
         return self._loop
@@ -135,7 +137,7 @@ class Prober:
         if self._loop is not None:
             loop, self._loop = self._loop, None
             try:
-                loop.submit(self._close_stores()).result(CLOSE_S)
+                loop.run(self._close_stores(), CLOSE_S)
             except TimeoutError:
                 log.warning("a store could not be closed")
             finally:

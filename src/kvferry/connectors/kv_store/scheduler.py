@@ -100,6 +100,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             Markers(context.auth_token, context.clock),
             prefetches=self._settings.prefetch,
             clock=context.clock,
+            machine=context.machine,
         )
         specs = self._settings.specs(context.layout.block_size)
         self._reports_finishes = any(spec.uses_finishes for spec in specs)
@@ -123,7 +124,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def _stores(self) -> list[TieredStore]:
         """One store for each rank, as the scheduler side sees them."""
         ranks = [on_rank(self.context.layout, rank) for rank in range(self.context.layout.tp_size)]
-        return [self._settings.open_later(layout) for layout in ranks]
+        return [self._settings.open_later(layout, self.context.machine) for layout in ranks]
 
     @classmethod
     def lossy_codecs(cls, config: KVTransferConfig) -> Sequence[str]:

@@ -18,6 +18,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.core.settings.units import parse_bytes
 from kvferry.store.codecs.table import codec_class
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import StoreSpec, find_stores, lossy_codecs
 from kvferry.store.tiers import TieredStore
 
@@ -92,9 +93,9 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The stores, checked. Raises `ConfigError`."""
         return find_stores(self._urls(engine_block_size))
 
-    def open_later(self, layout: KVLayout) -> TieredStore:
+    def open_later(self, layout: KVLayout, machine: Machine = MACHINE) -> TieredStore:
         """The stores of one rank as one."""
-        return TieredStore(self.specs(layout.block_size), layout, self.write)
+        return TieredStore(self.specs(layout.block_size), layout, self.write, machine)
 
     def _urls(self, engine_block_size: int) -> str | Sequence[str]:
         named = [self.store, self.shared_storage_path, self.num_cpu_blocks]

@@ -35,7 +35,6 @@ from kvferry.store.record import LayerViews
 from kvferry.store.tier import NO_BLOCK
 from kvferry.store.tiers import GAUGES
 from kvferry.transport.memory import BlockMemory
-from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +61,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._blocks: BlockBytes | None = None
         self._saves: list[tuple[SaveBlocks, Copying]] = []
         self._step: LayerwiseStep | None = None
-        self._store = self._settings.open_later(context.layout)
-        self._loop = TransferLoop("kvferry-store")
+        self._store = self._settings.open_later(context.layout, context.machine)
+        self._loop = context.machine.transfer_loop("kvferry-store")
         self._reports = Reports(self._settings.timeout_s, context.clock)
         self._markers = Markers(context.auth_token, context.clock)
         self._producer: MarkerProducer | None = None
@@ -92,7 +91,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             self._store, self._loop, self._blocks, layout.num_layers, self._settings.timeout_s, self._reports
         )
         try:
-            self._loop.submit(self._open_store()).result(OPEN_S)
+            self._loop.run(self._open_store(), OPEN_S)
         except TimeoutError as error:
             raise ConfigError(f"the store did not open within {OPEN_S:g} s") from error
 
@@ -109,7 +108,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def _close_store(self) -> None:
         try:
-            self._loop.submit(self._store.close()).result(CLOSE_S)
+            self._loop.run(self._store.close(), CLOSE_S)
         except TimeoutError:
             log.warning("a store could not be closed")
 

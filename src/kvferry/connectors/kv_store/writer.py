@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvferry.connectors.caching import StoreEvents
 from kvferry.core.blocks.block_hash import BlockHash
@@ -45,7 +46,7 @@ class StoreWriter:
         self._stalled = self._working = False
         self._events: StoreEvents | None = None
         self._last_warning = 0.0
-        self._news = asyncio.Event()
+        self._news, self._is_written = asyncio.Event(), asyncio.Event()
         self._running: Future[None] = loop.submit(self._run())
 
     # The engine's thread.
@@ -99,10 +100,8 @@ class StoreWriter:
 
     def close(self) -> None:
         """Write what waits, for `CLOSE_S` at most."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._jobs and not self._working, CLOSE_S):
-                log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
-        self._running.cancel()
+        with suppress(TimeoutError):
+            self._loop.run(self._write_the_rest(), CLOSE_S + 1)
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         def has_room() -> bool:
@@ -110,10 +109,21 @@ class StoreWriter:
 
         if has_room():
             return True
-        self._stalled = self._stalled or not self._changed.wait_for(has_room, self._longest_wait_s)
+        self._stalled = self._stalled or not self._loop.wait_for(self._changed, has_room, self._longest_wait_s)
         return not self._stalled
 
     # On the loop.
+
+    async def _write_the_rest(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                while not self.is_empty():
+                    self._is_written.clear()
+                    await self._is_written.wait()
+        except TimeoutError:
+            log.warning("the store does not answer; %d blocks and markers were not written", len(self._jobs))
+        finally:
+            self._running.cancel()
 
     async def _run(self) -> None:
         while True:
@@ -149,6 +159,7 @@ class StoreWriter:
             self._num_bytes -= sum(_size(job) for job in jobs if isinstance(job, Block))
             self._stalled = self._working = False
             self._changed.notify_all()
+        self._is_written.set()
 
     async def _put(self, blocks: Sequence[Block]) -> None:
         outcomes: Sequence[Put] = [Put.DROPPED] * len(blocks)

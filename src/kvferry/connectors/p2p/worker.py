@@ -36,7 +36,7 @@ from kvferry.transport.lookup_buffer.entries import EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import Part
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import options_of
-from kvferry.transport.transfer_loop import TransferLoop, call_contained, run_together
+from kvferry.transport.transfer_loop import call_contained, run_together
 
 START_S = 10.0
 GATHER_BYTES = 2 * 2**20
@@ -53,12 +53,11 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     _buffer: LookupBuffer
     _arrivals: Arrivals
 
-    def __init__(self, context: ConnectorContext, loop: TransferLoop | None = None) -> None:
-        """`loop`: the thread on which KV is moved; None: one of its own."""
+    def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         self._config = context.config
         self._settings = options_of(context.config)
-        self._loop = loop or TransferLoop()
+        self._loop = context.machine.transfer_loop("kvferry-transfer")
         self.reports = Reports(self._settings.timeout_s, context.clock)
         self._service: Future[list[None]] | None = None
         self._wait_for_device: Callable[[], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
@@ -31,7 +31,10 @@ Kind = Literal[
     "roll",
     "role",
 ]
+StoreKind = Literal["full", "errors", "hang", "slow", "lost blocks", "damaged blocks"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
+"""What happens to the disk of a store. No request may be lost by one of these."""
 OUTSIDE: tuple[Kind, ...] = ("stall", "stall router", "cut", "reset", "lose", "late", "clock")
 """What happens to processes, machines and the network, but ends nothing: it may happen to a fleet as well."""
 GENTLE: tuple[Kind, ...] = ("clock", "drain", "roll", "role")
@@ -50,16 +53,19 @@ class Fault:
     now on never arrives; late: all between two hosts takes up to `seconds` longer; clock: a wall clock jumps, and jumps
     back; stop: a process ends as at SIGTERM, and is started again. What operators do: drain an instance, and add it
     again; roll: stop it in between; role: give it the other role, and its own again.
+
+    Of a store's disk: full: nothing can be written; errors: nothing can be read or written; hang: no call returns;
+    slow: all takes fifty times as long; lost blocks, damaged blocks: this happens to a share of its files.
     """
 
     at_s: float
-    kind: Kind
+    kind: Kind | StoreKind
     place: float
     other: float
     seconds: float
 
 
-def draw_faults(random: Random, number: int, within_s: float, kinds: tuple[Kind, ...] = KINDS) -> list[Fault]:
+def draw_faults(random: Random, number: int, within_s: float, kinds: Sequence[Kind | StoreKind] = KINDS) -> list[Fault]:
     """Faults at any time within `within_s`; most are short, a few last long."""
     found = []
     for _ in range(number):
@@ -125,11 +131,32 @@ class FaultInjector:
                 self._stop(instance, self._over)
             case "drain" | "roll":
                 self._drain(instance, fault)
+            case "full" | "errors" | "hang" | "slow" | "lost blocks" | "damaged blocks":
+                self._meet_store(fault)
             case "role":
                 other_role: LegRole = "decode" if instance.role == "prefill" else "prefill"
                 own: LegRole = "prefill" if instance.role == "prefill" else "decode"
                 self._change_role(instance, other_role)
                 self._later(fault, lambda: self._change_role(instance, own))
+
+    def _meet_store(self, fault: Fault) -> None:
+        simulation, storage = self._world.simulation, self._world.storage
+        until = simulation.now + fault.seconds
+        simulation.note(f"the disk of the stores: {fault.kind} for {fault.seconds:.6f} s")
+        match fault.kind:
+            case "full":
+                storage.full_until = max(storage.full_until, until)
+            case "errors":
+                storage.fails_until = max(storage.fails_until, until)
+            case "hang":
+                storage.disk.hangs_until = max(storage.disk.hangs_until, until)
+            case "slow":
+                storage.disk.slow_until = max(storage.disk.slow_until, until)
+            case "lost blocks":
+                storage.lose(simulation.random, fault.place)
+            case _:
+                storage.damage(simulation.random, fault.place)
+        self._later(fault, lambda: None)
 
     def _operate(self, what: str, change: Callable[[Membership], object]) -> None:
         for router in self._world.routers:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core.errors import LeakError
+from kvferry.sim.seeds.stores import room_of
 from kvferry.sim.world import RequestResult, World
+from kvferry.store.media.file_room import LOOK_SHARE, SUFFIX
 
+_ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
+"""What stores count while it is on its way; with several connectors, a number is before the name."""
+_BLOCK_SHARE = 1 / 8
+"""Of its room, what the longest block of a simulated store takes at most."""
 _LEASE_ENDS_S = 0.1
 """A lease that is over has ended so long afterwards, unless its process stands still."""
 
@@ -75,6 +81,28 @@ def of_rest(world: World) -> list[Violation]:
     return found
 
 
+def of_stores(world: World) -> list[Violation]:
+    """When no request is left: nothing is on its way into stores or between their tiers, nothing is half written, and
+    the files of blocks fit into the room that they have."""
+    found = []
+    for instance in world.instances:
+        if instance.engine is None or not instance.process.is_alive:
+            continue
+        for name, value in instance.engine.statistics().connector.items():
+            if name.endswith(_ON_ITS_WAY) and value:
+                found.append(Violation("nothing is on its way into a store", f"{instance.name}: {name} {value:g}"))
+    total = 0
+    for _, name, file in world.storage.files():
+        total += len(file.content) if name.endswith(SUFFIX) else 0
+        if file.owner is not None and file.owner.is_alive:
+            found.append(Violation("no file is half written", f"{file.owner.name}: {name}"))
+    room = room_of(world.spec.instance)
+    # Each process looks how full the directory is when it has written `LOOK_SHARE` of it, at least one block.
+    if room is not None and total > room * (1 + len(world.instances) * (LOOK_SHARE + _BLOCK_SHARE)):
+        found.append(Violation("blocks fit into their room", f"{total} bytes in {room}"))
+    return found
+
+
 def of_leases(world: World) -> list[Violation]:
     """At any time: no lease lasts longer than its bound, and those that are over have ended."""
     found, now = [], world.simulation.now
@@ -83,8 +111,10 @@ def of_leases(world: World) -> list[Violation]:
         stands = process.stalled_until + _LEASE_ENDS_S > now
         if executor is None or instance.engine is None or not process.is_alive or stands:
             continue
+        if (p2p := executor.p2p) is None:
+            continue
         try:
-            executor.side.table.audit(_LEASE_ENDS_S)
+            p2p.table.audit(_LEASE_ENDS_S)
         except LeakError as error:
             found.append(Violation("no lease beyond its bound", f"{instance.name}: {error}"))
     return found

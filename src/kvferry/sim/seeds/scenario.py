@@ -10,8 +10,9 @@ from typing import Protocol
 
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.network import NetworkSpec
-from kvferry.sim.seeds.faults import GENTLE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest
+from kvferry.sim.seeds.faults import GENTLE, KINDS, STORE_KINDS, Fault, FaultInjector, draw_faults
+from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest, of_stores
+from kvferry.sim.seeds.stores import draw_store
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
@@ -19,6 +20,8 @@ LEASE_S = 1.0
 SETTLES_S = 10.0
 """After the last request and fault: leases, loads and timeouts of the connectors are over by then."""
 _LOOKED_AT_EVERY_S = 0.25
+_STORE_SHARE = 0.35
+"""Of the seeds, those whose instances have a store."""
 AUDITED_EVERY = 64
 """Movements of the time between two audits of all blocks."""
 
@@ -50,7 +53,8 @@ class Scenario:
         if self.world.instance.kv_load_failure_policy == "fail":
             return False
         enough = min(self.world.num_prefill, self.world.num_decode) > 1
-        return not self.faults or (enough and len(self.faults) == 1 and self.faults[0].kind in GENTLE)
+        kinds = [one.kind for one in self.faults]
+        return all(one in STORE_KINDS for one in kinds) or (enough and len(kinds) == 1 and kinds[0] in GENTLE)
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> Scenario:
         """The scenario with only these of its requests and faults, by their numbers."""
@@ -102,6 +106,10 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             "unsealed_s": 4 * LEASE_S,
         },
     )
+    own = Random(f"kvferry store {seed}")  # so that seeds without a store stay what they were
+    has_store = own.random() < _STORE_SHARE
+    if has_store:
+        instance = draw_store(own, instance)
     late = random.choice((0.0, 0.001, 0.02))
     is_gentle = random.random() < 0.2
     world = WorldSpec(
@@ -120,13 +128,30 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
         patience_s=400.0,
     )
     requests = _draw_requests(random, instance)
+    if has_store:
+        requests = _repeated(own, requests)
     within_s = max(one.at_s for one in requests) + 2.0
     faults: list[Fault] = []
     if with_faults and is_gentle:
-        faults = draw_faults(random, 1, within_s, GENTLE)
+        faults = draw_faults(random, 1, within_s, STORE_KINDS if has_store and own.random() < 0.7 else GENTLE)
     elif with_faults:
-        faults = draw_faults(random, random.choice((1, 2, 4, 8)), within_s)
+        kinds = (*KINDS, *STORE_KINDS, *STORE_KINDS) if has_store else KINDS
+        faults = draw_faults(random, random.choice((1, 2, 4, 8)), within_s, kinds)
     return Scenario(seed, world, requests, faults)
+
+
+def _repeated(random: Random, requests: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """The same, half of them with the prompt of an earlier one, or its beginning and something else behind: what stores
+    are for."""
+    found: list[RequestSpec] = []
+    for one in requests:
+        if found and random.random() < 0.5:
+            earlier = random.choice(found).prompt
+            place = random.choice((len(earlier), random.randrange(len(earlier) + 1)))
+            prompt = [*earlier[:place], *one.prompt[place:]]
+            one = replace(one, prompt=prompt[: max(len(one.prompt), len(earlier))])
+        found.append(one)
+    return found
 
 
 def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpec]:
@@ -189,10 +214,10 @@ def judged(world: World, scenario: Judged) -> Iterator[Report]:
         world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
         yield report
         settled_by = simulation.now + SETTLES_S
-        while of_rest(world) and simulation.now < settled_by:
+        while (of_rest(world) or of_stores(world)) and simulation.now < settled_by:
             world.run_for(_LOOKED_AT_EVERY_S)
         violations += of_requests(world.results, has_faults=not scenario.loses_nothing)
-        violations += of_rest(world)
+        violations += of_rest(world) + of_stores(world)
         if not world.end():
             violations.append(Violation("everything can be shut down", "tasks or members are left"))
         if world.network.num_open:

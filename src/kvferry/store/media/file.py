@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -30,19 +29,12 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.access import ACCESS, FileAccess
 from kvferry.store.base import Block, KVStore, Put, Read, StoreBytes, StoreFull, StoreOptions, StoreThreads
+from kvferry.store.disk import DISK, Disk, NotAFile
+from kvferry.store.machine import MACHINE, Machine
+from kvferry.store.media.file_notes import NoteFiles
 from kvferry.store.media.file_room import PIN_SUFFIX, SUFFIX, FileRoom, Removed, folder_name, path_of
-from kvferry.store.media.files import (
-    NotAFile,
-    NoteFiles,
-    is_readable,
-    open_file,
-    remove_file,
-    touch_descriptor,
-    touch_path,
-    write_file,
-)
-from kvferry.store.record import CorruptBlock, read_exactly
-from kvferry.store.threads import Stop, Threads
+from kvferry.store.record import CorruptBlock
+from kvferry.store.threads import Stop
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +67,19 @@ class FileStore(KVStore):
         self.root = path_of(location)
         self._folder = self.root / folder_name(layout.fingerprint(), self.records.codec.name)
         self._access = ACCESS[options.access]
-        self._notes = NoteFiles(self.root / "notes", self._access)
         self._num_threads = max(1, options.threads)
-        self._threads = Threads(self._num_threads, "kvferry-file-store")
-        self._match_threads = Threads(4, "kvferry-file-match")
-        """For calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
         self._local = threading.local()
-        self._room = FileRoom(self.root, options.max_bytes, options.eviction, self.records.max_record_bytes)
+        self.run_on(MACHINE)
+
+    def run_on(self, machine: Machine) -> None:
+        super().run_on(machine)
+        options, self._disk = self.options, machine.disk
+        self._threads = machine.threads(self._num_threads, "kvferry-file-store")
+        self._match_threads = machine.threads(4, "kvferry-file-match", moves_blocks=False)
+        """For calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
+        self._notes = NoteFiles(self.root / "notes", self._access, self._disk)
+        block_bytes = self.records.max_record_bytes
+        self._room = FileRoom(self.root, options.max_bytes, options.eviction, block_bytes, disk=self._disk)
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
@@ -95,7 +93,7 @@ class FileStore(KVStore):
         """Raise `ConfigError` unless the directory exists or can be made, and this process can write a file there. A
         full disk is not an error."""
         root = path_of(location)
-        _make_folder(root, root, ACCESS[options.access])
+        _make_folder(DISK, root, root, ACCESS[options.access])
         try:
             tempfile.TemporaryFile(dir=root).close()
         except OSError as error:
@@ -109,7 +107,7 @@ class FileStore(KVStore):
 
     async def open(self) -> None:
         """Make the directory of this layout. Raises `ConfigError` if that fails."""
-        await self._threads.run(lambda stop: _make_folder(self._folder, self.root, self._access))
+        await self._threads.run(lambda stop: _make_folder(self._disk, self._folder, self.root, self._access))
 
     async def close(self) -> None:
         """End the threads; no file is kept open."""
@@ -191,8 +189,7 @@ class FileStore(KVStore):
     def _match(self, hashes: Sequence[BlockHash]) -> int:
         for index, block_hash in enumerate(hashes):
             try:
-                path = self._path(block_hash)
-                if not is_readable(path, os.stat(path)):  # noqa: PTH116 - a Path would double the time
+                if not self._disk.is_readable(self._path(block_hash)):
                     return index
             except FileNotFoundError:
                 return index
@@ -201,20 +198,20 @@ class FileStore(KVStore):
         return len(hashes)
 
     def _get(self, read: Read, stop: Stop) -> bool:
-        def decode(descriptor: int, scratch: memoryview) -> int:
-            record = scratch[: min(os.fstat(descriptor).st_size, len(scratch))]
-            read_exactly(descriptor, [record], 0)
+        def decode(file: int, scratch: memoryview) -> int:
+            record = scratch[: min(self._disk.num_bytes(file), len(scratch))]
+            self._disk.read(file, [record], 0)
             return len(record) * self.records.decode(record, read.block_hash, read.into, stop.write)
 
         return self._read(read.block_hash, decode, stop)
 
     def _get_layer(self, block_hash: BlockHash, layer: int, into: memoryview, stop: Stop) -> bool:
-        def decode(descriptor: int, scratch: memoryview) -> int:
+        def decode(file: int, scratch: memoryview) -> int:
             records, head = self.records, scratch[: self.records.header_bytes]
-            read_exactly(descriptor, [head], 0)
+            self._disk.read(file, [head], 0)
             header = records.header(head, block_hash)
             span = slice(header.offsets[layer], header.offsets[layer] + header.lengths[layer])
-            read_exactly(descriptor, [scratch[span]], span.start)
+            self._disk.read(file, [scratch[span]], span.start)
             return header.lengths[layer] * records.decode_layer(scratch, header, layer, into, stop.write)
 
         return self._read(block_hash, decode, stop)
@@ -227,9 +224,9 @@ class FileStore(KVStore):
             return False
         path = self._path(block_hash)
         try:
-            with open_file(path) as descriptor:
-                num_bytes = decode(descriptor, self._scratch())
-                touch_descriptor(descriptor)
+            with self._disk.open(path) as file:
+                num_bytes = decode(file, self._scratch())
+                self._disk.touch_open(file)
         except (FileNotFoundError, PermissionError):  # that one may not be read says nothing about the others
             self.count(missing_blocks=1)
             self._gone(block_hash)
@@ -270,7 +267,7 @@ class FileStore(KVStore):
 
     def _put_one(self, block: Block) -> Put:
         path = self._path(block.block_hash)
-        if touch_path(path):
+        if self._disk.touch(path):
             self.count(present_blocks=1)
             self._room.accessed(path)
             self._note_kept(block)
@@ -283,7 +280,7 @@ class FileStore(KVStore):
             self.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
             self.count(dropped_blocks=1)
             return Put.DROPPED
-        write_file(path, record, self._access, fsync=self.options.fsync)
+        self._disk.write(path, record, self._access, fsync=self.options.fsync)
         self.count(stored_blocks=1, written_bytes=num_bytes)
         self._note_kept(block)
         self._note_room(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
@@ -306,33 +303,32 @@ class FileStore(KVStore):
         self.note_removed([block_hash])
 
     def _remove(self, block_hash: BlockHash) -> bool:
-        found = remove_file(self._path(block_hash))
-        remove_file(self._path(block_hash, PIN_SUFFIX))
+        found = self._disk.remove(self._path(block_hash))
+        self._disk.remove(self._path(block_hash, PIN_SUFFIX))
         self._gone(block_hash)
         return found
 
     def _mark(self, hashes: Sequence[BlockHash]) -> int:
-        there = [name for name in hashes if touch_path(self._path(name))]
+        there = [name for name in hashes if self._disk.touch(self._path(name))]
         fits, removed = self._room.may_pin([self._path(name) for name in there], self.options.pinned_share)
         self._note_room(removed)
         for name in there[:fits]:
             try:
-                write_file(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
+                self._disk.write(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
             except OSError as error:
                 raise StoreError(f"cannot pin a block in {self._folder}: {error.strerror}") from error
         return fits
 
     def _unmark(self, hashes: Sequence[BlockHash]) -> int:
         for name in hashes:
-            remove_file(self._path(name, PIN_SUFFIX))
+            self._disk.remove(self._path(name, PIN_SUFFIX))
         self._room.unpinned()
-        return sum(Path(self._path(name)).exists() for name in hashes)
+        return sum(self._disk.exists(self._path(name)) for name in hashes)
 
 
-def _make_folder(folder: Path, root: Path, access: FileAccess) -> None:
+def _make_folder(disk: Disk, folder: Path, root: Path, access: FileAccess) -> None:
     try:
-        access.make_folder(folder)
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        disk.make_folder(folder, access)
+        disk.require_access(folder)
     except OSError as error:
         raise ConfigError(f"cannot keep KV blocks in {root}: {error.strerror}") from error

@@ -17,9 +17,9 @@ from urllib.parse import unquote
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.store.codecs.base import NAME
+from kvferry.store.disk import DISK, TEMPORARY_SUFFIX, Disk
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
-from kvferry.store.media.files import TEMPORARY_SUFFIX, is_stale, remove_file
 
 SUFFIX, PIN_SUFFIX = ".kv", ".pin"
 PLAIN = "none"
@@ -37,14 +37,14 @@ def folder_name(fingerprint: str, codec: str) -> str:
     return fingerprint if codec == PLAIN else f"{fingerprint}.{codec}"
 
 
-def block_files(root: Path, pattern: str) -> Iterator[Path]:
+def block_files(root: Path, pattern: str, disk: Disk = DISK) -> Iterator[Path]:
     """Files of that name in the folders that `FileStore` makes, layout by layout. Any other file under the directory
     belongs to somebody else, and is neither counted nor removed."""
-    for folder in sorted(root.glob("*")):
+    for folder in sorted(disk.glob(root, "*")):
         if _LAYOUT_FOLDER.fullmatch(folder.name):
-            for first in sorted(folder.glob("??")):
+            for first in sorted(disk.glob(folder, "??")):
                 if _FIRST_BYTE.fullmatch(first.name):
-                    yield from first.glob(pattern)
+                    yield from disk.glob(first, pattern)
 
 
 def path_of(location: str) -> Path:
@@ -75,9 +75,15 @@ class FileRoom:
     All `path` arguments are paths of blocks."""
 
     def __init__(
-        self, root: Path, max_bytes: int | None, eviction: str, block_bytes: int, clock: Clock = SYSTEM_CLOCK
+        self,
+        root: Path,
+        max_bytes: int | None,
+        eviction: str,
+        block_bytes: int,
+        clock: Clock = SYSTEM_CLOCK,
+        disk: Disk = DISK,
     ) -> None:
-        self._clock = clock
+        self._clock, self._disk = clock, disk
         self._root, self._max_bytes = root, max_bytes
         self._policy = GuardedPolicy(make_eviction_policy(eviction, max(1, (max_bytes or 1) // block_bytes)))
         self._lock, self._look_lock = threading.Lock(), threading.Lock()
@@ -142,7 +148,7 @@ class FileRoom:
             if path in pinned:
                 continue
             with suppress(OSError):  # removed since: a pin without a block is removed by a scan
-                room -= Path(path).stat().st_size
+                room -= self._disk.status(Path(path))[1]
             if room < 0:
                 return count, removed
         return len(paths), removed
@@ -227,7 +233,7 @@ class FileRoom:
                 victim = self._policy.evict(self._clock.monotonic())
             if not isinstance(victim, str):
                 break
-            num_evicted += remove_file(victim)
+            num_evicted += self._disk.remove(victim)
             file = files.pop(victim, None)
             total -= file.num_bytes if file is not None else 0
         return total, num_evicted
@@ -237,17 +243,18 @@ class FileRoom:
         and pins without a block are removed."""
         files: dict[str, _File] = {}
         pins: set[str] = set()
-        for path in block_files(self._root, "*"):
+        disk = self._disk
+        for path in block_files(self._root, "*", disk):
             with suppress(OSError):  # removed meanwhile, by another process
                 if path.suffix == PIN_SUFFIX:
                     pins.add(str(path.with_suffix(SUFFIX)))
                     continue
-                status = path.stat()
+                modified_s, num_bytes = disk.status(path)
                 if path.suffix == SUFFIX:
-                    files[str(path)] = _File(status.st_mtime, status.st_size, str(path))
-                elif path.suffix == TEMPORARY_SUFFIX and is_stale(path, status.st_mtime):
-                    path.unlink()
+                    files[str(path)] = _File(modified_s, num_bytes, str(path))
+                elif path.suffix == TEMPORARY_SUFFIX and disk.is_stale(path, modified_s):
+                    disk.remove(str(path))
         for orphan in pins - files.keys():
-            if not Path(orphan).exists():  # neither listed nor put since
-                remove_file(str(Path(orphan).with_suffix(PIN_SUFFIX)))
+            if not disk.exists(orphan):  # neither listed nor put since
+                disk.remove(str(Path(orphan).with_suffix(PIN_SUFFIX)))
         return files, pins & files.keys()

@@ -21,13 +21,14 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.core.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
+from kvferry.store.arena import Arena, meeting_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
-from kvferry.store.media.arena import Arena, meeting_id
+from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory_index import ArenaSlot, MemoryIndex, table_bytes
 from kvferry.store.media.memory_notes import LEAST_NOTES, NOTE_BYTES, SHARE, MemoryNotes, notes_bytes, num_notes
 from kvferry.store.record import CorruptBlock
-from kvferry.store.threads import Stop, Threads
+from kvferry.store.threads import Stop
 
 _ALIGNMENT = 64
 
@@ -67,13 +68,17 @@ class MemoryStore(KVStore):
             )
         self._notes_at = table_bytes(self._num_slots)
         self._slots_at = -(-(self._notes_at + notes_bytes(self._num_notes)) // _ALIGNMENT) * _ALIGNMENT
-        self._threads = Threads(max(1, options.threads), "kvferry-memory-store")
         self._joining = threading.Lock()
         self._arena: Arena | None = None
         self._unsettled: deque[int] = deque()
         """Slots that were reserved for blocks that never came; released when the lock is next held."""
         self._index: MemoryIndex
         self._notes: MemoryNotes
+        self.run_on(MACHINE)
+
+    def run_on(self, machine: Machine) -> None:
+        super().run_on(machine)
+        self._threads = machine.threads(max(1, self.options.threads), "kvferry-memory-store")
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
@@ -119,7 +124,7 @@ class MemoryStore(KVStore):
         what = f"{self.layout.fingerprint()} {options.codec} {self._num_slots} {self._slot_bytes} {options.name}"
         name = f"memory-{hashlib.sha256(what.encode()).hexdigest()[:24]}"
         total = self._slots_at + self._num_slots * self._slot_bytes
-        arena = Arena(name, total)
+        arena = self.machine.arena(name, total)
         self._index = MemoryIndex(arena, self._num_slots, options.eviction)
         self._notes = MemoryNotes(arena, self._notes_at, self._num_notes)
         self._arena = arena
@@ -337,8 +342,7 @@ class MemoryStore(KVStore):
 
     def _view(self, number: int, length: int) -> memoryview:
         assert self._arena is not None, "the store is not open"
-        at = self._slots_at + number * self._slot_bytes
-        return self._arena.buffer[at : at + length]
+        return self._arena.view(self._slots_at + number * self._slot_bytes, length)
 
     def _write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         with self._index.locked():

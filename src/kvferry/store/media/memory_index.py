@@ -14,20 +14,17 @@ that is too late for the journal reads the whole table; so do all after a holder
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.store.arena import RESERVED_BYTES, Arena
 from kvferry.store.eviction.guarded import GuardedPolicy
 from kvferry.store.eviction.table import make_eviction_policy
-from kvferry.store.media.arena import RESERVED_BYTES, Arena
 
 _SLOT = np.dtype(
     [
@@ -89,7 +86,7 @@ class MemoryIndex:
         self._what: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
         self._epoch, self._num_read = -1, 0
-        self._me = os.getpid(), _started(os.getpid())
+        self._me = arena.identity
 
     def forget(self) -> None:
         """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
@@ -288,27 +285,7 @@ class MemoryIndex:
         """Free the slots that dead processes were writing."""
         slots, found = self._slots, []
         for number in np.flatnonzero(slots["state"] == _WRITING).tolist():
-            if _started(int(slots["pid"][number])) != int(slots["started"][number]):
+            if not self._arena.is_alive((int(slots["pid"][number]), int(slots["started"][number]))):
                 slots["state"][number] = _FREE
                 found.append(number)
         return found
-
-
-def _started(pid: int) -> int:
-    """When a process began, in the kernel's ticks since boot; 0: there is no such process."""
-    if pid == os.getpid():
-        return _own_start(pid)
-    return _start_of(pid)
-
-
-@cache
-def _own_start(pid: int) -> int:
-    return _start_of(pid)
-
-
-def _start_of(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(status.rpartition(")")[2].split()[19])

@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.store.media.arena import Arena
+from kvferry.store.arena import Arena
 
 MOST_NOTES, LEAST_NOTES = 256, 8
 SHARE = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.store.media.arena import RESERVED_BYTES, Arena
+from kvferry.store.arena import RESERVED_BYTES, Arena
 
 SIZE = 2**16
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -76,6 +77,20 @@ class Arena:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         finally:
             self._thread_lock.release()
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """This process: its id, and when it began, in the kernel's ticks since boot."""
+        return os.getpid(), _own_start(os.getpid())
+
+    def is_alive(self, identity: tuple[int, int]) -> bool:
+        """Whether the process with this `identity` is there."""
+        pid, started = identity
+        return (_own_start(pid) if pid == os.getpid() else _start_of(pid)) == started
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Memory that blocks are copied from or to. Not while the lock is held: in a simulation this takes time."""
+        return self.buffer[offset : offset + num_bytes]
 
     def address(self, offset: int) -> int:
         """The address of the byte at `offset`, in this process."""
@@ -154,6 +169,20 @@ class Arena:
             if SYSTEM_CLOCK.monotonic() > deadline:
                 raise StoreError("another process holds the lock of the memory store and does not release it")
             time.sleep(LOCK_POLL_S)
+
+
+@cache
+def _own_start(pid: int) -> int:
+    return _start_of(pid)
+
+
+def _start_of(pid: int) -> int:
+    """When a process began, in the kernel's ticks since boot; 0: there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(status.rpartition(")")[2].split()[19])
 
 
 def _descriptor_path(member: tuple[int, int]) -> Path:

@@ -1,0 +1,213 @@
+"""The machine of one simulated process: its threads are event loops of the simulation, its calls that block take
+virtual time, and its files and shared memory are those of `sim.storage`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvferry.core.errors import StoreError
+from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.storage import SimArena, SimDisk, Storage
+from kvferry.store.machine import Machine
+from kvferry.store.threads import MOST_LEFT, Call, Stop, Threads
+from kvferry.transport.transfer_loop import TransferLoop
+
+Result = TypeVar("Result")
+
+
+class SimTransferLoop(TransferLoop):
+    """A `TransferLoop` whose thread is a loop of the simulation. Where the real one has its caller wait, what is called
+    later waits: `run` and `close` begin when all that was run before is over."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop: SimLoop = loop
+        self._last: asyncio.Task[None] | None = None
+        self.num_errors = 0
+
+    def start(self) -> None:
+        """The loop runs already."""
+
+    def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
+        self._last = self._loop.create_task(self._after(self._last, job, within_s))
+
+    def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
+        """No time can pass here."""
+        return condition()
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        self._last = self._loop.create_task(self._after(self._last, self._cancel_all(), timeout_s))
+
+    async def _after(
+        self, before: asyncio.Task[None] | None, job: Coroutine[Any, Any, object], within_s: float
+    ) -> None:
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            async with asyncio.timeout(within_s or None):
+                await job
+        except TimeoutError:
+            pass
+        except Exception as error:  # noqa: BLE001 - the caller, who would get it, is not there any more
+            self._loop.call_exception_handler({"message": f"a job failed: {error!r}", "exception": error})
+        finally:
+            job.close()
+
+    async def _cancel_all(self) -> None:
+        for task in self._loop.process.tasks():
+            if task.get_loop() is self._loop and task is not asyncio.current_task():
+                task.cancel()
+
+
+class _Ended(BaseException):
+    """The simulation ends, and so does the call that is made beside it."""
+
+
+_HERE = threading.local()
+"""`.call`: the `_CallAside` that this thread makes, if it makes one."""
+
+
+class _CallAside:
+    """A plain function on a thread of its own, which runs only while the simulation stands still for it: so it can
+    pause in the middle, for virtual time."""
+
+    def __init__(self, function: Callable[[], Any], loop: SimLoop) -> None:
+        self._function, self._loop = function, loop
+        self._may_go, self._has_stopped = _closed_gate(), _closed_gate()
+        self._pause_s: float | None = 0.0
+        self._is_ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._is_over = False
+        _thread.start_new_thread(self._run, ())
+
+    def go_on(self) -> float | None:
+        """Let it run until it pauses, and return for how many seconds; None: it has ended."""
+        self._may_go.release()
+        self._has_stopped.acquire()
+        return self._pause_s
+
+    def pause(self, seconds: float) -> None:
+        """Called by the function."""
+        self._pause_s = seconds
+        self._has_stopped.release()
+        self._may_go.acquire()
+        if self._is_ended:
+            raise _Ended
+
+    def end(self) -> None:
+        """The simulation goes on without it."""
+        if not self._is_over:
+            self._is_ended = True
+            self.go_on()
+
+    def _run(self) -> None:
+        self._may_go.acquire()
+        if not self._is_ended:
+            _HERE.call = self
+            asyncio._set_running_loop(self._loop)
+            try:
+                self.result = self._function()
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+                self.error = error
+        self._pause_s, self._is_over = None, True
+        self._has_stopped.release()
+
+
+def _closed_gate() -> threading.Lock:
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class SimThreads(Threads):
+    """At most `number` calls at a time, each in the virtual time that its bytes take. One that is left behind goes on,
+    and another takes its place, as with real ones. `moves_blocks` false: the time of a call passes behind it."""
+
+    def __init__(self, machine: SimMachine, number: int, name: str, *, moves_blocks: bool) -> None:
+        self._machine, self._moves_blocks = machine, moves_blocks
+        self._sim_loop = machine.process.thread(name)
+        self._places = asyncio.Semaphore(number)
+        self._sim_num_left = 0
+        self._sim_closed = False
+
+    async def run(self, function: Callable[[Stop], Result]) -> Result:
+        if self._sim_closed or self._sim_num_left >= MOST_LEFT:
+            state = "is closed" if self._sim_closed else f"has {self._sim_num_left} calls that do not return"
+            raise StoreError(f"the store {state}")
+        call = Call(function)
+        self._sim_loop.call_soon(lambda: self._sim_loop.create_task(self._make(call)))
+        try:
+            found: Result = await asyncio.wrap_future(call.future)
+            return found
+        except asyncio.CancelledError:
+            call.stop.now()
+            if call.future.running():
+                call.is_left = True
+                self._sim_num_left += 1
+                self._places.release()
+            raise
+
+    async def _make(self, call: Call) -> None:
+        await self._places.acquire()
+        try:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_result(await self._called(call))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            call.future.set_exception(error)
+        finally:
+            if call.is_left:
+                self._sim_num_left -= 1
+            else:
+                self._places.release()
+
+    async def _called(self, call: Call) -> Any:
+        if not self._moves_blocks:
+            machine, now = self._machine, self._sim_loop.time()
+            machine.ends_at = now
+            try:
+                return call.function(call.stop)
+            finally:
+                await asyncio.sleep(machine.ends_at - now)
+        aside = _CallAside(lambda: call.function(call.stop), self._sim_loop)
+        try:
+            while (seconds := aside.go_on()) is not None:  # noqa: ASYNC110 - it says for how long
+                await asyncio.sleep(seconds)
+        finally:
+            aside.end()
+        if aside.error is not None:
+            raise aside.error
+        return aside.result
+
+    def close(self) -> None:
+        self._sim_closed = True
+
+
+class SimMachine(Machine):
+    """What the connector of one simulated process uses. `true_bytes`: see `SimDisk`."""
+
+    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float) -> None:
+        self._storage, self.process, self._true_bytes = storage, process, true_bytes
+        self.disk = SimDisk(storage, process, true_bytes, self._wait_until)
+        self.ends_at = 0.0
+        """When the call is over that is made at once."""
+
+    def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
+        return SimThreads(self, number, name, moves_blocks=moves_blocks)
+
+    def transfer_loop(self, name: str) -> TransferLoop:
+        return SimTransferLoop(self.process.thread(name))
+
+    def arena(self, name: str, num_bytes: int) -> SimArena:
+        return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self._wait_until)
+
+    def _wait_until(self, when: float) -> None:
+        call = getattr(_HERE, "call", None)
+        if call is not None:
+            call.pause(when - self.process.simulation.now)
+        else:
+            self.ends_at = max(self.ends_at, when)

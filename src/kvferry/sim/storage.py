@@ -1,0 +1,278 @@
+"""Where simulated stores keep their bytes: one file system that all processes share, and memory that the processes of
+one machine share. Bytes take the time that they take on a medium; what is read back are the bytes that were written,
+unless a fault has changed them.
+
+Owns the files, the shared memory, and when each medium is free again. It does not know what a block is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from random import Random
+
+from kvferry.core.errors import StoreError
+from kvferry.sim.loop import EPOCH_S, SimProcess, Simulation
+from kvferry.sim.times import MediumTimes, StoreTimes
+from kvferry.store.access import FileAccess
+from kvferry.store.arena import Arena
+from kvferry.store.disk import TEMPORARY_SUFFIX, TOUCH_S, Disk
+from kvferry.store.record import CorruptBlock
+
+WaitUntil = Callable[[float], None]
+"""Have the call that runs now go on at this virtual time."""
+_SLOWED = 50.0
+
+
+class Medium:
+    """One device, whose reads wait for one another, and whose writes do."""
+
+    def __init__(self, simulation: Simulation, times: MediumTimes) -> None:
+        self._simulation, self._times = simulation, times
+        self._free_at = {False: 0.0, True: 0.0}
+        self.hangs_until = self.slow_until = 0.0
+        """For faults: nothing returns before; everything takes `_SLOWED` times as long until then."""
+
+    def ends_at(self, num_bytes: float, *, writes: bool) -> float:
+        """When these bytes are moved if that begins now. The medium is theirs meanwhile."""
+        now, times = self._simulation.now, self._times
+        bandwidth = times.write_bandwidth if writes else times.read_bandwidth
+        slower = _SLOWED if self.slow_until > now else 1.0
+        begins = max(now, self._free_at[writes], self.hangs_until)
+        self._free_at[writes] = begins + num_bytes * slower / bandwidth
+        return self._free_at[writes] + times.latency_s * slower
+
+
+@dataclass
+class SimFile:
+    """`owner`: the process that is writing it; None: it is complete."""
+
+    content: bytes
+    modified_s: float
+    owner: SimProcess | None = None
+
+
+@dataclass
+class _Folder:
+    folders: dict[str, None] = field(default_factory=dict)
+    files: dict[str, SimFile] = field(default_factory=dict)
+
+
+class Storage:
+    """The files and the shared memory of one simulation: all processes share both, as on one machine."""
+
+    def __init__(self, simulation: Simulation, times: StoreTimes) -> None:
+        self.simulation = simulation
+        self.disk, self.memory = Medium(simulation, times.file), Medium(simulation, times.memory)
+        self.full_until = self.fails_until = 0.0
+        """For faults: until then nothing can be written, or nothing be read or written."""
+        self._folders: dict[str, _Folder] = {}
+        self._arenas: dict[tuple[str, int], _Shared] = {}
+        self._num_temporary = 0
+
+    def folder(self, path: str) -> _Folder:
+        """A directory, made if it is not there."""
+        found = self._folders.get(path)
+        if found is None:
+            found = self._folders[path] = _Folder()
+            parent, name = os.path.split(path)
+            if name:
+                self.folder(parent).folders[name] = None
+        return found
+
+    def files(self) -> Iterator[tuple[dict[str, SimFile], str, SimFile]]:
+        """Every file: the files of its directory, its name there, and itself."""
+        for folder in tuple(self._folders.values()):
+            for name, file in tuple(folder.files.items()):
+                yield folder.files, name, file
+
+    def wall(self) -> float:
+        """The file system's own clock."""
+        return EPOCH_S + self.simulation.now
+
+    def temporary(self, name: str) -> str:
+        """A name that no other file has."""
+        self._num_temporary += 1
+        return f"{name}.{self._num_temporary}{TEMPORARY_SUFFIX}"
+
+    def shared(self, process: SimProcess, name: str, num_bytes: int) -> _Shared:
+        """The memory of that name and size. It is lost with the last process that has it."""
+        found = self._arenas.get((name, num_bytes))
+        if found is None or not any(one.is_alive for one in found.members):
+            found = self._arenas[name, num_bytes] = _Shared(bytearray(num_bytes))
+        found.members[process] = None
+        return found
+
+    # Faults.
+
+    def lose(self, random: Random, share: float) -> int:
+        """Files are gone. Returns how many."""
+        return self._meet(random, share, lambda files, name, file: files.pop(name))
+
+    def damage(self, random: Random, share: float) -> int:
+        """A bit of a file flips, or its end is missing. Returns how many."""
+
+        def change(files: dict[str, SimFile], name: str, file: SimFile) -> None:
+            content, place = bytearray(file.content), random.randrange(max(1, len(file.content)))
+            if random.random() < 0.2:
+                del content[place:]
+            elif content:
+                content[place] ^= 1 << random.randrange(8)
+            files[name] = SimFile(bytes(content), file.modified_s)
+
+        return self._meet(random, share, change)
+
+    def _meet(self, random: Random, share: float, change: Callable[[dict[str, SimFile], str, SimFile], object]) -> int:
+        met = [one for one in self.files() if one[2].owner is None and random.random() < share]
+        for files, name, file in met:
+            change(files, name, file)
+        return len(met)
+
+
+class SimDisk(Disk):
+    """The simulated file system as one process has it. `true_bytes`: how many bytes of real KV one byte here is."""
+
+    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, wait_until: WaitUntil) -> None:
+        self._storage, self._process, self._true_bytes, self._wait_until = storage, process, true_bytes, wait_until
+
+    def make_folder(self, path: Path, access: FileAccess) -> None:
+        self._storage.folder(str(path))
+
+    def require_access(self, folder: Path) -> None:
+        """All may use all."""
+
+    def write(self, path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
+        storage, (folder, name) = self._storage, os.path.split(path)
+        files, temporary = storage.folder(folder).files, storage.temporary(name)
+        self._require_works(writes=True)
+        files[temporary] = SimFile(b"", storage.wall(), self._process)
+        try:
+            content = b"".join(views)
+            self._move(len(content), writes=True)
+            self._require_works(writes=True)
+            files[name] = SimFile(content, storage.wall())
+        finally:
+            files.pop(temporary, None)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[SimFile]:  # type: ignore[override]  # a file, in place of its number
+        self._require_works(writes=False)
+        yield self._file(path)
+
+    def num_bytes(self, descriptor: SimFile) -> int:  # type: ignore[override]
+        return len(descriptor.content)
+
+    def read(self, descriptor: SimFile, views: Sequence[memoryview], offset: int) -> None:  # type: ignore[override]
+        self._move(sum(map(len, views)), writes=False)
+        self._require_works(writes=False)
+        for view in views:
+            piece = descriptor.content[offset : offset + len(view)]
+            view[: len(piece)] = piece
+            offset += len(piece)
+            if len(piece) < len(view):
+                raise CorruptBlock("the file is too short")
+
+    def head(self, descriptor: SimFile, most_bytes: int) -> bytes:  # type: ignore[override]
+        return descriptor.content[:most_bytes]
+
+    def touch_open(self, descriptor: SimFile) -> None:  # type: ignore[override]
+        if self._process.simulation.wall() - descriptor.modified_s > TOUCH_S:
+            descriptor.modified_s = self._storage.wall()
+
+    def touch(self, path: str) -> bool:
+        self._require_works(writes=False)
+        try:
+            self._file(path).modified_s = self._storage.wall()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_readable(self, path: str) -> bool:
+        self._require_works(writes=False)
+        return self._file(path) is not None
+
+    def exists(self, path: str) -> bool:
+        folder, name = os.path.split(path)
+        return name in self._storage.folder(folder).files
+
+    def remove(self, path: str) -> bool:
+        folder, name = os.path.split(path)
+        return self._storage.folder(folder).files.pop(name, None) is not None
+
+    def glob(self, folder: Path, pattern: str) -> Iterable[Path]:
+        found = self._storage.folder(str(folder))
+        names = [*found.folders, *found.files]
+        return [folder / name for name in names if pattern == "*" or fnmatchcase(name, pattern)]
+
+    def status(self, path: Path) -> tuple[float, int]:
+        file = self._file(str(path))
+        return file.modified_s, len(file.content)
+
+    def is_stale(self, path: Path, modified_s: float) -> bool:
+        owner = self._file(str(path)).owner
+        return owner is not None and not owner.is_alive
+
+    def _file(self, path: str) -> SimFile:
+        folder, name = os.path.split(path)
+        try:
+            return self._storage.folder(folder).files[name]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+
+    def _move(self, num_bytes: int, *, writes: bool) -> None:
+        self._wait_until(self._storage.disk.ends_at(num_bytes * self._true_bytes, writes=writes))
+
+    def _require_works(self, *, writes: bool) -> None:
+        if self._storage.disk.hangs_until > self._storage.simulation.now:
+            self._wait_until(self._storage.disk.hangs_until)
+        now = self._storage.simulation.now
+        if self._storage.fails_until > now:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if writes and self._storage.full_until > now:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@dataclass
+class _Shared:
+    """Memory, and the processes that have it."""
+
+    content: bytearray
+    members: dict[SimProcess, None] = field(default_factory=dict)
+
+
+class SimArena(Arena):
+    """Memory that simulated processes share. Whoever holds the lock is done before anybody else runs."""
+
+    def __init__(
+        self, storage: Storage, process: SimProcess, name: str, num_bytes: int, true_bytes: float, wait_until: WaitUntil
+    ) -> None:
+        self._storage, self._process, self._true_bytes, self._wait_until = storage, process, true_bytes, wait_until
+        self._shared = storage.shared(process, name, num_bytes)
+        self.buffer = memoryview(self._shared.content)
+        self.is_closed = False
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        if self.is_closed:
+            raise StoreError("the memory store is closed")
+        yield False
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self._process.number, 1
+
+    def is_alive(self, identity: tuple[int, int]) -> bool:
+        return self._storage.simulation.processes[identity[0]].is_alive
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        self._wait_until(self._storage.memory.ends_at(num_bytes * self._true_bytes, writes=True))
+        return self.buffer[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._shared.members.pop(self._process, None)

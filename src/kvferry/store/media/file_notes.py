@@ -1,0 +1,90 @@
+"""Notes between instances, as files of a directory that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.errors import StoreError
+from kvferry.store.access import FileAccess
+from kvferry.store.base import MAX_NOTE_BYTES, require_short_note
+from kvferry.store.disk import DISK, TEMPORARY_SUFFIX, Disk, NotAFile
+
+_NOTE_FILE = re.compile(rf"[0-9a-f]{{64}}\.note(?:\.[^/]*\{TEMPORARY_SUFFIX})?\Z")
+_EXPIRY_BYTES = 8
+SWEEP_NOTES_S = 60.0
+
+
+def note_files(folder: Path, pattern: str, disk: Disk = DISK) -> list[Path]:
+    """Names of files that are notes or temporary files of notes. All other files belong to other programs."""
+    return [path for path in disk.glob(folder, pattern) if _NOTE_FILE.match(path.name)]
+
+
+class NoteFiles:
+    """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content.
+    Expired ones are removed now and then. Any thread."""
+
+    def __init__(self, folder: Path, access: FileAccess, disk: Disk = DISK) -> None:
+        self._folder, self._access, self._disk = folder, access, disk
+        self._last_sweep = 0.0
+
+    def write(self, name: str, content: bytes, ttl_s: float) -> None:
+        """Write a note, replacing one of the same name. Raises `StoreError`."""
+        require_short_note(content)
+        over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
+        try:
+            self._disk.make_folder(self._folder, self._access)
+            self._disk.write(str(self._path(name)), [memoryview(over + content)], self._access)
+        except OSError as error:
+            raise StoreError(f"cannot leave a note in {self._folder}: {error.strerror}") from error
+        self._sweep_now_and_then()
+
+    def read(self, name: str) -> bytes | None:
+        """The note's content; None if there is none or it has expired. Raises `StoreError` if it cannot be read."""
+        path = self._path(name)
+        try:
+            with self._disk.open(str(path)) as file:
+                found = self._disk.head(file, _EXPIRY_BYTES + MAX_NOTE_BYTES)
+        except (FileNotFoundError, NotAFile):
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        return None if _is_over(found) else found[_EXPIRY_BYTES:]
+
+    def remove(self, name: str) -> None:
+        """Remove a note, if it is there."""
+        self._disk.remove(str(self._path(name)))
+
+    def sweep(self) -> None:
+        """Remove the notes that have expired, and temporary files that were left behind."""
+        with suppress(OSError):
+            for path in note_files(self._folder, "*", self._disk):
+                with suppress(OSError):  # another process has removed it
+                    self._sweep_one(path)
+
+    def _sweep_one(self, path: Path) -> None:
+        disk = self._disk
+        if path.suffix == TEMPORARY_SUFFIX:
+            over = disk.is_stale(path, disk.status(path)[0])
+        else:
+            with disk.open(str(path)) as file:
+                over = _is_over(disk.head(file, _EXPIRY_BYTES))
+        if over:
+            disk.remove(str(path))
+
+    def _sweep_now_and_then(self) -> None:
+        now = SYSTEM_CLOCK.monotonic()
+        if now - self._last_sweep > SWEEP_NOTES_S:
+            self._last_sweep = now
+            self.sweep()
+
+    def _path(self, name: str) -> Path:
+        # The name may be a client's: hashed, it cannot name anything outside of this folder.
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()}.note"
+
+
+def _is_over(note: bytes) -> bool:
+    return len(note) < _EXPIRY_BYTES or int.from_bytes(note[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000
