@@ -58,3 +58,25 @@ def test_too_small_a_size_is_refused_with_one_that_is_not(layout: KVLayout, tmp_
     assert store_of(str(least), tmp_path, layout).num_slots == 1
     with pytest.raises(ConfigError, match=f"at least {least} bytes"):
         store_of(str(least - 20_000), tmp_path, layout)
+
+
+def test_slots_that_a_dead_process_was_writing_come_back_in_a_store_of_many(tmp_path: Path) -> None:
+    """They are looked for now and then only, since a look takes long where there are many."""
+
+    async def use() -> None:
+        store = find_store(f"memory:?num_blocks=200&name={tmp_path.name}").make(LAYOUT)
+        assert isinstance(store, MemoryStore)
+        await store.open()
+        try:
+            index = store._index
+            index._me, me = (2**22 + 1, 7), index._me  # no process has this id
+            with index.locked():
+                assert all(index.take() is not None for _ in range(5))
+            index._me = me
+            await store.put([block_of(number) for number in range(205)])
+            await store.put([block_of(number) for number in range(205, 220)])
+            assert index.num_kept() == 200
+        finally:
+            await store.close()
+
+    asyncio.run(use())

@@ -47,6 +47,9 @@ _KIND_BITS = 8
 MAX_ANSWER_TOKENS = 2**24 - 1
 """The largest number of output tokens that an event can hold."""
 _NO_PARENT = bytes(32)
+_LOOKS = 64
+"""How often a full arena is looked through for slots that dead processes were writing, while as many blocks are stored
+as it has slots: a look at 400,000 slots takes 3 ms, with the lock held."""
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
 HEADER_BYTES = 4096
 
@@ -86,6 +89,8 @@ class MemoryIndex:
         self._what: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
         self._epoch, self._num_read = -1, 0
+        self._num_taken = num_slots
+        """Slots since dead processes were last looked for."""
         self._me = arena.identity
 
     def forget(self) -> None:
@@ -135,12 +140,15 @@ class MemoryIndex:
     def take(self) -> tuple[int, BlockHash | None] | None:
         """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
         written."""
-        if not self._free:
+        self._num_taken += 1
+        if not self._free and self._num_taken > self._num_slots // _LOOKS:
+            self._reclaim()
+        victim = None if self._free else self._policy.evict(self._clock.monotonic())
+        if not self._free and not isinstance(victim, bytes):
             self._reclaim()
         if self._free:
             number, _ = self._free.popitem()
             return self._begin(number), None
-        victim = self._policy.evict(self._clock.monotonic())
         if not isinstance(victim, bytes):
             return None
         number = self._where.pop(victim)
@@ -208,8 +216,8 @@ class MemoryIndex:
         if self._epoch != int(self._counters[_EPOCH]) or count - self._num_read > len(self._events):
             self._read_table()
         else:
-            for index in range(self._num_read, count):
-                event, number = self._events[index % len(self._events)].tolist()
+            unread = self._events[np.arange(self._num_read, count) % len(self._events)]
+            for event, number in unread.tolist():
                 self._apply(event % 2**_KIND_BITS, number, event >> _KIND_BITS)
         self._num_read = count
 
@@ -277,6 +285,7 @@ class MemoryIndex:
         return number
 
     def _reclaim(self) -> None:
+        self._num_taken = 0
         for number in self._reclaim_of_dead():
             self._free[number] = None
             self._tell(_FREED, number)
