@@ -263,6 +263,10 @@ class SchedulerSide(ABC, Generic[Plan]):
     def __init__(self, context: ConnectorContext) -> None:
         self.context = context
 
+    def on_answer(self, wake: Wake) -> None:
+        """Call `wake` when a request for which `match` returned `Pending` may have an answer: the engine then makes a
+        step. Called once, before any request. Default: it asks again every few milliseconds."""
+
     def arrived(self, request: RequestView) -> None:
         """The request has joined the queue, where it may wait long before `match` is called. Default: nothing."""
 

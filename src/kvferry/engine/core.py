@@ -271,6 +271,8 @@ class EngineCore:
     def on_transfer(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from any thread, when a transfer has made progress that a step should handle."""
         self.executor.on_report(wake)
+        if self.scheduler_side is not None:
+            self.scheduler_side.on_answer(wake)
 
     # Insight and end.
 

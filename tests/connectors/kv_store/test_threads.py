@@ -321,11 +321,14 @@ def make_prober(store: KVStore) -> Prober:
 
 def test_a_slow_store_holds_up_nobody() -> None:
     store = HeldStore()
-    prober = make_prober(store)
+    prober, has_answer = make_prober(store), threading.Event()
+    prober.wake = has_answer.set
     prober.ask("r", StoreQuestion([b"a", b"b"]))
     assert store.asked.wait(20)
     assert prober.answer("r") is None
+    assert not has_answer.is_set()
     store.gate.set()
+    assert has_answer.wait(20)
     until(lambda: prober.answer("r") is not None)
     answer = prober.answer("r")
     assert answer is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvferry.connectors.api import Wake
 from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers, sign_of
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
@@ -84,6 +85,8 @@ class Prober:
         machine: Machine = MACHINE,
     ) -> None:
         self._clock, self._machine = clock, machine
+        self.wake: Wake = lambda: None
+        """Called, on any thread, when there is an answer."""
         self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
         self._stores: Sequence[TieredStore] = ()
         self._asked: dict[str, Future[StoreAnswer]] = {}
@@ -94,7 +97,8 @@ class Prober:
 
     def ask(self, request_id: str, question: StoreQuestion) -> None:
         """Ask the store in the background; `answer` returns what it has found."""
-        self._asked[request_id] = self._started().submit(self._answer(question))
+        asked = self._asked[request_id] = self._started().submit(self._answer(question))
+        asked.add_done_callback(lambda _: self.wake())
 
     def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Future[list[TierShare]]:
         """What each tier has of these blocks on every rank; with `pin`, that is pinned, or unpinned if it is

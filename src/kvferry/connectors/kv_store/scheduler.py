@@ -35,6 +35,7 @@ from kvferry.connectors.api import (
     SchedulerSide,
     StepView,
     TransferReport,
+    Wake,
 )
 from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.kv_store.load_choice import LoadChoice
@@ -134,6 +135,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         """Tickets whose marker lies in a store; none, if other instances do not see this store."""
         kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
         return kinds.within(produces=self.context.config.produces, consumes=self.context.config.consumes)
+
+    def on_answer(self, wake: Wake) -> None:
+        self._prober.wake = wake
 
     def stores_take_kv(self) -> bool:
         """False while none of the shared tiers accepts blocks."""

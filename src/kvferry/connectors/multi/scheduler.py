@@ -40,6 +40,7 @@ from kvferry.connectors.api import (
     StepView,
     TransferEvent,
     TransferReport,
+    Wake,
     check_side,
 )
 from kvferry.connectors.caching import KeepsBlocks, lossy_codecs
@@ -196,6 +197,10 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
             [self._seen(index, request) for request in step.preempted],
         )
         return self._try(index, lambda: child.plan(seen), None)
+
+    def on_answer(self, wake: Wake) -> None:
+        for child in self.children:
+            child.on_answer(wake)
 
     def saves(self, plan: MultiPlan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
         found: list[tuple[str, Sequence[BlockHash]]] = []
