@@ -116,7 +116,7 @@ def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
     engine = fleet.engine
     told = flags_of_fleet(fleet, command)
     connectors = () if engine.kind == "sglang" else engine.connector  # those are SGLang's own
-    config = engine.kv_transfer_config or _connectors(connectors)
+    config = engine.kv_transfer_config or connectors_json(connectors)
     choice = (
         EngineChoice()
         if engine.kind != "vllm"
@@ -180,7 +180,7 @@ def fleet_token() -> str:
     return shared_token() or users_token() or secrets.token_urlsafe(32)
 
 
-def _connectors(names: tuple[str, ...]) -> str:
+def connectors_json(names: tuple[str, ...]) -> str:
     """The JSON of --kv-transfer-config for connectors by name."""
     if not names:
         return ""

@@ -30,7 +30,7 @@ from kvferry.connectors.multi.worker import MultiWorkerSide
 from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.registry import find_connector
-from kvferry.core.blocks.layout import KVLayout, LayerLayout
+from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import ConnectorLost
 from kvferry.core.request import EngineOutput
 from kvferry.core.settings.transfer_config import KVTransferConfig
@@ -167,7 +167,8 @@ class SimExecutor(Executor):
         auth_token: str,
         machine: SimMachine,
     ) -> None:
-        self.spec, self.layout = spec, spec.layout()
+        self.spec = spec
+        self.layout: SimLayout = spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
         self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size) if spec.has_contents else None
@@ -185,8 +186,7 @@ class SimExecutor(Executor):
 
     def _memory(self, process: SimProcess) -> SimMemory:
         """The KV cache: where each byte of the real one is, and what the simulator has of it."""
-        fields = {name: getattr(self.layout, name) for name in KVLayout.__struct_fields__}
-        geometry = BlockGeometry.dense(KVLayout(**fields), self.num_blocks)
+        geometry = BlockGeometry.dense(self.layout.real(), self.num_blocks)
         regions = (Region(0, self.num_blocks * self.layout.block_bytes),)
         nothing = memoryview(bytearray(TOKEN_BYTES * self.layout.block_size))
         return SimMemory(geometry, regions, contents=self.contents, process=process, nothing=nothing)
@@ -520,7 +520,7 @@ class SimInstance:
             max_waiting=spec.max_waiting,
             **spec.engine,
         )
-        machine = SimMachine(self._storage, process, spec.layout().true_bytes())
+        machine = SimMachine(self._storage, process, spec.layout().true_bytes(), pauses=spec.has_contents)
         executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
         front = SimEngine(engine, executor, process)

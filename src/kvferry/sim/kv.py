@@ -115,6 +115,10 @@ class SimLayout(KVLayout, frozen=True, kw_only=True):
         """Bytes of the real block."""
         return sum(super(SimLayout, self).span_bytes(layer) for layer in range(self.num_layers))
 
+    def real(self) -> KVLayout:
+        """The layout of real blocks."""
+        return KVLayout(**{name: getattr(self, name) for name in KVLayout.__struct_fields__})
+
     def true_bytes(self) -> float:
         """How many bytes of a real block one byte of a stored record stands for."""
         return self.block_bytes / RecordFormat(self, NoCodec(self)).max_record_bytes

@@ -14,7 +14,7 @@ from kvferry.core.errors import StoreError
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.storage import SimArena, SimDisk, Storage
 from kvferry.store.machine import Machine
-from kvferry.store.threads import MOST_LEFT, Call, Stop, Threads
+from kvferry.store.threads import MOST_LEFT, Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
@@ -126,10 +126,10 @@ def _closed_gate() -> threading.Lock:
 
 class SimThreads(Threads):
     """At most `number` calls at a time, each in the virtual time that its bytes take. One that is left behind goes on,
-    and another takes its place, as with real ones. `moves_blocks` false: the time of a call passes behind it."""
+    and another takes its place, as with real ones. `pauses` false: the time of a call passes behind it."""
 
-    def __init__(self, machine: SimMachine, number: int, name: str, *, moves_blocks: bool) -> None:
-        self._machine, self._moves_blocks = machine, moves_blocks
+    def __init__(self, machine: SimMachine, number: int, name: str, *, pauses: bool) -> None:
+        self._machine, self._pauses = machine, pauses
         self._sim_loop = machine.process.thread(name)
         self._places = asyncio.Semaphore(number)
         self._sim_num_left = 0
@@ -139,7 +139,7 @@ class SimThreads(Threads):
         if self._sim_closed or self._sim_num_left >= MOST_LEFT:
             state = "is closed" if self._sim_closed else f"has {self._sim_num_left} calls that do not return"
             raise StoreError(f"the store {state}")
-        call = Call(function)
+        call = ThreadCall(function)
         self._sim_loop.call_soon(lambda: self._sim_loop.create_task(self._make(call)))
         try:
             found: Result = await asyncio.wrap_future(call.future)
@@ -152,7 +152,7 @@ class SimThreads(Threads):
                 self._places.release()
             raise
 
-    async def _make(self, call: Call) -> None:
+    async def _make(self, call: ThreadCall) -> None:
         await self._places.acquire()
         try:
             if call.future.set_running_or_notify_cancel():
@@ -165,8 +165,8 @@ class SimThreads(Threads):
             else:
                 self._places.release()
 
-    async def _called(self, call: Call) -> Any:
-        if not self._moves_blocks:
+    async def _called(self, call: ThreadCall) -> Any:
+        if not self._pauses:
             machine, now = self._machine, self._sim_loop.time()
             machine.ends_at = now
             try:
@@ -188,24 +188,30 @@ class SimThreads(Threads):
 
 
 class SimMachine(Machine):
-    """What the connector of one simulated process uses. `true_bytes`: see `SimDisk`."""
+    """What the connector of one simulated process uses. `true_bytes`: see `SimDisk`. `pauses`: time passes in the
+    middle of calls; if not, which is cheaper, they are made at once, and their time passes behind them."""
 
-    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float) -> None:
-        self._storage, self.process, self._true_bytes = storage, process, true_bytes
-        self.disk = SimDisk(storage, process, true_bytes, self._wait_until)
+    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, *, pauses: bool = True) -> None:
+        self._storage, self.process, self._true_bytes, self._pauses = storage, process, true_bytes, pauses
+        self.disk = SimDisk(storage, process, true_bytes, self)
         self.ends_at = 0.0
-        """When the call is over that is made at once."""
+        """How far the call has come that is made at once."""
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
-        return SimThreads(self, number, name, moves_blocks=moves_blocks)
+        return SimThreads(self, number, name, pauses=moves_blocks and self._pauses)
 
     def transfer_loop(self, name: str) -> TransferLoop:
         return SimTransferLoop(self.process.thread(name))
 
     def arena(self, name: str, num_bytes: int) -> SimArena:
-        return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self._wait_until)
+        return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self)
 
-    def _wait_until(self, when: float) -> None:
+    def now(self) -> float:
+        """As of `CallTime`."""
+        return self.process.simulation.now if hasattr(_HERE, "call") else self.ends_at
+
+    def wait_until(self, when: float) -> None:
+        """As of `CallTime`."""
         call = getattr(_HERE, "call", None)
         if call is not None:
             call.pause(when - self.process.simulation.now)

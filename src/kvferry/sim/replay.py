@@ -6,7 +6,7 @@ Owns the figures of one run. What runs is `sim.world`; what it costs in time, `s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +19,7 @@ from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 _LOOK_EVERY_S = 0.1
 """Virtual seconds between two looks at how full the KV caches are, and between two reports of progress."""
 _REASONS = 3
+_OF_STORES = ("stored", "loaded", "evicted")
 _LONGEST_REASON = 200
 
 
@@ -77,6 +78,8 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     digest: str
     simulated_in_s: float
     """CPU time that the simulation took."""
+    stores: dict[str, int]
+    """Blocks that all instances have `stored` in their stores, `loaded` from them, and `evicted`."""
     reasons: dict[str, int]
     """Why requests were not answered completely: the most frequent reasons."""
     errors: list[str]
@@ -149,6 +152,7 @@ class TraceReplay:
             instance_s=duration_s * len(world.instances),
             digest=world.simulation.log.digest(),
             simulated_in_s=time.process_time() - begun,
+            stores=self._stores,
             reasons=_reasons(results),
             errors=world.logged[:_REASONS],
         )
@@ -175,11 +179,13 @@ class TraceReplay:
 
     def _roles(self, world: World, duration_s: float) -> dict[str, RoleFigures]:
         found: dict[str, RoleFigures] = {}
-        self._num_hand_offs = 0
+        self._num_hand_offs, self._stores = 0, dict.fromkeys(_OF_STORES, 0)
         for role in dict.fromkeys(one.role for one in world.instances):
             members = [one for one in world.instances if one.role == role]
             snapshots = [one.engine.statistics() for one in members if one.engine is not None]
-            self._num_hand_offs += sum(int(one.connector.get("fetches", 0)) for one in snapshots)
+            self._num_hand_offs += sum(_counted(one.connector, "fetches") for one in snapshots)
+            for name in _OF_STORES:
+                self._stores[name] += sum(_counted(one.connector, f"{name}_blocks") for one in snapshots)
             busy_s = sum(one.executor.busy_s for one in members if one.executor is not None)
             kv = self._kv.get(role, _Usage())
             queries = sum(one.scheduler.num_prefix_queries for one in snapshots)
@@ -192,6 +198,11 @@ class TraceReplay:
                 preemptions=sum(one.scheduler.num_preemptions for one in snapshots),
             )
         return found
+
+
+def _counted(figures: Mapping[str, float], name: str) -> int:
+    """A connector's counter; with several connectors, over all of them."""
+    return int(sum(value for one, value in figures.items() if one.lstrip("0123456789_") == name))
 
 
 def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:

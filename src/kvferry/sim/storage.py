@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 from kvferry.core.errors import StoreError
 from kvferry.sim.loop import EPOCH_S, SimProcess, Simulation
@@ -24,8 +25,17 @@ from kvferry.store.arena import Arena
 from kvferry.store.disk import TEMPORARY_SUFFIX, TOUCH_S, Disk
 from kvferry.store.record import CorruptBlock
 
-WaitUntil = Callable[[float], None]
-"""Have the call that runs now go on at this virtual time."""
+
+class CallTime(Protocol):
+    """The time of the call of a store that runs now in a process."""
+
+    def now(self) -> float:
+        """Virtual seconds: how far the call has come."""
+
+    def wait_until(self, when: float) -> None:
+        """Have the call go on then."""
+
+
 _SLOWED = 50.0
 
 
@@ -38,14 +48,14 @@ class Medium:
         self.hangs_until = self.slow_until = 0.0
         """For faults: nothing returns before; everything takes `_SLOWED` times as long until then."""
 
-    def ends_at(self, num_bytes: float, *, writes: bool) -> float:
-        """When these bytes are moved if that begins now. The medium is theirs meanwhile."""
+    def ends_at(self, begins: float, num_bytes: float, *, writes: bool) -> float:
+        """When these bytes are moved if that begins then. The medium is theirs meanwhile."""
         now, times = self._simulation.now, self._times
         bandwidth = times.write_bandwidth if writes else times.read_bandwidth
         slower = _SLOWED if self.slow_until > now else 1.0
-        begins = max(now, self._free_at[writes], self.hangs_until)
-        self._free_at[writes] = begins + num_bytes * slower / bandwidth
-        return self._free_at[writes] + times.latency_s * slower
+        seconds = num_bytes * slower / bandwidth
+        free_at = self._free_at[writes] = max(now, self._free_at[writes], self.hangs_until) + seconds
+        return max(free_at, begins + seconds) + times.latency_s * slower
 
 
 @dataclass
@@ -137,8 +147,8 @@ class Storage:
 class SimDisk(Disk):
     """The simulated file system as one process has it. `true_bytes`: how many bytes of real KV one byte here is."""
 
-    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, wait_until: WaitUntil) -> None:
-        self._storage, self._process, self._true_bytes, self._wait_until = storage, process, true_bytes, wait_until
+    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, time: CallTime) -> None:
+        self._storage, self._process, self._true_bytes, self._time = storage, process, true_bytes, time
 
     def make_folder(self, path: Path, access: FileAccess) -> None:
         self._storage.folder(str(path))
@@ -225,12 +235,13 @@ class SimDisk(Disk):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
 
     def _move(self, num_bytes: int, *, writes: bool) -> None:
-        self._wait_until(self._storage.disk.ends_at(num_bytes * self._true_bytes, writes=writes))
+        time = self._time
+        time.wait_until(self._storage.disk.ends_at(time.now(), num_bytes * self._true_bytes, writes=writes))
 
     def _require_works(self, *, writes: bool) -> None:
-        if self._storage.disk.hangs_until > self._storage.simulation.now:
-            self._wait_until(self._storage.disk.hangs_until)
-        now = self._storage.simulation.now
+        if self._storage.disk.hangs_until > self._time.now():
+            self._time.wait_until(self._storage.disk.hangs_until)
+        now = self._time.now()
         if self._storage.fails_until > now:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if writes and self._storage.full_until > now:
@@ -249,9 +260,9 @@ class SimArena(Arena):
     """Memory that simulated processes share. Whoever holds the lock is done before anybody else runs."""
 
     def __init__(
-        self, storage: Storage, process: SimProcess, name: str, num_bytes: int, true_bytes: float, wait_until: WaitUntil
+        self, storage: Storage, process: SimProcess, name: str, num_bytes: int, true_bytes: float, time: CallTime
     ) -> None:
-        self._storage, self._process, self._true_bytes, self._wait_until = storage, process, true_bytes, wait_until
+        self._storage, self._process, self._true_bytes, self._time = storage, process, true_bytes, time
         self._shared = storage.shared(process, name, num_bytes)
         self.buffer = memoryview(self._shared.content)
         self.is_closed = False
@@ -270,7 +281,8 @@ class SimArena(Arena):
         return self._storage.simulation.processes[identity[0]].is_alive
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        self._wait_until(self._storage.memory.ends_at(num_bytes * self._true_bytes, writes=True))
+        time = self._time
+        time.wait_until(self._storage.memory.ends_at(time.now(), num_bytes * self._true_bytes, writes=True))
         return self.buffer[offset : offset + num_bytes]
 
     def close(self) -> None:

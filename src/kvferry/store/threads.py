@@ -50,7 +50,7 @@ class Stop:
             return not self._requested
 
 
-class Call:
+class ThreadCall:
     """A function that waits to be called, is being called, or was left behind."""
 
     def __init__(self, function: Callable[[Stop], Any]) -> None:
@@ -74,7 +74,7 @@ class Threads:
     def __init__(self, number: int, name: str) -> None:
         self._number, self._name = number, name
         self._changed = threading.Condition()
-        self._calls: deque[Call] = deque()
+        self._calls: deque[ThreadCall] = deque()
         self._num_threads = self._num_idle = self._num_left = 0
         self._is_closed = False
 
@@ -82,7 +82,7 @@ class Threads:
         """Run a function on a thread. On cancellation it is asked to stop and left behind: it must write to the
         caller's memory by `Stop.write` only, and may read it until it ends. Raises `StoreError` if too many calls do
         not return, and what the function raises."""
-        call = Call(function)
+        call = ThreadCall(function)
         with self._changed:
             if self._is_closed or self._num_left >= MOST_LEFT:
                 state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
@@ -115,7 +115,7 @@ class Threads:
             self._num_threads += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: ThreadCall) -> None:
         call.stop.now()
         with self._changed:
             if call in self._calls:
@@ -133,7 +133,7 @@ class Threads:
                 call.is_over = True
                 self._num_left -= call.is_left
 
-    def _next(self) -> Call | None:
+    def _next(self) -> ThreadCall | None:
         """The next call; None: this thread is not needed any more."""
         with self._changed:
             self._num_idle += 1

@@ -39,6 +39,8 @@ def test_p_and_d_of_its_own_and_a_simulation_with_what_they_take(model_maker: Mo
     times = read_times(path)
     assert times.start_s > 0.1
     assert 1e5 < times.transfer.bandwidth < 1e12
+    assert 1e5 < times.store.file.write_bandwidth < 1e12
+    assert 1e5 < times.store.memory.read_bandwidth < 1e12
     assert times.settings["max_num_seqs"] == "2"
     spec.write_text(f'name = "chat"\nmodel = "{model}"\nmode = "pooling"\n[role.prefill]\n[role.decode]\n')
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [1, 2]}\n')

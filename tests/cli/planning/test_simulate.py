@@ -27,6 +27,14 @@ args = ["--disaggregate-from=0"]
 """
 
 
+def with_store(*stores: str, **settings: str) -> str:
+    """The table of the engine, with a store beside P2P."""
+    store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": stores, **settings}}
+    options = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
+    config = json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": options})
+    return f"[engine]\nkv_transfer_config = '{config}'"
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -61,6 +69,24 @@ def test_json_with_measured_times(spec: Path, trace: Path, tmp_path: Path, capsy
     assert found["itl"]["p50"] > 0.1
 
 
+@pytest.mark.parametrize("stores", [("memory:1GiB",), ("file:/kv",), ("memory:256MiB", "file:/kv?max_bytes=1GiB")])
+def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts that come again when the prefix caches have forgotten them are found in the store."""
+    path = tmp_path / "again.jsonl"
+    write_trace(path, (TraceRequest(500.0 * n, 1000, 4, [2 * (n % 8), 2 * (n % 8) + 1]) for n in range(24)))
+    spec.write_text(SPEC.replace("[engine]", with_store(*stores)).replace("256MiB", "512MiB"))
+    assert main(["simulate", str(spec), "--trace", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["complete"], found["errors"], found["hand_offs"]) == (24, [], 24)
+    assert found["stores"]["stored"] >= 8 * 31
+    assert found["stores"]["loaded"] > 31
+    spec.write_text(SPEC.replace("256MiB", "512MiB"))
+    assert main(["simulate", str(spec), "--trace", str(path), "--json"]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without["stores"] == {"stored": 0, "loaded": 0, "evicted": 0}
+    assert found["roles"]["prefill"]["busy"] < without["roles"]["prefill"]["busy"]
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
@@ -71,10 +97,13 @@ def test_json_with_measured_times(spec: Path, trace: Path, tmp_path: Path, capsy
         (("[role.decode]", "[role.decoder]"), [], "did you mean 'decode'"),
         (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
         (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
+        (("[engine]", with_store("valkey://127.0.0.1:6379")), [], "valkey.* is not simulated, only memory: and file:"),
+        (("[engine]", with_store("file:/kv?codec=lossless")), [], "codec lossless, .* is not simulated"),
         (
-            ("[engine]", '[engine]\nconnector = ["SharedStorageConnector"]'),
+            ("[engine]", f'[backend]\nkind = "ray"\n{with_store("memory:1GiB")}'),
             [],
-            "SharedStorageConnector is not simulated",
+            "on ray, each machine has its own",
         ),
     ],
 )

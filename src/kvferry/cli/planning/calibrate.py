@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
@@ -20,6 +22,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import Told
 from kvferry.cli.planning.calibration import Calibration, InstanceLimits, Texts, facts_of
 from kvferry.cli.planning.simulate import SEED, progress
+from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
@@ -29,7 +32,7 @@ from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
-from kvferry.sim.times import MachineTimes, write_times
+from kvferry.sim.times import MachineTimes, MediumTimes, write_times
 
 HANDED_OVER = 512
 """During a calibration, prompts of at least this many tokens are handed off; shorter ones show what a router costs."""
@@ -48,23 +51,29 @@ def calibrate(
     *,
     write: Annotated[Path, Parameter(help="Write the times to this file, for --times.")] = Path("times.json"),
     seed: Annotated[int, Parameter(help="Decides which prompts are sent.")] = 0,
+    store_folder: Annotated[
+        Path | None, Parameter(help="Where a store's files would be: their times are measured there. Default: /tmp.")
+    ] = None,
     engine: EngineFlags = ENGINE,
     log: LogFlags = LOG,
 ) -> int:
-    """Measure how long steps, hand-offs and the start of an instance take, and write them for the simulator.
+    """Measure how long steps, hand-offs, stores and the start of an instance take, and write them for the simulator.
 
     Takes about a minute with a small model. Nothing else should run on the machine meanwhile:
 
         kvferry calibrate kvferry/tiny-python --write times.json
 
-    An instance that runs already is measured without hand-offs, and beside whatever it does now. The flags of the
-    engine then say how it was started:
+    An instance that runs already is measured without hand-offs and stores, and beside whatever it does now. The flags
+    of the engine then say how it was started:
 
         kvferry calibrate http://10.0.0.3:8001 --max-num-batched-tokens 1024
     """
     SEED.require("--seed", seed)
     if not write.absolute().parent.is_dir():
         raise ConfigError(f"--write {write}: there is no folder {write.absolute().parent}")
+    folder = store_folder or Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        raise ConfigError(f"--store-folder {folder}: there is no such folder")
     logs = complete(LogConfig, log)
     set_up_logging(logs, "calibrate")
     try:
@@ -72,6 +81,7 @@ def calibrate(
             found = asyncio.run(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed))
         else:
             found = _started(complete(EngineConfig, engine, model=model), logs, seed)
+            found = msgspec.structs.replace(found, store=asyncio.run(measure_stores(found.kv, folder)))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -92,9 +102,17 @@ def in_words(found: MachineTimes, path: Path) -> str:
         f"request: {step.request_s * 1e3:.2f} ms, and {transfer.latency_s * 1e3:.2f} ms a hop\n"
         f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s, and {transfer.read_s * 1e3:.2f} ms each;"
         f" start: {found.start_s:.1f} s\n"
+        f"{_of_medium('files', found.store.file)}; {_of_medium('shared memory', found.store.memory)}\n"
         f"fit of {error.num_samples} measured steps: off by {error.p50:.1%} (median), {error.p90:.1%} (P90),"
         f" {error.largest:.1%} at most\n"
         f"written to {path}"
+    )
+
+
+def _of_medium(name: str, times: MediumTimes) -> str:
+    return (
+        f"{name}: {times.write_bandwidth / 1e9:.2f} GB/s written, {times.read_bandwidth / 1e9:.2f} read,"
+        f" {times.latency_s * 1e6:.0f} µs a block"
     )
 
 

@@ -137,7 +137,7 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
 
 
 def _store_comment(kv: KVPlan) -> str:
-    """What a spec has to say for the store that is recommended: a comment, as stores are not simulated."""
+    """What a spec has to say for the store that is recommended: a comment, as the search was made without it."""
     if kv.store is None:
         return ""
     size = _size(kv.store.num_bytes)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import engine_of_role, flags_of_fleet
+from kvferry.cli.fleet_settings import connectors_json, engine_of_role, flags_of_fleet
 from kvferry.cli.serve import serve
+from kvferry.connectors.kv_store.settings import StoreSettings, store_url
+from kvferry.connectors.multi.settings import child_configs
+from kvferry.connectors.registry import find_connector
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.transfer_config import parse_transfer_config
+from kvferry.core.settings.options import read_options
+from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.control.spec import Role, WantedFleet
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.kv import SimLayout
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.times import FitError, KVSize, MachineTimes, StepTimes
 from kvferry.sim.world import WorldSpec
+from kvferry.store.media.file import FileOptions
+from kvferry.store.media.memory import MemoryStore
+from kvferry.store.table import StoreSpec
 
-CONNECTOR = "P2pConnector"
+_STORES = ("KVStoreConnector", "SharedStorageConnector", "OffloadingConnector")
 _NOT_SIMULATED = ("prefill_url", "decode_url", "instances_file", "registration", "declared", "workers", "tenants_file")
 """Settings of a router that say where its instances are and how many processes it has, or name files."""
 
@@ -42,7 +50,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
     _require_simulated(fleet)
     told = flags_of_fleet(fleet, serve)
     counts = _counts(fleet)
-    specs = {role: _instance(engine_of_role(fleet, role, serve), times, _options(fleet)) for role in counts}
+    specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times) for role in counts}
     router = complete(RouterConfig, told["router"])
     default = RouterConfig()
     changed = {
@@ -61,6 +69,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         instance=next(iter(specs.values())),
         by_role=specs,
         network=network,
+        store=times.store,
         router=changed,
     )
 
@@ -79,23 +88,67 @@ def _require_simulated(fleet: WantedFleet) -> None:
     """Raise `ConfigError` for what the simulator does not have."""
     if fleet.engine.kind != "kvferry":
         raise ConfigError(f'engine.kind = "{fleet.engine.kind}" is not simulated; the simulator runs kvferry\'s engine')
-    names = fleet.engine.connectors
-    if fleet.engine.kv_transfer_config:
-        names = (parse_transfer_config(fleet.engine.kv_transfer_config).kv_connector or CONNECTOR,)
-    for name in names:
-        if name != CONNECTOR:
-            raise ConfigError(f"the connector {name} is not simulated, only {CONNECTOR}")
 
 
-def _options(fleet: WantedFleet) -> dict[str, Any]:
-    """The connector's, without those that name what the simulator replaces."""
-    if not fleet.engine.kv_transfer_config:
-        return {}
-    given = parse_transfer_config(fleet.engine.kv_transfer_config).kv_connector_extra_config
-    return {name: value for name, value in given.items() if name not in ("transport", "lookup_buffer")}
+def _transfer(fleet: WantedFleet, layout: SimLayout) -> dict[str, Any]:
+    """The connector's configuration, with what the simulator replaces. Raises `ConfigError`."""
+    text = fleet.engine.kv_transfer_config or connectors_json(fleet.engine.connectors)
+    given = read_transfer_json(text)
+    config = parse_transfer_config(text)
+    found = _simulated(config, layout, fleet.backend.kind)
+    if config.kv_connector == "MultiConnector":
+        children = zip(given["kv_connector_extra_config"]["connectors"], child_configs(config), strict=True)
+        listed = [{**raw, **_simulated(child, layout, fleet.backend.kind)} for raw, child in children]
+        found["kv_connector_extra_config"] = {"connectors": listed}
+    return found
 
 
-def _instance(engine: EngineConfig, times: MachineTimes, options: dict[str, Any]) -> SimInstanceSpec:
+def _simulated(config: KVTransferConfig, layout: SimLayout, backend: str) -> dict[str, Any]:
+    """One connector's name and settings."""
+    name, options = config.kv_connector, dict(config.kv_connector_extra_config)
+    if name in _STORES:
+        options = _store_settings(config, layout, backend)
+        name = "KVStoreConnector"
+    elif name == "P2pConnector":
+        options = {key: value for key, value in options.items() if key not in ("transport", "lookup_buffer")}
+    elif name != "MultiConnector":
+        raise ConfigError(f"the connector {name} is not simulated, only P2pConnector, {', '.join(_STORES)}")
+    return {"kv_connector": name, "kv_connector_extra_config": options}
+
+
+def _store_settings(config: KVTransferConfig, layout: SimLayout, backend: str) -> dict[str, Any]:
+    """The settings of a store, with as much room as it has for real blocks. Raises `ConfigError`."""
+    settings = read_options(StoreSettings, find_connector(config).completed(config).kv_connector_extra_config)
+    if settings.load != "async":
+        raise ConfigError(f"kv_connector_extra_config.load {settings.load} is not simulated, only async")
+    kept = ("write", "load_policy", "prefetch", "timeout_s")
+    urls = [_store_url(spec, layout, backend) for spec in settings.specs(layout.block_size)]
+    return {"store": urls, **{name: getattr(settings, name) for name in kept}}
+
+
+def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
+    options = dict(spec.url.options)
+    if spec.options.codec != "none":
+        raise ConfigError(
+            f"store {spec.url}: with the codec {spec.options.codec}, how long blocks are depends on what is in them,"
+            " which is not simulated; leave the codec out"
+        )
+    if isinstance(spec.options, FileOptions):
+        if spec.options.max_bytes is not None:
+            options["max_bytes"] = str(max(1, round(spec.options.max_bytes / layout.true_bytes())))
+        return store_url(f"file:{spec.url.location}", options)
+    store = spec.make(layout.real())
+    if not isinstance(store, MemoryStore):
+        raise ConfigError(f"store {spec.url} is not simulated, only memory: and file:")
+    if backend != "local":
+        raise ConfigError(
+            f"store {spec.url}: on {backend}, each machine has its own; it is simulated only where all instances are on"
+            " one machine (backend local)"
+        )
+    return store_url("memory:", {**options, "num_blocks": store.num_slots})
+
+
+def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes) -> SimInstanceSpec:
     if times.measured and engine.tensor_parallel_size != times.tensor_parallel_size:
         raise ConfigError(
             f"the times are of {times.tensor_parallel_size} ranks an instance, and the spec has"
@@ -105,7 +158,7 @@ def _instance(engine: EngineConfig, times: MachineTimes, options: dict[str, Any]
     num_tokens = kv.num_tokens
     if engine.kv_cache_memory is not None:
         num_tokens = parse_bytes(engine.kv_cache_memory, "--kv-cache-memory") // kv.token_bytes
-    return SimInstanceSpec(
+    plain = SimInstanceSpec(
         num_blocks=max(1, num_tokens // engine.block_size),
         block_size=engine.block_size,
         max_num_seqs=engine.max_num_seqs,
@@ -116,9 +169,10 @@ def _instance(engine: EngineConfig, times: MachineTimes, options: dict[str, Any]
         layer_bytes=max(4, kv.token_bytes // kv.num_layers),
         times=times.step,
         start_s=times.start_s,
-        options=options,
         has_contents=False,
         tokens_at_once=_TOKENS_AT_ONCE,
         empty_step_s=0.0,
         engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
     )
+    found = _transfer(fleet, plain.layout())
+    return replace(plain, connector=found["kv_connector"], options=found["kv_connector_extra_config"])
