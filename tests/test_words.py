@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import kvferry
@@ -13,23 +14,41 @@ EMPTY = re.compile(r"(See|As) (`[\w.]+`|the module|above|below)\.?")
 """A docstring that only refers to another one."""
 
 
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The parsed modules, by path."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
 def test_no_docstring_only_refers_to_another() -> None:
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, module in modules().items():
+        for node in ast.walk(module):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 text = ast.get_docstring(node) or ""
                 if EMPTY.fullmatch(text.strip()):
-                    found.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {text}")
+                    found.append(f"{path}: {getattr(node, 'name', 'module')}: {text}")
     assert found == [], "say what it is, or leave the docstring out"
+
+
+def test_docstrings_stand_alone() -> None:
+    """Those that begin so leave the reader to ask: the record, the span or the number of one request?"""
+    found = []
+    for path, module in modules().items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = node.value.value
+                if isinstance(text, str) and text.startswith(("Of ", "Those ")):
+                    found.append(f"{path}:{node.lineno}: {text}")
+    assert found == [], "begin with what it is"
 
 
 def test_names_of_public_classes_are_unique() -> None:
     """So that a search for one finds one."""
     found: dict[str, set[str]] = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+    for path, module in modules().items():
+        for node in module.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+                found.setdefault(node.name, set()).add(path)
     shared = {name: places for name, places in found.items() if len(places) > 1}
     assert shared == {}, "choose a name that no other module has"

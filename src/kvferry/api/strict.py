@@ -21,7 +21,7 @@ _ANYTHING = msgspec.json.Decoder()
 _SHAPE = bytes.maketrans(b"123456789- \t\r\n", b"0" * 9 + b"," * 5)
 """Digits become zeros, and what is between integers becomes commas."""
 _MOST_DIGITS = 18
-"""Of integers that every parser reads exactly."""
+"""Most digits of an integer that every parser reads exactly."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
 

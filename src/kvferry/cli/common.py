@@ -107,7 +107,7 @@ class TerminalReporter:
         self._display.up(about["url"])
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._display.close()
 
 

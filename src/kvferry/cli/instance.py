@@ -124,7 +124,7 @@ def _run_vllm(
     access: HttpAccess,
     ready_fd: int | None,
 ) -> int:
-    """One vLLM server is a fleet of one, without a router."""
+    """Run one vLLM server as a fleet of one, without a router."""
     fleet = WantedFleet(
         name="vllm",
         model=engine.model,

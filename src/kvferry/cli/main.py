@@ -34,7 +34,7 @@ from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 EXIT_UNREAD = 141
-"""As a shell says of a program that SIGPIPE has ended."""
+"""The exit code that a shell reports of a program that SIGPIPE has ended."""
 _PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
 
 COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")

@@ -84,7 +84,7 @@ def _run_several(
     log: LogConfig,
     ready_fd: int | None,
 ) -> int:
-    """A fleet of routers alone."""
+    """Run a fleet of routers alone."""
     fleet = WantedFleet(
         name="routers",
         model="",

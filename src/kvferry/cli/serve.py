@@ -115,7 +115,7 @@ def serve(
 
 
 def _serve_one(told: Told, ready_fd: int | None) -> int:
-    """One instance needs no fleet: it is this process."""
+    """Run one instance as this process: it needs no fleet."""
     if told.spec.cores is not None:
         cores = parse_cores(told.spec.cores, available_cores())
         os.sched_setaffinity(0, cores)

@@ -67,7 +67,7 @@ class RequestView(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def finish_reason(self) -> str | None:
-        """As in the answer. None while the request runs, and if its answer is given elsewhere or may not be kept."""
+        """Why the answer ended; None while the request runs, and if it is answered elsewhere or may not be kept."""
 
 
 # The results of `match`.
@@ -385,8 +385,8 @@ class HandsOff(ABC):
         Tickets contain them. Default: nothing."""
 
     def address_seal(self) -> str:
-        """For `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of this
-        fleet. Called after `set_addresses`. Default: none."""
+        """The value of `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of
+        this fleet. Called after `set_addresses`. Default: none."""
         return ""
 
     def release(self, transfer_id: str) -> bool:

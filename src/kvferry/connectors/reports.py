@@ -28,12 +28,12 @@ class Reports:
         self._parked: set[str] = set()
 
     def add(self, *events: TransferEvent) -> None:
-        """This happened."""
+        """Report these events."""
         self._events.extend(events)
         self.wake()
 
     def begin(self, request_id: str) -> None:
-        """A load has begun."""
+        """Note that a load has begun."""
         self._begun[request_id] = self._clock.monotonic()
 
     def forget(self, request_id: str) -> None:

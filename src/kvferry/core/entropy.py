@@ -16,7 +16,7 @@ _NAMES_AT_ONCE = 256
 _NAME = re.compile(f".{{{2 * _NAME_BYTES}}}")
 
 token_bytes = os.urandom
-"""This number of bytes that nobody can guess. Call it as `entropy.token_bytes`: a simulation replaces it."""
+"""Return a number of bytes that nobody can guess. Call it as `entropy.token_bytes`: a simulation replaces it."""
 
 RANDOM = Random()
 """Numbers that may be guessed: which of several alike, how long to wait."""

@@ -150,7 +150,7 @@ class EngineCore:
             self.hands_off.refused(transfer_id)
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """As `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
+        """Call `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
         side = self.scheduler_side
         looks = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
         if not looks:

@@ -86,7 +86,7 @@ class ExternalKV:
         return hand_off.ticket.prefill_result
 
     def arrived(self, sequence: Sequence) -> None:
-        """The request has joined the queue."""
+        """Note that the request has joined the queue."""
         if self._connector is not None:
             self._connector.arrived(sequence)
 

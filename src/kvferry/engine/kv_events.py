@@ -43,7 +43,7 @@ class BlockEvents:
         self._events.append(event)
 
     def removed(self, name: BlockHash) -> None:
-        """A block can no longer be found in the prefix cache."""
+        """Publish that a block can no longer be found in the prefix cache."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(name)

@@ -132,12 +132,12 @@ class _Ends:
     is_last: bool
 
     def wait_layer(self, layer: int) -> None:
-        """Before attention of `layer` reads the cache."""
+        """Called before attention of `layer` reads the cache."""
         if self.is_first:
             self.hooks.wait_layer(layer)
 
     def save_layer(self, layer: int) -> None:
-        """After this step's K and V of `layer` are written and read."""
+        """Called after this step's K and V of `layer` are written and read."""
         if self.is_last:
             self.hooks.save_layer(layer)
 

@@ -210,7 +210,7 @@ class Scheduler:
             self._fail(sequence, error)
 
     def fail_step(self, chunks: list[Chunk], error: Exception) -> None:
-        """A whole step has failed: end its requests."""
+        """End the requests of a step that has failed as a whole."""
         log.error("a step of %d requests failed", len(chunks), exc_info=error)
         self.num_faults += 1
         for chunk in chunks:

@@ -212,7 +212,7 @@ class SteppedEngine(ABC):
         self._call_loop(self._failed.set)
 
     def _has_ended(self) -> None:
-        """There will be no more steps: wake everyone who waits."""
+        """Wake everyone who waits, as there will be no more steps."""
         self._closing = True
         self._serve_calls()
         self._end_listeners()

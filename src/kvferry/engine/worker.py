@@ -63,7 +63,7 @@ class Worker:
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide[StepPlan] | None = None
         self.num_begun = 0
-        """Plans that this rank has begun, since the start."""
+        """Number of plans that this rank has begun since the start."""
         self._failed_to_begin = self._is_begun = False
         self._num_failed_polls = 0
         self._runner: ModelRunner

@@ -23,10 +23,10 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 class Display(Protocol):
-    """Its methods are called when something happens, in order. `name` names a process of the fleet."""
+    """Shows what the processes of a fleet do. Methods are called in order, as it happens. `name`: a process's name."""
 
     def starting(self, names: Sequence[str]) -> None:
-        """These processes are being started."""
+        """Called when these processes are being started."""
 
     def progress(self, name: str, what: str, fraction: float) -> None:
         """A process has done `fraction` (0 to 1) of its start, and is now doing `what`."""
@@ -94,7 +94,7 @@ class PlainDisplay:
         self.note(f"error: {text}")
 
     def close(self) -> None:
-        """There is nothing to restore."""
+        """Does nothing: there is nothing to restore."""
 
 
 class JsonDisplay(PlainDisplay):

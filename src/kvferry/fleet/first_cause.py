@@ -17,7 +17,7 @@ _BEGIN = "Traceback (most recent call last)"
 _LIBRARY = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \S+:\d+\] (.+)")
 """An error of a library in C++ that logs as glog does, such as NIXL: its exceptions often say less."""
 _USAGE = re.compile(r"\S+: error: (.+)")
-"""As `argparse` ends."""
+"""How `argparse` reports an error."""
 _LOCATION = re.compile(r'  File "(.+)", line (\d+)')
 _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
 _MAX_CHARS = 1000
@@ -29,7 +29,7 @@ class FirstCause:
     def __init__(self) -> None:
         self.text = ""
         self._open: dict[str, str] = {}
-        """By process, the place of the innermost frame of a traceback that is being read."""
+        """The place of the innermost frame of a traceback that is being read, by process."""
         self._message_of: str | None = None
         """The process that may go on with the message."""
         self._library = ""

@@ -41,7 +41,7 @@ def _is_over(folder: Path) -> bool:
 
 
 def _ledger_of(folder: Path) -> Ledger | None:
-    """Of a fleet in the foreground, it is in the folder itself; None: this is no fleet's folder."""
+    """A fleet's ledger, which is in the folder itself if it is in the foreground; None: this is no fleet's folder."""
     if (folder / LEDGER).is_file():
         return Ledger(Path((folder / LEDGER).read_text(encoding="utf-8")))
     return Ledger(folder / "ledger") if (folder / "ledger" / "controller.lock").is_file() else None

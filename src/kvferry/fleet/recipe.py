@@ -113,7 +113,7 @@ class LocalRecipe:
 
     @cached_property
     def cores(self) -> Cores:
-        """Those of the whole fleet."""
+        """The cores of the whole fleet."""
         available = available_cores()
         return available if self.spec.cores is None else parse_cores(self.spec.cores, available)
 
@@ -249,7 +249,7 @@ class LocalRecipe:
         return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
 
     def _given_devices(self) -> dict[str, str]:
-        """Those of a cluster's scheduler, which are not divided once more."""
+        """The devices that a cluster's scheduler has given, which are not divided once more."""
         return {DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {}
 
     @cached_property

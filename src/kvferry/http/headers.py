@@ -12,7 +12,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 
 RawHeaders = list[tuple[bytes, bytes]]
-"""In order, duplicates kept, names in lower case."""
+"""Headers in order, duplicates kept, names in lower case."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 

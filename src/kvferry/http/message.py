@@ -34,7 +34,7 @@ class MessageParser:
         self._most_overhead = most
         self.headers: RawHeaders = []
         self.first: dict[bytes, bytes] = {}
-        """Of each header, the first value."""
+        """The first value of each header."""
         self.in_head = False
         self.num_overhead = 0
         """Bytes received since the last head, piece of a body, or end of a message."""
@@ -84,5 +84,5 @@ class MessageParser:
         self._in_chunk = True
 
     def on_chunk_complete(self) -> None:
-        """It is here."""
+        """The chunk is complete."""
         self._in_chunk = False

@@ -47,7 +47,7 @@ class Pattern(NamedTuple):
 
 
 class Reader(Protocol):
-    """Makes of a body what the client gets."""
+    """Turns a body into what the client gets."""
 
     def take(self, payload: bytes) -> bytes:
         """What is written for the next piece. Raises `TransferError`, which ends the call."""
@@ -159,7 +159,7 @@ class Relays:
         self._epoll: select.epoll | None = None
         self._opening: asyncio.Task[None] | None = None
         self._streams: dict[int, _Stream] = {}
-        """By the descriptor of the source."""
+        """Streams by the descriptor of the source."""
         self._patterns: dict[Pattern, _Pattern] = {}
 
     async def __aenter__(self) -> Self:
@@ -236,7 +236,7 @@ class Relays:
         return True
 
     def unwatch(self, stream: _Stream, fd: int) -> None:
-        """Read no longer."""
+        """Stop reading."""
         if self._streams.get(fd) is stream:
             del self._streams[fd]
             with suppress(OSError):  # it is closed already
@@ -281,7 +281,7 @@ class _Stream:
         self._stopped = False
 
     def start(self) -> bool:
-        """Begin; False if this cannot be done."""
+        """Begin; False if this is not possible."""
         if not self._relays.watch(self, self._state.source):
             return False
         self._source.pause_reading()
@@ -290,11 +290,11 @@ class _Stream:
         return True
 
     def pause_reading(self) -> None:
-        """Let the instance wait."""
+        """Make the instance wait."""
         self._relays.unwatch(self, self._state.source)
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue reading."""
         if not self._relays.watch(self, self._state.source):
             self.stop()
 
@@ -315,14 +315,14 @@ class _Stream:
             self._state.pattern = ctypes.pointer(self._relays.compiled_pattern(pattern))
 
     def readable(self) -> None:
-        """Something has come."""
+        """Called when bytes have come."""
         if self._source.is_closing() or self._target.is_closing():
             self.stop()
         elif self._relays.step(self._address):
             self._take_over()
 
     def _take_over(self) -> None:
-        """What is not passed on there."""
+        """Take over what the compiled code does not pass on."""
         state = self._state
         unsent = ctypes.string_at(state.unsent, state.unsent_bytes) if state.unsent_bytes else b""
         unread = ctypes.string_at(state.unread, state.unread_bytes) if state.unread_bytes else b""
@@ -342,7 +342,7 @@ class _Stream:
             self._soon()
 
     def _sync(self) -> bytes:
-        """Note what was passed on; what was kept of it."""
+        """Note what was passed on; returns what was kept of it."""
         state = self._state
         if not state.received:
             return b""
@@ -361,7 +361,7 @@ class _Stream:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """As a transport does it: a fault in reading one stream ends that stream, and nothing else."""
+        """Fail as a transport does: a fault in reading one stream ends that stream, and nothing else."""
         self._connection.close(ProtocolError(f"a stream cannot be read: {error}"))
 
     def stop(self) -> None:

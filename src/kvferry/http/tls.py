@@ -24,8 +24,8 @@ def server_context(cert: Path, key: Path | None, client_ca: Path | None) -> ssl.
 
 
 def client_context(ca: Path | None, cert: Path | None = None) -> ssl.SSLContext:
-    """For connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own certificate,
-    with its key. Those without files of their own share one context of the process."""
+    """The context for connections to servers, which `ca` verifies (None: the system's authorities); `cert` is our own
+    certificate, with its key. Those without files of their own share one context of the process."""
     if ca is None and cert is None:
         return _system_context()
     context = ssl.create_default_context() if ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -46,8 +46,8 @@ def _system_context() -> ssl.SSLContext:
 
 
 def advice(error: Exception, server: str, who: str) -> str:
-    """For a TLS error between `who` and a server that it called: what is wrong, and which side must change which flag.
-    For any other error, its own message."""
+    """Say what is wrong after a TLS error between `who` and a server that it called, and which side must change which
+    flag. For any other error, its own message."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message
         if error.verify_code in _WRONG_NAME:

@@ -49,7 +49,7 @@ class Replays:
         self._under_way[follower] = _Replay(left, self._clock.monotonic() + STALL_S)
 
     def go_on(self) -> None:
-        """Send what followers take now. Does not block."""
+        """Send what followers can take now. Does not block."""
         now = self._clock.monotonic()
         for follower, replay in list(self._under_way.items()):
             if self._send(follower, replay.left):

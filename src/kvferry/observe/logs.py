@@ -68,7 +68,7 @@ def helper_environment(name: str) -> dict[str, str]:
 
 
 def log_format_of_parent() -> Literal["text", "json"]:
-    """In a helper process: the parent's log format."""
+    """The parent's log format, for a helper process."""
     return "json" if os.environ.get(_HELPER_FORMAT_VARIABLE) == "json" else "text"
 
 
@@ -78,7 +78,7 @@ def follow_parent() -> None:
 
 
 name_request = _request_id.set
-"""From now on, log lines of this task contain this request id; empty: none."""
+"""Put this request id into the log lines of this task from now on; empty: none."""
 
 
 def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:

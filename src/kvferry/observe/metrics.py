@@ -145,7 +145,7 @@ class EngineMetrics:
     def observe_end(
         self, reason: str, timeline: Timeline | None, latency_s: float, num_prompt: int, num_generated: int
     ) -> None:
-        """A request ended. `timeline`: None if it was cut short."""
+        """Observe the end of a request. `timeline`: None if it was cut short."""
         self._ends[reason].inc()
         self._end_to_end.observe(latency_s)
         self._request_prompt_tokens.observe(num_prompt)
@@ -182,7 +182,7 @@ class RequestTracker:
         self._ended = False
 
     def tokens(self, number: int) -> None:
-        """`number` new tokens arrived."""
+        """Note that `number` new tokens arrived."""
         if number == 0:
             return
         now, first = self._clock.wall(), self._num_generated == 0
@@ -192,7 +192,7 @@ class RequestTracker:
         self._last = now
 
     def finished(self, reason: str, timeline: Timeline | None) -> None:
-        """The sequence ended; only the first call counts."""
+        """Note that the sequence ended; only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -213,7 +213,7 @@ class TokenTally(Collector):
         self._counts = [0] * (len(INTER_TOKEN_BUCKETS) + 1)
 
     def observe(self, latency_s: float) -> None:
-        """New tokens arrived `latency_s` after those before."""
+        """Note that new tokens arrived `latency_s` after those before."""
         self._counts[bisect_left(INTER_TOKEN_BUCKETS, latency_s)] += 1
         self._seconds += latency_s
 

@@ -88,7 +88,7 @@ class Router:
     membership: Membership
     registrations: Registrations
     guard: Guard
-    """For the servers of this router. Tenants' keys are API keys."""
+    """Guards the servers of this router. Tenants' keys are API keys."""
     state: SharedState
 
     async def show_health(self, request: HttpRequest, response: Response) -> None:
@@ -239,8 +239,8 @@ class Router:
         return Routes(self.table(), fallback=self.fallback())
 
     async def leave(self) -> None:
-        """At a clean end of the last router of its port, while it is still `running`: have instances free what they
-        keep for conversations. May take as long as they do."""
+        """Have instances free what they keep for conversations, at a clean end of the last router of its port, while it
+        is still `running`. May take as long as they do."""
         if self.services.next_turns is not None and not self.state.others():
             await self.services.next_turns.release_all()
 

@@ -16,7 +16,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     path: str
     headers: RawHeaders
     first: dict[bytes, bytes]
-    """Of each header, the first value."""
+    """The first value of each header."""
     body: bytes
     request_id: bytes
     arrived: float

@@ -81,7 +81,7 @@ class LegHeaders:
 
 @lru_cache(64)
 def _own_lines(*own: tuple[bytes, bytes]) -> bytes:
-    """Of most legs the same few."""
+    """These lines as bytes; cached, as most legs have the same few."""
     return header_lines(list(own))
 
 

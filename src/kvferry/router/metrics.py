@@ -69,7 +69,7 @@ class Metrics:
         )
 
     def request_done(self, path: str, status: int, seconds: float) -> None:
-        """A client has its answer, or has disconnected."""
+        """Count a client that has its answer, or has disconnected."""
         label = path if path in _LABELLED_PATHS else "other"
         self._requests.counts[label, status] += 1
         self._seconds.add(((label, seconds),))
@@ -79,11 +79,11 @@ class Metrics:
         self._hand_offs.counts[kind, reason] += 1
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
-        """A leg ended without a usable answer."""
+        """Count a leg that ended without a usable answer."""
         self._errors.counts[instance.role, instance.name, reason] += 1
 
     def retried(self, role: str) -> None:
-        """A leg is tried again on another instance."""
+        """Count a leg that is tried again on another instance."""
         self._retries.counts[role,] += 1
 
     def continued(self, outcome: str) -> None:
@@ -95,15 +95,15 @@ class Metrics:
         self._releases.counts[outcome,] += 1
 
     def phases(self, phases: Iterable[tuple[str, float]]) -> None:
-        """A request is over; the duration of each phase, in seconds."""
+        """Note the duration of each phase of a request that is over, in seconds."""
         self._phases.add(phases)
 
     def events_heard(self, instance: Instance, num_events: int) -> None:
-        """An instance published KV events."""
+        """Count KV events that an instance published."""
         self._events.counts[instance.role, instance.name] += num_events
 
     def events_missed(self, instance: Instance, num_messages: int) -> None:
-        """Some of its KV events are lost."""
+        """Count KV events of an instance that are lost."""
         self._events_missed.counts[instance.role, instance.name] += num_messages
 
     def expose(
@@ -164,13 +164,13 @@ class Metrics:
 
 
 class _Families(Collector):
-    """For `generate_latest`."""
+    """Metric families, as `generate_latest` takes them."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
     def collect(self) -> list[Metric]:
-        """As they are."""
+        """The families as they are."""
         return self._families
 
 
@@ -187,10 +187,10 @@ class _Counts(Collector):
     def __init__(self, name: str, about: str, *labels: str) -> None:
         self._family = name, about, labels
         self.counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
-        """By the values of the labels."""
+        """Counts by the values of the labels."""
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The counter in Prometheus' form."""
         name, about, labels = self._family
         family = CounterMetricFamily(name, about, labels=labels)
         for values, count in self.counts.items():
@@ -209,7 +209,7 @@ class _Seconds(Collector):
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, observed: Iterable[tuple[str, float]]) -> None:
-        """By label, how long something took; less than nothing counts as nothing."""
+        """Note how long something took, by label; less than nothing counts as nothing."""
         self._noted.extend(observed)
         if len(self._noted) >= _COUNTED_AT_ONCE:
             self._count()
@@ -230,7 +230,7 @@ class _Seconds(Collector):
             self._sums[label] += sum(found[bisect_left(found, 0.0) :])
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """The histogram in Prometheus' form."""
         self._count()
         name, about, labels = self._family
         family = HistogramMetricFamily(name, about, labels=labels)

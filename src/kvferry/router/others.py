@@ -66,8 +66,8 @@ class Others:
         )
 
     def own_routes(self) -> Routes:
-        """For the other routers, and for who looks after this process: about this router alone, and what the fleet's
-        controller declares."""
+        """The routes for the other routers, and for who looks after this process: about this router alone, and what the
+        fleet's controller declares."""
         table = self._router.table()
         reads = [replace(one, handler=self._for_others(one), access="open") for one in table if one.method == "GET"]
         return Routes([*reads, *(one for one in table if one.method == "PUT")])

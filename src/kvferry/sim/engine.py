@@ -54,9 +54,9 @@ from kvferry.transport.memory import BlockGeometry, Region
 
 MODEL = "simulated"
 _FEW_STEPS = 3
-"""Fewer are not worth making together."""
+"""Fewest steps that are worth making together."""
 _LOOKS_EVERY_S = 0.25
-"""With tokens that leave some at a time: how often an engine looks whether something that waits is overdue. A real one
+"""How often an engine looks whether something that waits is overdue, with tokens that leave some at a time. A real one
 looks every 5 ms; whatever else happens wakes it."""
 Role = Literal["prefill", "decode", "both"]
 KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
@@ -198,7 +198,7 @@ class SimExecutor(Executor):
         return next((one for one in sides if isinstance(one, P2pWorkerSide)), None)
 
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """A step that takes no time."""
+        """Do a step that takes no time."""
         self._begin(chunks, plans)
         for layer in range(self.spec.num_layers):
             self._save_layer(layer)
@@ -249,7 +249,7 @@ class SimExecutor(Executor):
         return StepResult(sampled, self.side.poll() if is_last else [])
 
     def decode_at_once(self, engine: EngineCore, seconds: list[float]) -> list[list[EngineOutput]] | None:
-        """As many steps as there are times, if nothing but decoding can happen in them: see `sim.stretch`."""
+        """Do as many steps as there are times, if nothing but decoding can happen in them: see `sim.stretch`."""
         made = decode_at_once(
             engine, len(seconds), lambda seed, place: counted_token(seed, place, self.spec.vocab_size)
         )
@@ -501,7 +501,7 @@ class SimInstance:
         self.process.crash()
 
     def start_again(self) -> None:
-        """A new process, after the last one has ended."""
+        """Start a new process, after the last one has ended."""
         self._number += 1
         self.engine = self.executor = self.front = self.server = None
         self.host.is_up = True

@@ -65,17 +65,17 @@ class SimBackend(FleetBackend):
         self._world = world
 
     def use(self, fleet: WantedFleet) -> None:
-        """All fleets can be run."""
+        """Does nothing: all fleets can be run."""
 
     async def open(self) -> None:
-        """The world has what an earlier controller left."""
+        """Does nothing: the world has what an earlier controller left."""
 
     def members(self) -> Sequence[Member]:
         """The members, and the state each is in now."""
         return [one.member() for one in self._world.started.values()]
 
     async def start(self, member: MemberSpec) -> None:
-        """A new process, on the machine that has the member's name."""
+        """Start a new process, on the machine that has the member's name."""
         self._world.start_member(member)
         self.changed.set()
 
@@ -103,7 +103,7 @@ class SimBackend(FleetBackend):
             self.changed.set()
 
     async def close(self) -> None:
-        """Members outlive it."""
+        """Does nothing: members outlive it."""
 
 
 class FleetWorld(World):
@@ -135,7 +135,7 @@ class FleetWorld(World):
     # The controller.
 
     def start_controller(self) -> None:
-        """A new one. The last one has ended, or it waits until it has."""
+        """Start a new controller. The last one has ended, or it waits until it has."""
         self._num_controllers += 1
         host = self.network.host(f"controller{self._num_controllers}")
         self.controller_process = process = host.process(host.address)
@@ -161,18 +161,18 @@ class FleetWorld(World):
         return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
 
     def want(self, fleet: WantedFleet) -> None:
-        """Somebody applies another spec."""
+        """Apply another spec."""
         self.ledger.want(fleet)
         self.simulation.note("another fleet is wanted")
 
     # Its members.
 
     def hosts(self) -> list[SimHost]:
-        """The controller's too."""
+        """The hosts of all members, and the controller's."""
         return [*super().hosts(), self.controller_process.host]
 
     def open_routers(self) -> list[SimRouter]:
-        """Those that are ready, as a load balancer in front of them asks for, and are not to end; else any that was."""
+        """Routers that are ready, as a load balancer in front of them asks, and are not to end; else any that was."""
         ready = [
             one.what
             for one in self.started.values()

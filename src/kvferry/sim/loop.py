@@ -53,7 +53,7 @@ class EventLog:
         self.last: deque[str] = deque(maxlen=None if keep else _LAST_EVENTS)
 
     def note(self, now: float, what: str) -> None:
-        """Something has happened."""
+        """Note something that has happened."""
         self.num_events += 1
         self.last.append(f"{now!r} {what}")
         if self.num_events % _LINES_AT_ONCE == 0:
@@ -88,7 +88,7 @@ class SimProcess:
         simulation.processes.append(self)
 
     def keep_task(self, task: SimTask) -> None:
-        """For `SimLoop.create_task`: a task is kept until it is done, and then until many are."""
+        """Keep a task for `SimLoop.create_task` until it is done, and then until many are."""
         self._tasks[task] = None
         if len(self._tasks) > self._num_tasks_kept:
             self._num_tasks_kept = _FEW_TASKS + 2 * len(self.tasks())
@@ -101,7 +101,7 @@ class SimProcess:
         return living
 
     def end_tasks(self) -> None:
-        """For `Simulation`, at its end."""
+        """End all tasks, for `Simulation` at its end."""
         for task in reversed(self.tasks()):
             _close(task)
         self._tasks.clear()
@@ -144,8 +144,8 @@ class Simulation:
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
         self.token_times: dict[str, deque[tuple[float, list[float]]]] = {}
-        """By the id of an answer whose client measures it: when each batch of its tokens has left the engine, and when
-        each token was computed."""
+        """When each batch of an answer's tokens has left the engine, and when each token was computed, by the id of an
+        answer whose client measures it."""
         self.after_callbacks: Callable[[], None] | None = None
         """Called each time that the time is about to move: for checks that are cheap."""
 
@@ -161,19 +161,19 @@ class Simulation:
         return EPOCH_S + self.now + (loop.process.host.clock_s if isinstance(loop, SimLoop) else 0.0)
 
     def note(self, what: str) -> None:
-        """Something has happened: see `EventLog`."""
+        """Note something that has happened: see `EventLog`."""
         if self.is_noting:
             self.log.note(self.now, what)
 
     # What is to run.
 
     def add_timer(self, when: float, handle: SimHandle) -> None:
-        """For `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
+        """Add a timer for `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
         self._num_timers += 1
         heappush(self._timers, (when, self.random.random(), self._num_timers, handle))
 
     def timer_cancelled(self) -> None:
-        """For `SimHandle`. When most timers are cancelled, these are dropped: some are far in the future."""
+        """Count a cancelled timer. When most timers are cancelled, these are dropped: some are far in the future."""
         self._num_cancelled += 1
         if self._num_cancelled > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers):
             self._timers = [one for one in self._timers if not one[3]._cancelled]
@@ -181,7 +181,7 @@ class Simulation:
             self._num_cancelled = 0
 
     def is_ready(self, loop: SimLoop) -> None:
-        """This loop has something to run, and had nothing before."""
+        """Note that this loop has something to run, and had nothing before."""
         self._ready.append(loop)
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), most_callbacks: int = 2**62) -> bool:
@@ -339,7 +339,7 @@ class SimHandle(asyncio.TimerHandle):
         return f"<SimHandle at {self._when} of {self._callback}>"
 
     def cancel(self) -> None:
-        """As of asyncio's."""
+        """Cancel, as asyncio's handles do."""
         if not self._cancelled:
             self._cancelled = True
             self._callback, self._args = _nothing, ()
@@ -353,7 +353,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def __init__(self, simulation: Simulation, process: SimProcess, name: str) -> None:
         self.simulation, self.process, self.name = simulation, process, name
         self.ready: deque[SimHandle] = deque()
-        """For the simulation, which runs them."""
+        """Callbacks that are ready; the simulation runs them."""
         self.is_listed = self._is_parked = False
         """Whether the simulation has it among the loops that have something to run."""
         self._closed = False
@@ -371,7 +371,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.simulation.is_ready(self)
 
     def park(self) -> None:
-        """The process stands still, or has ended."""
+        """Run nothing, as the process stands still, or has ended."""
         self.is_listed = False
         if not self.process.is_alive:
             self.ready.clear()
@@ -495,7 +495,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # The network: see `sim.network`.
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """Of listening sockets of the simulated network."""
+        """Watch a listening socket of the simulated network."""
         fd.watched_by(self, callback, args)
 
     def remove_reader(self, fd: Any) -> bool:

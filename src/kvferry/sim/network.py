@@ -28,13 +28,13 @@ WINDOW_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
 BACKLOG = 2048
 CONNECT_S = 127.0
-"""After this time Linux gives up a connection to which nobody answers."""
+"""Seconds after which Linux gives up a connection to which nobody answers."""
 _FIRST_PORT = 32768
 _Mark = Literal["end", "reset"]
 _END: Final = "end"
 _RESET: Final = "reset"
 _NO_CONTEXT = Context()
-"""In which what comes from outside happens."""
+"""The context in which what comes from outside happens."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ListeningSocket:
             loop.call_soon(callback, *args)
 
     def reached_by(self, accepted: AcceptedSocket) -> bool:
-        """A connection has come; False if too many wait."""
+        """Note that a connection has come; False if too many wait."""
         if len(self._waiting) >= BACKLOG:
             return False
         self._waiting.append(accepted)
@@ -214,7 +214,7 @@ class SimTransport(asyncio.Transport):
         process.on_end[self] = self._process_ends
 
     def begin(self, loop: SimLoop, protocol: asyncio.Protocol) -> None:
-        """The protocol is called from now on."""
+        """Call the protocol from now on."""
         self._loop, self._protocol, self._reads = loop, protocol, True
         self._call(protocol.connection_made, self)
         if self._unread:
@@ -302,12 +302,12 @@ class SimTransport(asyncio.Transport):
             self.peer.expect(_END)
 
     def _close(self) -> None:
-        """All is sent: end the connection."""
+        """End the connection, as all is sent."""
         self._has_sent_end = True
         self._finish(None, tell="reset" if self._unread and self._unread[0] not in (_END, _RESET) else "end")
 
     def acknowledge(self, num_bytes: int) -> None:
-        """The other end has read so much."""
+        """Note that the other end has read so much."""
         self._num_under_way -= num_bytes
         if self._unsent.num_bytes and not self.is_over:
             self._on_loop(self._send)
@@ -315,7 +315,7 @@ class SimTransport(asyncio.Transport):
     # Arriving.
 
     def expect(self, what: bytes | _Mark) -> None:
-        """The other end has sent something: it arrives later."""
+        """Note that the other end has sent something: it arrives later."""
         network = self._network
         num_bytes = 0 if what is _END or what is _RESET else len(what)
         arrival = network.arrival(self.peer.process.host, self.process.host, num_bytes)
@@ -400,7 +400,7 @@ class SimTransport(asyncio.Transport):
             self.break_off(tell=None)
 
     def reset(self) -> None:
-        """Somebody on the way breaks the connection: both ends hear of it."""
+        """Break the connection, as somebody on the way: both ends hear of it."""
         for one in (self, self.peer):
             one.expect(_RESET)
 
@@ -536,7 +536,7 @@ class Network:
         self._cut |= {(one.address, other.address), (other.address, one.address)}
 
     def heal(self, one: SimHost, other: SimHost) -> None:
-        """What was sent meanwhile arrives now."""
+        """Let what was sent meanwhile arrive now."""
         self.simulation.note(f"{one.address} and {other.address} see each other again")
         self._cut -= {(one.address, other.address), (other.address, one.address)}
         held, self._held = self._held, {}

@@ -139,7 +139,7 @@ def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets)
 
 
 def candidates(number: int, needs: Estimate, max_model_len: int) -> list[Candidate]:
-    """Those of so many instances that may keep up: all chunk sizes of plain ones, and the most balanced splits."""
+    """Candidates of `number` instances that may keep up: all chunk sizes if plain, else the most balanced splits."""
     chunks = sorted({min(one, max(MOST_SEQUENCES, max_model_len)) for one in PLAIN_CHUNKS})
     plain = [Candidate(both=number, chunk=chunk) for chunk in chunks]
     splits = [Candidate(count, number - count) for count in range(1, number)]
@@ -337,7 +337,7 @@ def _busiest(figures: ReplayFigures) -> str:
 
 
 def busiest(arrivals: Sequence[Arrival], most: int) -> tuple[float, float]:
-    """From when and for how long the busiest `most` requests in a row arrive, in seconds; all of a shorter trace."""
+    """When the busiest `most` requests in a row begin, and how long they arrive, in seconds; all of a shorter trace."""
     if len(arrivals) <= most:
         return 0.0, arrivals[-1].at_s + 1e-6
     first = min(range(len(arrivals) - most), key=lambda place: arrivals[place + most].at_s - arrivals[place].at_s)

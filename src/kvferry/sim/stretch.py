@@ -77,7 +77,7 @@ class Batches:
         self._times: dict[str, list[float]] = {}
 
     def pass_on(self, outputs: Sequence[EngineOutput], computed_at: float) -> list[EngineOutput]:
-        """Those that leave now, of one step."""
+        """The outputs of one step that leave now."""
         leaving = []
         for output in outputs:
             name = output.request_id

@@ -64,17 +64,17 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a step takes, in seconds: a sum over what it computes."""
 
     base_s: Seconds = 0.004
-    """Of every step."""
+    """Seconds of every step."""
     prefill_token_s: Seconds = 40e-6
-    """For each token that is prefilled."""
+    """Seconds for each token that is prefilled."""
     prefill_pair_s: Seconds = 0.0
-    """For each token that is prefilled, and each token that it attends to."""
+    """Seconds for each token that is prefilled, and each token that it attends to."""
     decode_sequence_s: Seconds = 100e-6
-    """For each sequence that decodes."""
+    """Seconds for each sequence that decodes."""
     context_token_s: Seconds = 20e-9
-    """For each token whose KV is read."""
+    """Seconds for each token whose KV is read."""
     request_s: Seconds = 0.0
-    """For each sequence that begins: reading its request and ending its answer."""
+    """Seconds for each sequence that begins: reading its request and ending its answer."""
 
     def seconds(self, work: StepWork) -> float:
         """How long a step with this work takes."""
@@ -92,11 +92,11 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long bytes take between two processes."""
 
     latency_s: Seconds = 50e-6
-    """From one process until another has read a short message, one way."""
+    """Seconds until another process has read a short message, one way."""
     bandwidth: Bandwidth = 10e9
     """Bytes of KV per second."""
     read_s: Seconds = 0.0
-    """Of each read of KV, besides its bytes."""
+    """Seconds of each read of KV, besides its bytes."""
     samples: list[tuple[float, float]] = []
     """Bytes and seconds of the hand-offs that were measured."""
 
@@ -122,7 +122,7 @@ class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_layers: Positive
     token_bytes: Positive
-    """Of the KV of one token in all layers."""
+    """Bytes of the KV of one token in all layers."""
     num_tokens: Positive
     block_size: Positive = 32
 
@@ -149,7 +149,7 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: TransferTimes = TransferTimes()
     store: StoreTimes = StoreTimes()
     start_s: Seconds = 5.0
-    """From the start of an instance until it answers."""
+    """Seconds from the start of an instance until it answers."""
     max_model_len: Positive = 131072
     tensor_parallel_size: Positive = 1
     settings: dict[str, str] = {}

@@ -59,7 +59,7 @@ def read_traffic(path: Path) -> list[Arrival]:
 
 
 def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float | None = None) -> list[Arrival]:
-    """Those that arrive within `[first_s, last_s)`, with times since then. Raises `ConfigError` if there are none."""
+    """Requests that arrive in `[first_s, last_s)`, at times since `first_s`. Raises `ConfigError` if there are none."""
     end_s = float("inf") if last_s is None else last_s
     found = [replace(one, at_s=one.at_s - first_s) for one in arrivals if first_s <= one.at_s < end_s]
     if not found:

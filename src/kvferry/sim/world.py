@@ -38,7 +38,7 @@ TOKEN = "a secret of the simulated deployment"
 PORT = 8000
 _JSON = [(b"content-type", b"application/json")]
 _ENDS_S = 90.0
-"""Everything has ended so long after it was asked to."""
+"""Seconds after which everything that was asked to end has ended."""
 _COLLECT_EVERY = 200_000
 """Callbacks between two collections of garbage, so that these come at the same places in each run."""
 
@@ -108,7 +108,7 @@ class World:
         self.routers: list[SimRouter] = []
         self.results: list[RequestResult] = []
         self.gaps_s = array("f")
-        """Between two tokens of an answer."""
+        """Seconds between two tokens of an answer."""
         self.logged: list[str] = []
         """Errors that kvferry's code has logged."""
         self._to_come: Iterator[RequestSpec] = iter(())
@@ -267,11 +267,11 @@ class World:
         self.simulation.note(f"request {result.number} {result.outcome} {result.status} {result.num_tokens}")
 
     def hosts(self) -> list[SimHost]:
-        """Those of routers and instances, but not the clients'."""
+        """The hosts of routers and instances, but not the clients'."""
         return [*(one.host for one in self.routers), *(one.host for one in self.instances)]
 
     def open_routers(self) -> list[SimRouter]:
-        """Those to which clients turn; at least one."""
+        """The routers to which clients turn; at least one."""
         return self.routers
 
     async def _ask(self, result: RequestResult, begun: float, router: SimRouter) -> None:
@@ -351,7 +351,7 @@ class _Reader:
         self.is_done = False
 
     def feed(self, piece: bytes) -> None:
-        """More of the stream."""
+        """Read more of the stream."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
             self._take(event.removeprefix(b"data: "))

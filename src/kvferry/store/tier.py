@@ -229,8 +229,8 @@ class Tier:
         *,
         busy: bool = False,
     ) -> Result:
-        """At the deadline, or when the breaker opens meanwhile, the call is cancelled; this returns only when it has
-        really ended, since a thread may still be using the caller's memory."""
+        """Call the store. At the deadline, or when the breaker opens meanwhile, the call is cancelled; this returns
+        only when it has really ended, since a thread may still be using the caller's memory."""
         if self.breaker.is_open:
             return otherwise
         self._moving_bytes += num_bytes
@@ -274,12 +274,12 @@ class Tier:
                     call.reschedule(0)
 
     def is_late(self, limit_s: float) -> None:
-        """A call has no answer by its deadline."""
+        """Note that a call has no answer by its deadline."""
         self.num_late += 1
         self.failed(f"did not answer within {limit_s:.3g} s")
 
     async def _probe(self) -> None:
-        """For the breaker: ask again for what was asked last. Raises `StoreError` if the answer is late."""
+        """Ask again for what was asked last, for the breaker. Raises `StoreError` if the answer is late."""
         await self.open()
         begun, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await self._call(partial(self.store.match, [NO_BLOCK]))
@@ -320,5 +320,5 @@ class _LateTimer:
             self._tier.is_late(self._limit_s)
 
     def cancel(self) -> None:
-        """The call has ended."""
+        """Note that the call has ended."""
         self._timer.cancel()

@@ -80,11 +80,11 @@ class Programs:
 
     @property
     def num_routers(self) -> int:
-        """None."""
+        """No routers."""
         return 0
 
     def on_node(self, host: str) -> Programs:
-        """They are the same everywhere."""
+        """These programs, which are the same everywhere."""
         return self
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
@@ -93,7 +93,7 @@ class Programs:
         return ProcessSpec(name, (sys.executable, "-c", PROGRAM, what, name, str(self.ends)))
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
-        """As an instance."""
+        """The program of a router, made as an instance's."""
         return self.instance(name, "router", 0, ())
 
 
@@ -104,7 +104,7 @@ class UnheardWatcher:
         """A line of a log."""
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """Something of a start is done."""
+        """Called when a part of a start is done."""
 
     def ready(self, name: str, url: str) -> None:
         """A member serves."""

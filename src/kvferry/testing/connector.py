@@ -178,7 +178,7 @@ def one_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
 
 
 class ConnectorContract:
-    """For any connector. Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
+    """The suite for any connector. Set `connector` in a subclass; `extra` gives its `kv_connector_extra_config`."""
 
     connector: ClassVar[str]
     roles: ClassVar[Sequence[str]] = P_AND_D
@@ -241,8 +241,8 @@ class ConnectorContract:
 
 
 class CacheContract(ConnectorContract):
-    """For connectors that keep blocks for reuse without loss. The engine's own prefix cache is off, so that what need
-    not be computed again has come through the connector."""
+    """The suite for connectors that keep blocks for reuse without loss. The engine's own prefix cache is off, so that
+    what need not be computed again has come through the connector."""
 
     roles: ClassVar[Sequence[str]] = ("kv_both",)
 
@@ -263,13 +263,13 @@ class CacheContract(ConnectorContract):
         raise AssertionError("the KV of a prompt never came back")
 
     def test_a_prompt_comes_back(self, pair: EnginePair) -> None:
-        """Its full blocks, of which the last token is computed again."""
+        """Its full blocks come back, of which the last token is computed again."""
         assert self._answers(pair, "first", PROMPT) == 0
         self._answers_until_kept(pair, PROMPT)
         assert self._answers(pair, "short", PROMPT[: BLOCK_SIZE - 1]) == 0
 
     def test_the_beginning_of_a_prompt_comes_back(self, pair: EnginePair) -> None:
-        """And nothing for another beginning with the same end."""
+        """Nothing comes back for another beginning with the same end."""
         self._answers_until_kept(pair, PROMPT)
         assert self._answers(pair, "longer", [*PROMPT[:24], 3, 1, 4, 1, 5]) == 24
         assert self._answers(pair, "other", [9, *PROMPT[1:]]) == 0
@@ -301,14 +301,14 @@ class CacheContract(ConnectorContract):
 
 
 class HandOffContract(ConnectorContract):
-    """For connectors that hand off from P to D."""
+    """The suite for connectors that hand off from P to D."""
 
     takes_early: ClassVar[bool] = False
     """Set it where KV also comes if D asks for it before P has begun (the concurrent hand-off). The answer is right in
     any case: D computes what does not come."""
 
     def test_the_kv_of_a_hand_off_is_loaded_and_the_answer_is_the_same(self, pair: EnginePair) -> None:
-        """Not computed again on D: most of the prompt came through the connector."""
+        """It is not computed again on D: most of the prompt came through the connector."""
         for number, prompt in enumerate((PROMPT, OTHER_PROMPT, PROMPT[:5], PROMPT)):
             hits = pair.decode.statistics().external.num_external_hits
             end = pair.decoded(f"d{number}", prompt, pair.prefilled(f"t{number}", prompt))
@@ -363,7 +363,7 @@ class HandOffContract(ConnectorContract):
         pair.prefill.release("t")
 
     def test_a_concurrent_hand_off_whose_consumer_leaves(self, pair: EnginePair) -> None:
-        """Before P has begun: P's blocks are free again once the router has released the ticket."""
+        """The consumer leaves before P has begun: P's blocks are free again once the router has released the ticket."""
         pair.ask_early("gone", "t", PROMPT)
         pair.step(pair.decode)
         pair.decode.abort("gone")

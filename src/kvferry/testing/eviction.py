@@ -114,7 +114,7 @@ class EvictionDriver:
         del self.pins[key]
 
     def finish(self, about: tuple[list[Key], int]) -> None:
-        """A request has its answer."""
+        """Note that a request has its answer."""
         self.policy.finish(about[0], about[1], self.now)
 
     def wait(self, seconds: float) -> None:

@@ -80,7 +80,7 @@ class Pair:
         self.reader, self.read_one = (Node(region, options, tls=tls) for region in (self.ours, self.theirs))
 
     def refill(self) -> None:
-        """Other bytes on each side."""
+        """Fill each side with other bytes."""
         self.ours.fill(1)
         self.theirs.fill(2)
 
@@ -91,7 +91,7 @@ class Pair:
         return await ours.connect(theirs.describe(), soon())
 
     def close(self) -> None:
-        """Both, side by side: some fabrics take a second."""
+        """Close both, side by side: some fabrics take a second."""
         with ThreadPoolExecutor() as pool:
             for node in (self.reader, self.read_one):
                 pool.submit(node.close)
@@ -119,7 +119,7 @@ class FabricContract:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_pair(cls) -> Iterator[Pair]:
-        """One for all tests: some fabrics take a second to end."""
+        """One pair for all tests: some fabrics take a second to end."""
         pair = cls.make_pair()
         yield pair
         pair.close()
@@ -132,7 +132,7 @@ class FabricContract:
     @pytest.fixture(scope="class")
     @classmethod
     def shared_big(cls) -> Iterator[Pair]:
-        """Large enough that a read takes many turns of the loop."""
+        """A pair large enough that a read takes many turns of the loop."""
         pair = cls.make_pair(64, make_layout(block_size=2048))
         yield pair
         pair.close()

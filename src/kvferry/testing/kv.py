@@ -18,7 +18,7 @@ from kvferry.transport.shared_memory import SharedSegment
 
 
 def make_layout(num_layers: int = 3, block_size: int = 4, **changes: Any) -> KVLayout:
-    """Small, and its layers differ in size."""
+    """A small layout, whose layers differ in size."""
     layers = tuple(LayerLayout(2, 8, 8 + 4 * (layer % 2)) for layer in range(num_layers))
     fields: dict[str, Any] = {"model_fingerprint": "m", "layers": layers, "dtype": "float32", "block_size": block_size}
     return KVLayout(**(fields | changes))
@@ -58,7 +58,7 @@ class BlockRegion:
 
 
 def table_for(memory: BlockMemory, bounds: EntryBounds | None = None, clock: Clock | None = None) -> EntryTable:
-    """An empty one, for blocks of this memory."""
+    """An empty table, for blocks of this memory."""
     return EntryTable(memory.geometry, clock or SYSTEM_CLOCK, bounds or EntryBounds())
 
 

@@ -60,7 +60,7 @@ class ModelPatchContract:
             apply_patches(self.load(folder, dtype), [self.patch])
 
     def test_it_says_how_many_modules_it_changed(self, checkpoints: dict[str, Path]) -> None:
-        """So that a patch that fits nothing is noticed."""
+        """A patch that fits nothing is noticed by that."""
         for name in self.fits:
             with torch.inference_mode():
                 count = make_patch(self.patch).apply(self.load(checkpoints[name], torch.float32))

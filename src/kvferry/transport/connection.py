@@ -69,8 +69,8 @@ class PlainSocket:
     """
 
     turn_bytes = 4 * 2**20
-    """After this many bytes, other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill
-    the caches."""
+    """Bytes after which other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill the
+    caches."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -89,7 +89,7 @@ class PlainSocket:
         return count, count == len(view)
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
-        """Receive into the vector's memory: as `receive`."""
+        """Receive into the vector's memory, as `receive` does."""
         count, wanted = vector.receive(self._socket)
         return count, count == wanted
 

@@ -189,7 +189,7 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 ANYWHERE = RegionMap([Region(0, HIGHEST_ADDRESS)], "peer's")
-"""For spans that only their owner can translate: an offset is its own address."""
+"""A map for spans that only their owner can translate: an offset is its own address."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class KvferryConnector(KVConnectorBase_V1):
         return SharedAllocation(tensors[0].size)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """vLLM has allocated the KV cache: build the worker side on it."""
+        """Build the worker side on the KV cache, which vLLM has allocated."""
         whole = get_kv_transfer_group() if has_kv_transfer_group() else self
         others = [one for one in getattr(whole, "_connectors", ()) if one is not self]
         hands_off = siblings.hands_off(self, self._settings, others)
@@ -202,7 +202,7 @@ class KvferryConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
-        """The first call for a request."""
+        """Called first for a request."""
         if self._early is not None:
             self._early[request.request_id] = request
         else:
@@ -215,7 +215,7 @@ class KvferryConnector(KVConnectorBase_V1):
         return self._schedules().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has reserved blocks for the request."""
+        """Called when vLLM has reserved blocks for the request."""
         self._schedules().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

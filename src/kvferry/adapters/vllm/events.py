@@ -59,7 +59,7 @@ class VllmBlockEvents:
         self._events: list[KVCacheEvent] = []
 
     def saving(self, view: RequestAdapter, hashes: Sequence[BlockHash]) -> None:
-        """A plan saves these consecutive blocks of a request."""
+        """Note that a plan saves these consecutive blocks of a request."""
         first = view.block_hashes.index(hashes[0])
         for index, name in enumerate(hashes, first):
             if name not in self._blocks:

@@ -49,7 +49,7 @@ class Loads:
         """Loads that have failed, by the name under which their blocks are kept aside."""
 
     def begin(self, step: StepMetadata) -> None:
-        """These loads are part of the step's plan."""
+        """Note the loads that are part of the step's plan."""
         self._running.update((request_id, _Load(block_ids)) for request_id, block_ids in step.loads.items())
         self._of_step.update(step.step_loads)
 
@@ -136,7 +136,7 @@ class Loads:
 
 
 def _whole_or_failed(event: TransferEvent) -> TransferEvent:
-    """With several groups, vLLM does not accept reports about single blocks: a partial load counts as failed."""
+    """Return a partial load as failed: with several groups, vLLM does not accept reports about single blocks."""
     if isinstance(event, Loaded) and event.num_tokens is not None:
         return Failed(event.request_id, TransferError("only the KV of the beginning of the prompt arrived"))
     return event

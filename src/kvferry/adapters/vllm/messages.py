@@ -29,7 +29,7 @@ class StepMetadata(KVConnectorMetadata):
     refused: set[str] = field(default_factory=set)
     """Requests that wait for a load which is not possible."""
     not_held: dict[str, list[int]] = field(default_factory=dict)
-    """For requests whose blocks are held: the groups without held blocks, for which no report will come."""
+    """The groups without held blocks of each request whose blocks are held; no report will come for them."""
     forgotten: set[str] = field(default_factory=set)
     """Requests whose load is over, or which are over themselves: what is released for them next are blocks that they
     held."""
@@ -79,7 +79,7 @@ class WorkerReports(KVConnectorWorkerMetadata):
     ranks: list[RankReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
-        """The reports of both."""
+        """Join the reports of both."""
         if not isinstance(other, WorkerReports):
             raise TypeError(f"reports of kvferry's workers cannot be joined with a {type(other).__name__}")
         return WorkerReports([*self.ranks, *other.ranks])

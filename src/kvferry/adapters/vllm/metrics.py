@@ -21,7 +21,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.observe.figures import split_figure
 
 PREFIX = "vllm:kvferry_"
-"""vLLM removes an engine's metrics by this part of their names."""
+"""The part of their names by which vLLM removes an engine's metrics."""
 
 
 @dataclass

@@ -107,7 +107,7 @@ class _Shown:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Not counted for a section."""
+        """Always 0: not counted for a section."""
         return 0
 
 

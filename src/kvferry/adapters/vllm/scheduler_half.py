@@ -110,7 +110,7 @@ class SchedulerHalf:
     # Requests.
 
     def add(self, request: Any) -> None:
-        """A new request: vLLM's `Request`."""
+        """Add a new request: vLLM's `Request`."""
         layout, hands_off = self._layout, self._settings.options.hand_off
         view = RequestAdapter(request, layout.block_size, layout.model_fingerprint, self._salts, hand_off=hands_off)
         added = self._requests[view.request_id] = _Request(view, self._partition.parts(view))

@@ -59,7 +59,7 @@ def salts(settings: AdapterSettings, lora_config: object) -> Salts:
 
 
 def forget(connector: object, settings: AdapterSettings) -> None:
-    """A connector was closed."""
+    """Note that a connector was closed."""
     engine_id = settings.transfer.engine_id
     for claims in (_hand_offs, _allocations):
         if claims.get(engine_id) is connector:

@@ -197,7 +197,7 @@ class _Report:
         bars.update(self._tasks[document], completed=num_kept)
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """A document is finished: remove its bar."""
+        """Remove the bar of a document that is finished."""
         self.outcomes.append(outcome)
         task = self._tasks.pop(outcome.document, None)
         if task is not None and self._bars is not None:

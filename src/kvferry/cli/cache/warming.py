@@ -281,7 +281,7 @@ class Warming:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of the outcomes for one document at several instances, one that failed, or else the one with the most blocks."""
+    """One document's worst outcome at several instances: one that failed, or else the one with the most blocks."""
     return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
 
 

@@ -186,10 +186,10 @@ class _Beside:
         self._watching.up_beside.set()
 
     def note(self, text: str) -> None:
-        """The other display says the same."""
+        """Ignored: the other display says the same."""
 
     def close(self) -> None:
-        """The other display gives the terminal back."""
+        """Does nothing: the other display restores the terminal."""
 
 
 # What it asks.

@@ -38,11 +38,11 @@ class Stalls:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between each token and the next."""
+        """Seconds between each token and the next."""
         return [later - earlier for earlier, later in zip(self.tokens_s, self.tokens_s[1:], strict=False)]
 
     def longest_gaps_s(self, num_columns: int, column_s: float) -> list[float]:
-        """For each column of a plot, the longest gap that overlaps it; 0 before and after the stream."""
+        """The longest gap that overlaps each column of a plot; 0 before and after the stream."""
         longest = [0.0] * num_columns
         for begin, gap in zip(self.tokens_s, self.gaps_s, strict=False):
             for column in range(int(begin / column_s), min(int((begin + gap) / column_s), num_columns - 1) + 1):

@@ -85,7 +85,7 @@ async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
 
 
 def _begin_anew() -> NoReturn:
-    """Become the program that this process has begun as. What it has asked for, and what hangs, is left behind: a
+    """Replace this process by a new start of its program. What it has asked for, and what hangs, is left behind: a
     connection to a cluster that does not answer can neither be closed in time nor used again."""
     os.execv(PROGRAM[0], [*PROGRAM, *sys.argv[1:]])
 

@@ -113,7 +113,7 @@ class TracePart:
             SECONDS.require("--for-s", self.for_s)
 
     def read(self) -> list[Arrival]:
-        """Its requests. Raises `ConfigError`."""
+        """Read the requests of this part. Raises `ConfigError`."""
         last_s = None if self.for_s is None else self.from_s + self.for_s
         return faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
 

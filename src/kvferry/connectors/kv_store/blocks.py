@@ -24,14 +24,14 @@ class Copying(ABC):
     """Copies of some blocks. Used on the engine's thread."""
 
     def layer(self, layer: int) -> None:
-        """The KV of this layer has been written: it may be copied from now on."""
+        """Note that the KV of this layer has been written: it may be copied from now on."""
 
     @abstractmethod
     def end(self) -> list[LayerViews]:
-        """All layers have been written. Returns the copies of each block, which are the caller's."""
+        """End, as all layers have been written. Returns the copies of each block, which are the caller's."""
 
     def drop(self) -> None:
-        """They are not wanted; nothing is copied any more when this returns."""
+        """Give up the copies, which are not wanted; nothing is copied any more when this returns."""
 
 
 class Landing(ABC):
@@ -41,7 +41,7 @@ class Landing(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """They have arrived: have them in the KV cache when this returns."""
+        """Have the blocks, which have arrived, in the KV cache when this returns."""
 
 
 class BlockBytes(ABC):
@@ -73,7 +73,7 @@ def block_bytes_of(memory: BlockMemory, saves_are_complete: bool) -> BlockBytes:
 
 
 class HostBlocks(BlockBytes):
-    """Of a KV cache in host memory."""
+    """The blocks of a KV cache in host memory."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
@@ -83,7 +83,7 @@ class HostBlocks(BlockBytes):
         return _HostCopying(self._memory, block_ids)
 
     def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
-        """In place: the blocks themselves."""
+        """Where these blocks arrive; in place: the blocks themselves."""
         return _HostLanding(self._memory, layers, block_ids, in_place)
 
 
@@ -117,8 +117,8 @@ def _by_block(memory: BlockMemory, layers: Sequence[int], block_ids: Sequence[in
 
 
 class DeviceBlocks(BlockBytes):
-    """Of a KV cache on a GPU. Saves and loads have a stream each, since two threads use them. `wait`: waits until the
-    model, as far as it is queued, has run; None if layers are only announced when they are written."""
+    """The blocks of a KV cache on a GPU. Saves and loads have a stream each, as two threads use them. `wait`: waits
+    until the model, as far as it is queued, has run; None if layers are only announced when they are written."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class DeviceBlocks(BlockBytes):
         return _DeviceCopying(self._memory, block_ids, self._saves, self._allocate, self._wait)
 
     def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
-        """In pinned host memory, in place or not."""
+        """Where these blocks arrive: in pinned host memory, in place or not."""
         return _DeviceLanding(self._memory, layers, block_ids, self._loads, self._allocate)
 
     def close(self) -> None:

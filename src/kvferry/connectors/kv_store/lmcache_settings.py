@@ -24,20 +24,20 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     """Whether host memory is the first tier."""
 
     max_local_cpu_size: float = msgspec.field(default=5.0, name="lmcache.max_local_cpu_size")
-    """Its size in GiB."""
+    """Size in GiB of the tier in host memory."""
 
     local_disk: str = msgspec.field(default="", name="lmcache.local_disk")
     """A directory that is the next tier, with or without `file://` before it."""
 
     max_local_disk_size: float = msgspec.field(default=0.0, name="lmcache.max_local_disk_size")
-    """Its largest size in GiB; needed with `lmcache.local_disk`."""
+    """Largest size of this directory in GiB; needed with `lmcache.local_disk`."""
 
     remote_url: str = msgspec.field(default="", name="lmcache.remote_url")
     """A server that is the last tier: `lm://host:port` (`lmcache_server`), `redis://`, `rediss://`, `valkey://`,
     `mooncakestore://`."""
 
     chunk_size: int = msgspec.field(default=0, name="lmcache.chunk_size")
-    """Without effect: KV is kept in blocks of the engine's size."""
+    """Has no effect: KV is kept in blocks of the engine's size."""
 
     def way(self) -> str:
         """LMCache's keys name the stores, unless another key does."""

@@ -50,8 +50,8 @@ class LoadChoice:
     # Deciding.
 
     def choose(self, request_id: str, runs: Sequence[Run], num_rest_tokens: int, *, may_compute: bool) -> Hit | Miss:
-        """For blocks that could be loaded, and the prompt's tokens behind them. `may_compute`: whether they need not be
-        loaded. May be asked many times."""
+        """Choose how much to load of these blocks, which `num_rest_tokens` of the prompt follow. `may_compute`: whether
+        they need not be loaded. May be called many times."""
         num_blocks = sum(run.num_blocks for run in runs)
         decision = LoadDecision(Way.LOAD, 0, num_blocks)
         if self._decides and may_compute:
@@ -94,7 +94,7 @@ class LoadChoice:
             self._policy.failed(choice.loads, now - choice.begun_at, now, timed_out=timed_out)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Forget a request that is over."""
         self._choices.pop(request_id, None)
 
     def step_begins(self, step: StepView, *, loads_by_layers: bool = False) -> None:

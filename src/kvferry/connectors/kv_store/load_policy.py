@@ -60,7 +60,7 @@ class Pace:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def measured(self, amount: float, seconds: float, now: float) -> None:
-        """`amount` bytes or tokens took `seconds`."""
+        """Note that `amount` bytes or tokens took `seconds`."""
         if amount <= 0 or seconds < 0:
             return
         self.measured_at = now
@@ -120,8 +120,8 @@ class LoadPolicy:
         self._prefill.measured(num_tokens, seconds, now)
 
     def loaded(self, runs: Sequence[Run], seconds: float, now: float) -> None:
-        """These blocks were loaded in `seconds`. If they came from several tiers, the time is divided among these in
-        proportion to what was expected."""
+        """Note that these blocks were loaded in `seconds`. If they came from several tiers, the time is divided among
+        these in proportion to what was expected."""
         sizes = self._sizes(runs)
         if not all(self._pace(tier).is_known for tier in sizes):
             expected = {tier: float(size) for tier, size in sizes.items()}
@@ -133,8 +133,8 @@ class LoadPolicy:
             self._pace(tier).measured(size, seconds * share, now)
 
     def failed(self, runs: Sequence[Run], seconds: float, now: float, *, timed_out: bool) -> None:
-        """These blocks had not come after `seconds`. This counts as a measurement if they were expected sooner, or if
-        they timed out and nothing is known of their tiers."""
+        """Note that these blocks had not come after `seconds`. This counts as a measurement if they were expected
+        sooner, or if they timed out and nothing is known of their tiers."""
         is_known = all(self._pace(run.tier).is_known for run in runs)
         if (is_known or timed_out) and seconds > self._load_s(runs):
             self.loaded(runs, seconds, now)

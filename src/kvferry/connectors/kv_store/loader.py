@@ -205,7 +205,7 @@ class StoreLoader:
             landing.settle()
 
     def _ended(self, load: _Load) -> None:
-        """The load's blocks are no longer written to."""
+        """Note that the load's blocks are no longer written to."""
         request_id, result = load.load.request_id, load.load.prefill_result
         del self._loads[request_id]
         if load.is_cancelled:

@@ -10,7 +10,7 @@ from kvferry.core.messages.hand_off import PrefillResult
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """These blocks, which follow one another, are full after this step: keep them. `parent`: the block before them."""
+    """Keep these blocks, which follow one another and are full after this step. `parent`: the block before them."""
 
     request_id: str
     hashes: list[BlockHash]

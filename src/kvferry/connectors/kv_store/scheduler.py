@@ -255,7 +255,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return answer.marker.prefill_result if wanted and answer.marker is not None else None
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """The load goes out with the next plan."""
+        """Put the load into the next plan."""
         answer = self._prober.answer(request.request_id)
         assert answer is not None, "a hit without an answer"
         self._prober.forget(request.request_id)

@@ -280,7 +280,7 @@ class Offers:
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:
-        """Nobody will fetch this hand-off. True if it has begun; otherwise the worker sides end it as it begins."""
+        """End a hand-off that nobody will fetch. True if it has begun; else the worker sides end it as it begins."""
         self._work.ends.append(transfer_id)
         return transfer_id in self._by_transfer
 

@@ -132,7 +132,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             self._loop.call(partial(self._arrivals.begin, plan))
 
     def save_layer(self, layer: int) -> None:
-        """This step's blocks of `layer` have their KV, or will have it when the device is done."""
+        """Announce this step's blocks of `layer`, once they have their KV."""
         if self._wait_for_device is None:
             self._announce(layer)
         elif self._saves:

@@ -18,7 +18,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import Count
 
 PROGRESS_HEADER = "X-Kvferry-Progress"
-"""In a request, it asks for marks; in the answer, it announces them."""
+"""The header that asks for marks in a request, and announces them in the answer."""
 
 CONTINUE_KEY = "continue_from"
 """The key of a `Continuation` in `kv_transfer_params`."""

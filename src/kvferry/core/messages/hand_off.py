@@ -109,7 +109,7 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
     remote_ranks: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)] | None = None
     remote_prefixes: Annotated[list[tuple[Count, Digest]], Meta(max_length=MAX_PREFIXES)] | None = None
     remote_stores: Annotated[list[Name], Meta(max_length=MAX_STORES)] | None = None
-    """Of a hand-off through stores, in words of the connector's; None: not known."""
+    """The stores of a hand-off through stores, in the connector's words; None: not known."""
     remote_address_seal: Seal = ""
     remote_seal: Seal = ""
 
@@ -139,7 +139,7 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens, salt)
 
     def common_prefix(self, tokens: Sequence[int], salt: str = "") -> int:
-        """For how many of the first `tokens` the other side has KV, according to the ticket's digests."""
+        """How many of the first `tokens` the other side has KV for, according to the ticket's digests."""
         return common_prefix(self.remote_prefixes or (), tokens, salt)
 
     def to_params(self) -> dict[str, Any]:

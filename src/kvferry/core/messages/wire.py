@@ -142,7 +142,7 @@ class Pipe:
         return self._receive_body(self._receive(HEADER_BYTES))
 
     def receive_with_descriptors(self, most: int) -> tuple[Any, list[int]]:
-        """As `receive`, with the descriptors, at most `most`, that came beside the frame's first bytes
+        """Receive as `receive`, with the descriptors, at most `most`, that came beside the frame's first bytes
         (`socket.send_fds`). They are the caller's to close."""
         try:
             header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, most)

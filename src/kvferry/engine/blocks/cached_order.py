@@ -1,4 +1,4 @@
-"""In which order the prefix cache evicts cached blocks that no request uses.
+"""The order in which the prefix cache evicts cached blocks that no request uses.
 
 Two ways: least recently released first, as vLLM's block pool does, or by an eviction policy of the stores
 (`kvferry.store.eviction`), which is called for every use and may learn from it. Blocks go by their hash here; block ids

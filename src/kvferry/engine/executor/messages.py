@@ -127,11 +127,11 @@ class Reported(wire.Message, frozen=True):
 
 
 class Here(wire.Message, frozen=True):
-    """This process is running."""
+    """Says that this process is running."""
 
 
 class TableRequest(wire.Message, frozen=True):
-    """Something of the store in which ranks find each other: look whether keys are there, set the first one to `value`,
+    """A request to the store in which ranks find each other: look whether keys are there, set the first one to `value`,
     add `number` to it, or delete it."""
 
     what: Literal["look", "set", "add", "delete"]

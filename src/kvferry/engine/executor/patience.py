@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BEHIND_S, LONGEST_BEHIND_S = 5.0, 30.0
-"""So much longer than this rank another one may take to reach the same point of the step, before it is taken to be
+"""How much longer than this rank another one may take to reach the same point of the step, before it is taken to be
 blocked in a collective and not merely slow; and the bound of the whole wait."""
 
 

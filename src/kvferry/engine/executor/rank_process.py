@@ -42,7 +42,7 @@ from kvferry.engine.executor.store import StoreTable
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
-"""So much later than its consequences the cause of a loss may become known."""
+"""How much later than its consequences the cause of a loss may become known."""
 CONSEQUENCE = 2
 """The least weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
@@ -110,10 +110,10 @@ class Process(Protocol):
         """Its exit code, minus the number of the signal that ended it; None while it is not known to have ended."""
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Raises `subprocess.TimeoutExpired`."""
+        """Wait for its end, and return its exit code. Raises `subprocess.TimeoutExpired`."""
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send it SIGKILL."""
 
 
 def start_rank(rank: int, size: int, auth_token: str) -> tuple[Link, Process]:
@@ -189,7 +189,7 @@ class RankProcess:
             self._pipe.send(Ask())
 
     def wake_waiting(self) -> None:
-        """A rank is lost: end a wait in `answer`."""
+        """End a wait in `answer`, since a rank is lost."""
         self._answers.put(None)
 
     # The end.
@@ -285,7 +285,7 @@ class RankWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._has_ended.set()
         self._thread.join(END_S)
 

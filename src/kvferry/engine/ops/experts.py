@@ -71,7 +71,7 @@ class FusedExperts:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward method, and free its own weights."""
+        """Replace the module's forward method, and free its own weights."""
         for name in _PARAMETERS:
             if name in module._parameters:
                 delattr(module, name)

@@ -32,7 +32,7 @@ class FusedGatedMLP:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward method, and free its own weights. No name of the original is left for another
+        """Replace the module's forward method, and free its own weights. No name of the original is left for another
         product than it was."""
         for name in ("gate_proj", "up_proj", "gate_up_proj"):
             if hasattr(module, name):

@@ -51,7 +51,7 @@ class Fused(Protocol):
         """The module's forward method."""
 
     def install(self, module: nn.Module) -> None:
-        """Become the module's forward method, and free what the module no longer needs."""
+        """Replace the module's forward method, and free what the module no longer needs."""
 
 
 SCALES = {"norm": (1e-3,), "mlp": (30.0, 1000.0), "experts": (30.0, 1000.0)}

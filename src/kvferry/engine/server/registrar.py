@@ -283,7 +283,7 @@ class _Router:
         self._wait_s = _FIRST_WAIT_S
 
     def heard(self, answer: Registered, role: Role) -> float:
-        """It answered; returns the seconds until the next report."""
+        """Note the router's answer; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
         if self._trouble is not None:
             logger.info("registered at %s for %s", self.origin, role)
@@ -291,7 +291,7 @@ class _Router:
         return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _LEAST_RENEWAL_S), _MOST_RENEWAL_S)
 
     def failed(self, error: Exception) -> float:
-        """It did not answer, or refused, or could not be asked; returns the seconds until the next report."""
+        """Note that it did not answer, or refused, or could not be asked; returns the seconds until the next report."""
         self.lost, self.address = not isinstance(error, Unavailable), None
         expected = isinstance(error, KvferryError)
         trouble = str(error) if expected else repr(error)
@@ -311,7 +311,7 @@ def _complaint(content: bytes) -> str:
 
 
 _Address = tuple[socket.AddressFamily, Any]
-"""As the socket module has it."""
+"""An address and its family, as the socket module has them."""
 
 
 async def _look_up(peer: Origin) -> _Address:

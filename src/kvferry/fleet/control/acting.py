@@ -69,7 +69,7 @@ class RightToAct:
         return True
 
     def _say_that_it_waits(self, number: int, why: str) -> None:
-        """In place of what was seen when a controller of this machine acted last."""
+        """Write that it waits, in place of what was seen when a controller of this machine acted last."""
         trouble = f"{why}, and what is changed here is not done meanwhile"
         status = FleetStatus(SYSTEM_CLOCK.wall(), os.getpid(), number, "", {}, (), (trouble,))
         with suppress(OSError):

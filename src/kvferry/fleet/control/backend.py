@@ -73,7 +73,7 @@ class Member:
 
 
 class Watcher(Protocol):
-    """Told of what members write and do, while it happens."""
+    """Called with what members write and do, while it happens."""
 
     def line(self, name: str, text: str) -> None:
         """A line of a member's log."""
@@ -98,7 +98,7 @@ class Recipe(Protocol):
 
     @property
     def cores(self) -> Cores:
-        """Those of this machine that the whole fleet has."""
+        """The cores of this machine that the whole fleet has."""
 
     @property
     def addresses(self) -> Sequence[tuple[str, int]]:
@@ -137,10 +137,10 @@ class FleetBackend(ABC):
     """Set whenever `members` would answer something else; who waits for it clears it."""
     _lease: FleetLease | None = None
     _keeping: asyncio.Task[None] | None = None
-    """Renews it."""
+    """The task that renews it."""
 
     def __init__(self, context: BackendContext) -> None:
-        """Takes up nothing yet."""
+        """Does not look for members yet."""
         self.context = context
         self.changed = asyncio.Event()
 
@@ -151,9 +151,9 @@ class FleetBackend(ABC):
 
     @abstractmethod
     def use(self, fleet: WantedFleet) -> None:
-        """This is wanted from now on, and what is started is started for it. Called once before `open`, and for each
-        change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was wanted
-        before holds then."""
+        """Set the fleet that is wanted, for which members are started from now on. Called once before `open`, and for
+        each change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was
+        wanted before holds then."""
 
     @property
     def trouble(self) -> str:
@@ -191,7 +191,7 @@ class FleetBackend(ABC):
 
     @property
     def acts_instead(self) -> str:
-        """Who has it, as far as that is known."""
+        """Who has that right, as far as it is known."""
         return (self._lease and self._lease.holder) or "another controller"
 
     async def give_up(self) -> None:

@@ -9,7 +9,7 @@ from kvferry.fleet.control.facts import Failure, Observed, Phase
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
 
 SETTLED_S = 60.0
-"""Who has served for so long has recovered: failures before that count no longer."""
+"""How long a member must have served to have recovered: failures before that count no longer."""
 
 _MOST_DOUBLINGS = 64
 """A longer wait than any that can be asked for; beyond 1,023 the float overflows."""

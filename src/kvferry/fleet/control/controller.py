@@ -46,7 +46,7 @@ _LEAVE_S = 5.0
 
 @dataclass(frozen=True)
 class EndAsked:
-    """Somebody asked for it, by this signal or by a call: all is to end."""
+    """All is to end: somebody asked for it, by this signal or by a call."""
 
     number: int | None = None
 
@@ -81,13 +81,13 @@ class Steps:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, step: Coroutine[Any, Any, None]) -> None:
-        """Take it beside the others."""
+        """Begin this step beside the others."""
         task = self.group.create_task(step)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def cancel(self) -> None:
-        """Wait for none of them."""
+        """Cancel all steps, and wait for none of them."""
         for task in self._tasks:
             task.cancel()
 

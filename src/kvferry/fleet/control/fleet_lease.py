@@ -33,7 +33,7 @@ class FleetLease(ABC):
         self._clock = clock
         self._until = float("-inf")
         self.holder = ""
-        """Who had it when it was looked at last; empty: nobody."""
+        """Who had the lease when it was looked at last; empty: nobody."""
 
     @property
     def is_held(self) -> bool:
@@ -47,7 +47,7 @@ class FleetLease(ABC):
 
     @abstractmethod
     async def renew(self) -> None:
-        """Once, if this process still has it. Raises as `try_to_take`."""
+        """Renew it once, if this process still has it. Raises as `try_to_take`."""
 
     @abstractmethod
     async def give_up(self) -> None:
@@ -55,7 +55,7 @@ class FleetLease(ABC):
 
     @abstractmethod
     async def remove(self) -> None:
-        """The fleet has ended: leave nothing of it."""
+        """Remove the lease of a fleet that has ended."""
 
     async def keep(self) -> None:
         """Renew it, until somebody else has it or this process has been too late."""

@@ -58,7 +58,7 @@ class Front:
         self._http = HttpClient(who="the fleet's controller")
         self._client = SignedClient(self._http, token or http_secret())
         self._silent = set[str]()
-        """Routers that did not answer last, while others did."""
+        """Routers that did not answer when they were last asked, while others did."""
         self._refused: dict[str, str] = {}
         """What routers answered last instead of what they were asked for; each of it is logged once."""
 
@@ -101,9 +101,9 @@ class Front:
         draining: Iterable[str],
         plan: FleetPlan | None = None,
     ) -> Mapping[str, View] | None:
-        """These are the instances, and what the fleet is to be. `routers`: their URLs; each of them is told, as one
-        that was replaced may share with the others no longer what they know. Returns how they see the instances, by
-        name; None if none answers."""
+        """Tell the routers which instances there are, and what the fleet is to be. `routers`: their URLs; each is told,
+        as one that was replaced may no longer share what the others know. Returns how they see the instances, by name;
+        None if none answers."""
         leaving = set(draining)
         wanted = [
             {

@@ -32,7 +32,7 @@ from kvferry.fleet.scaling.scaler import ScalingMemory
 logger = logging.getLogger(__name__)
 
 _MOST_HISTORY_BYTES = 4 * 2**20
-"""Then the older half of the history is forgotten."""
+"""Most bytes of the history; beyond, its older half is forgotten."""
 _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
 """How long another process may change what is wanted, which takes milliseconds; and how often this is looked at."""
 
@@ -71,7 +71,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
     trouble: tuple[str, ...] = ()
     passing: bool = False
     decided: str = ""
-    """By `[scale]`, in words."""
+    """What `[scale]` has decided, in words."""
     settled: bool = False
 
 
@@ -126,7 +126,7 @@ class Ledger:
         return new
 
     def delete(self) -> None:
-        """The fleet is to end."""
+        """Note that the fleet is to end."""
         with self._changing():
             before = self.wanted()
             self._replace("wanted.json", msgspec.structs.replace(before, deleted=True, number=before.number + 1))
@@ -243,7 +243,7 @@ class Ledger:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Nobody else changes what is wanted meanwhile. Raises `ConfigError` if it cannot be written."""
+        """Keep others from changing what is wanted meanwhile. Raises `ConfigError` if it cannot be written."""
         deadline = SYSTEM_CLOCK.monotonic() + _LOCKED_S
         try:
             while (descriptor := locked(self.folder / "wanted.lock")) is None:

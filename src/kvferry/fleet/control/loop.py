@@ -1,4 +1,4 @@
-"""From what a fleet is to be and what is known of it to the next steps. A function: it starts nothing, waits for
+"""The next steps of a fleet, from what it is to be and what is known of it. A function: it starts nothing, waits for
 nothing and remembers nothing, so the same facts give the same steps, whoever asks.
 
     end what is over   failed, drained, not drained in time, not serving in time
@@ -74,7 +74,7 @@ class _Tick:
         self._held = dict[MemberRole, bool]()
         self.steps: list[Step] = []
         self._items: dict[int, Item] = {}
-        """By identity."""
+        """The items by their identity."""
         self._num, self._num_updated = Counter[str](), Counter[str]()
         """Items of each kind; those of the current revision."""
         self._num_leaving = Counter(
@@ -85,7 +85,7 @@ class _Tick:
                 if one.phase in _LEAVING
             }
         )
-        """They take room until they are gone."""
+        """How many items of each kind are leaving: they take room until they are gone."""
         for item in _items(fleet, [one for one in members if one.phase not in _LEAVING]):
             self._add(item)
 
@@ -255,7 +255,7 @@ class _Tick:
             self.steps.append(Start(self._free(prefix), role, self._revision, why, unit))
 
     def _remove(self, item: Item, why: str, *, failed: bool = False) -> None:
-        """Drain its members; those that do not serve yet are stopped."""
+        """Drain an item's members; those that do not serve yet are stopped."""
         self._drop(item)
         self._num_leaving[item.kind] += not failed and any(one.phase is Phase.READY for one in item.members)
         for one in item.members:

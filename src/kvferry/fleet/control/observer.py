@@ -28,7 +28,7 @@ class Observer:
         operators have added to the routers is not here, although it may be called as a member that is starting."""
         self._since: dict[str, tuple[Phase, float]] = {}
         self.starting: dict[str, Observed] = {}
-        """Those that the backend does not know of yet."""
+        """Members that are being started, and that the backend does not know of yet."""
         self.draining: set[str] = set()
         self.stopping: set[str] = set()
 
@@ -81,13 +81,13 @@ class Observer:
         return min((one for one in told if one), default=0)
 
     def begin(self, member: MemberSpec, now: float) -> None:
-        """A member is being started."""
+        """Note that a member is being started."""
         self.starting[member.name] = Observed(
             member.name, member.role, member.revision, Phase.STARTING, now, member.unit
         )
 
     def changes_role(self, name: str) -> None:
-        """It is ready again once the routers say so."""
+        """Note that its role changes: it is ready again once the routers say so."""
         self._since.pop(name, None)
 
     def observe(self, members: Sequence[Member], now: float) -> list[Observed]:

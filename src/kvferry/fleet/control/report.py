@@ -107,7 +107,7 @@ def is_hopeless(status: FleetStatus) -> bool:
 
 
 def _role_status(fleet: WantedFleet, sight: Sight) -> dict[str, RoleStatus]:
-    """For each role that is wanted, how many members there are and what keeps others from being started."""
+    """How many members each role that is wanted has, and what keeps others from being started."""
     if fleet.unit is None:
         desired = {role: one.count for role, one in fleet.role.items()}
     else:

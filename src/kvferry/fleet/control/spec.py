@@ -41,7 +41,7 @@ BACKENDS = ExtensionPoint(
 """Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
 SGLANG_BACKENDS = ("mooncake", "nixl")
-"""By what SGLang's servers move KV; the first is the default."""
+"""How SGLang's servers may move KV; the first is the default."""
 
 MOST = 4096
 """Instances of one role, or units."""
@@ -88,7 +88,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def connectors(self) -> tuple[str, ...]:
-        """Those that are used where `kv_transfer_config` is not given."""
+        """The connectors that are used where `kv_transfer_config` is not given."""
         return self.connector or ("P2pConnector",)
 
 
@@ -158,7 +158,7 @@ class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backoff: tuple[Duration, Duration] = ("1s", "60s")
     """Waits before a further start after failures in a row: the first, which doubles each time, and the longest."""
     crash_loop: Positive = 5
-    """After so many failures in a row nothing of that revision and role is started any more, and `status` says why."""
+    """Number of failures in a row after which nothing of that revision and role is started, and `status` says why."""
     hang: Duration = "60s"
     """How long an instance or a router may leave GET /health unanswered before it is replaced; "0s" waits for ever."""
     start: Duration = "10m"
@@ -193,8 +193,8 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cool_down: Duration = "2m"
     """How long nothing is released after a change."""
     hold: Duration = "15m"
-    """For how long what came decides what is kept: what a burst needed is released when it is older, or few of the
-    requests since."""
+    """How long requests decide what is kept: what a burst needed is released when it is older, or few of the requests
+    since."""
     idle: Duration = "0s"
     """After so long without a request, no instance is kept, of any role; the next request starts them again. Every
     `min` must be 0. "0s": never."""

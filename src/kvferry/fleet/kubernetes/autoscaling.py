@@ -23,7 +23,7 @@ Kind = Literal["hpa", "keda", "none"]
 
 METRIC = "kvferry_fleet_desired_instances"
 METRIC_LABEL = "app_kubernetes_io_instance"
-"""Of the metric, with the fleet's name: Prometheus' form of the label that pods have."""
+"""The label of the metric with the fleet's name: Prometheus' form of the label that pods have."""
 _POLL_S = 10
 _TOLERATED = 10
 """An autoscaler of Kubernetes takes no notice of a tenth more or less, which is an instance from so many on."""
@@ -115,7 +115,7 @@ def autoscaler(
 
 
 def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any, Any], behavior: Object) -> Object:
-    """With a mean of one for each pod, as many pods are wanted as the metric says."""
+    """An autoscaler's spec: with a mean of one for each pod, as many pods are wanted as the metric says."""
     selector = {"matchLabels": {METRIC_LABEL: fleet.name, "role": role}}
     external = {
         "metric": {"name": METRIC, "selector": selector},
@@ -131,7 +131,7 @@ def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any
 
 
 def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
-    """Where nothing is known of the number, nothing is scaled."""
+    """KEDA's trigger. Where nothing is known of the number, nothing is scaled."""
     if told.prometheus:
         return {
             "type": "prometheus",
@@ -150,7 +150,7 @@ def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autosca
 
 
 def _of_prometheus(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
-    """KEDA would take a metric that is not there for 0."""
+    """What KEDA asks Prometheus. It would take a metric that is not there for 0."""
     namespace = values.quoted_namespace(kubernetes_of(fleet).namespace)
     labels = f'namespace={namespace},{METRIC_LABEL}="{fleet.name}",role="{role}"'
     return {

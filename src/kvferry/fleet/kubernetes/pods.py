@@ -21,7 +21,7 @@ SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
 _MARGIN_S = 30
 """How much longer than its drain a pod may take to end before it is killed."""
 _GRACE_S = 15
-"""For what a drain has left over, or what comes after it."""
+"""Seconds for requests that a drain has left over, or that come after it."""
 _USER = 1000
 _LOOKED_AFTER_S = 60
 """A controller says about once a second, in a file, that it looks after its fleet; after so long, it hangs."""
@@ -68,7 +68,7 @@ class InstancePod:
 FIRST = "0"
 ALONE = InstancePod(FIRST, "")
 LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
-"""Of a LeaderWorkerSet, whose controller sets these variables."""
+"""The pods of a LeaderWorkerSet, whose controller sets these variables."""
 
 
 class Pods:
@@ -183,7 +183,7 @@ class Pods:
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 
     def _instance_probes(self) -> Object:
-        """It has loaded its model; it serves now; its process still answers."""
+        """Probes: it has loaded its model; it serves now; its process still answers."""
         start_s = int(seconds(self._fleet.failure.start))
         return {
             "startupProbe": _http("/health", period_s=5, failures=max(1, start_s // 5)),
@@ -192,8 +192,8 @@ class Pods:
         }
 
     def _drains(self, routers: Sequence[str]) -> Object:
-        """Before it is told to end, its routers send it no more requests, and wait until no ticket of it is
-        outstanding."""
+        """A hook that drains an instance before it is told to end: its routers send it no more requests, and wait until
+        no ticket of it is outstanding."""
         drains = " ".join(
             f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
             for one in routers
@@ -265,7 +265,7 @@ class Pods:
         return {"metadata": {"labels": labels_of(self._fleet, role, unit)}, "spec": spec}
 
     def _placed(self, template: Object, unit: int | None) -> Object:
-        """The members of one unit together, or apart, as it says."""
+        """The template, with the members of one unit placed together or apart, as its `place` says."""
         if unit is None or self._fleet.unit is None:
             return template
         term: Object = {"labelSelector": {"matchLabels": labels_of(self._fleet, unit=unit)}}

@@ -137,7 +137,7 @@ class _Rendering:
             yield self._service(ranks_service(self._fleet), labels_of(self._fleet), headless=True)
 
     def _scaled(self, part: _Part) -> Iterator[Object]:
-        """Who says how many instances are needed, and what has Kubernetes start them."""
+        """The objects that say how many instances are needed, and those that have Kubernetes start them."""
         spec = {SPEC_FILE: spec_text(bounded(self._fleet), self._values)}
         yield self._object("v1", "ConfigMap", f"{part.name}-controller", more={"data": spec})
         deployment = {
@@ -254,9 +254,9 @@ class _Rendering:
         return self._object(_SCHEDULING, "PodGroup", part.name, policy)
 
     def _service(self, name: str, selector: dict[str, str], *, headless: bool) -> Object:
-        """For clients: the routers that are ready. Headless, for instances: each router by name, ready or not, since
-        one is ready only when instances have registered; or each first pod of several, which is ready when the others
-        have joined it."""
+        """A Service. For clients: the routers that are ready. Headless, for instances: each router by name, ready or
+        not, since one is ready only when instances have registered; or each first pod of several, which is ready when
+        the others have joined it."""
         spec: Object = {
             "selector": selector,
             "ports": [{"name": "http", "port": HTTP_PORT, "targetPort": "http"}],
@@ -266,8 +266,8 @@ class _Rendering:
         return self._object("v1", "Service", name, spec)
 
     def disruption_budgets(self, counts: Mapping[str, int] | None) -> Iterator[Object]:
-        """Of each role, one pod at a time is moved off its node. Kubernetes knows only of Deployments and their like
-        how many there are to be; for plain pods, it is told."""
+        """Budgets that let one pod of each role at a time be moved off its node. Kubernetes knows only of Deployments
+        and their like how many there are to be; for plain pods, it is told."""
         fleet = self._fleet
         for role in member_roles(fleet):
             bound = {"maxUnavailable": 1} if counts is None else {"minAvailable": max(0, counts.get(role, 0) - 1)}

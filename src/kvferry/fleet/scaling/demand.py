@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _TREND_S = 180.0
-"""In which a trend is looked for; at least half of it must be known."""
+"""Seconds in which a trend is looked for; at least half of them must be known."""
 _SURE = 3.0
 """Standard errors of a slope beyond which it is one."""
 _MOST_GROWTH = 2.0
@@ -34,8 +34,8 @@ class Demand:
         return sum(counts) / (len(counts) * self.bin_s) if counts else 0.0
 
     def growth(self, recent_s: float, within_s: float) -> float:
-        """By how much the rate in so many seconds will be higher than in the last `recent_s`, 1 or more: where a
-        straight line through the last bins rises by more than what they are beside it would explain."""
+        """The factor, 1 or more, from the rate of the last `recent_s` to that in `within_s` from now: more than 1 where
+        a straight line through the last bins rises by more than their distances from it would explain."""
         counts = np.asarray(self._last(_TREND_S))
         number = len(counts)
         recent = self.mean(recent_s)

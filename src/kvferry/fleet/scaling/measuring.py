@@ -1,4 +1,4 @@
-"""From what routers report to what a scaler decides by. Owns what is known of the requests so far."""
+"""Makes what a scaler decides by of what routers report. Owns what is known of the requests so far."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _SHORTEST_STEP_S = 1e-4
 _UNQUEUED = 0.1
 """The share of requests that waited for no prefill instance: what else their first token took is not waiting."""
 _UNSEEN_GROWTH = 0.01
-"""By how much of itself a step is taken to grow with each sequence, where only one number of them was seen."""
+"""Share of itself by which a step is taken to grow with each sequence, where only one number of them was seen."""
 
 _Key = tuple[str, float, int]
-"""Of a request: router, arrival and length."""
+"""The key of a request: its router, arrival and length."""
 
 
 class Measuring:
-    """Of one fleet. Wall-clock seconds."""
+    """What is known of one fleet's requests. Times are in wall-clock seconds."""
 
     def __init__(self, bin_s: float, now: float) -> None:
         self._bin_s, self._began_at = bin_s, now
         self._num_arrived: dict[str, int] = {}
-        """By router, as it said last."""
+        """How many requests have arrived, by router, as each said last."""
         self._bins = deque[float](maxlen=_MOST_BINS)
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
@@ -135,7 +135,7 @@ def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: flo
 
 
 def workload_of(known: Sequence[RequestObservation], times: PhaseTimes, began: float, now: float) -> Workload:
-    """These requests, as they came between `began` and now."""
+    """The workload of these requests, as they came between `began` and now."""
     found = zip((one.arrived for one in known), lengths(known, times, now), strict=True)
     return Workload.of(((at, prompt, output) for at, (prompt, output) in found), now - began, began)
 
@@ -212,7 +212,7 @@ class _Stalls:
         self._tokens = {name: np.concatenate([[0.0], those[:, 1].cumsum()]) for name, those in self._ended.items()}
 
     def tokens(self, one: RequestObservation) -> float:
-        """Of the prompts that were computed on its instance while this answer ran."""
+        """The tokens of prompts that were computed on its instance while this answer ran."""
         if one.decode not in self._ended or one.first_s is None or one.answer_s is None:
             return 0.0
         begins = one.arrived + one.first_s

@@ -39,7 +39,7 @@ class LatencyTargets:
 
 @dataclass(frozen=True)
 class Topology:
-    """So many instances of each role. Prompts of fewer than `from_tokens` uncached tokens are computed on decode
+    """Numbers of instances of each role. Prompts of fewer than `from_tokens` uncached tokens are computed on decode
     instances; `ALL_WHOLE`: every prompt (aggregated serving)."""
 
     prefill: int
@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def num_instances(self) -> int:
-        """Of both roles."""
+        """The number of instances of both roles."""
         return self.prefill + self.decode
 
 
@@ -87,7 +87,7 @@ class Predictor:
         self._decode: dict[tuple[int, float], PoolPrediction] = {}
 
     def predict(self, topology: Topology) -> Prediction:
-        """For one topology. Without a prefill instance, decode instances compute all prompts."""
+        """Predict what one topology attains. Without a prefill instance, decode instances compute all prompts."""
         if not len(self.workload.arrivals):
             return Prediction(1.0, 1.0, 1.0, 0.0, 0.0)
         from_tokens = topology.from_tokens if topology.prefill else ALL_WHOLE
@@ -96,14 +96,14 @@ class Predictor:
         return Prediction(float((ttft * itl).mean()), float(ttft.mean()), float(itl.mean()), p.load, d.load)
 
     def prefill_pool(self, num: int, from_tokens: float) -> PoolPrediction:
-        """Of so many prefill instances, which compute prompts of `from_tokens` and more."""
+        """Predict what `num` prefill instances attain, which compute prompts of `from_tokens` and more."""
         key = (num, from_tokens)
         if key not in self._prefill:
             self._prefill[key] = self._prefills(num, from_tokens)
         return self._prefill[key]
 
     def decode_pool(self, num: int, from_tokens: float) -> PoolPrediction:
-        """Of so many decode instances, which compute the shorter prompts as well."""
+        """Predict what `num` decode instances attain, which compute the shorter prompts as well."""
         key = (num, from_tokens)
         if key not in self._decode:
             self._decode[key] = self._decodes(num, from_tokens)
@@ -161,7 +161,7 @@ def waits(arrivals: Vector, service_s: Vector, num: int) -> Vector:
 
 
 def answer(begins: Vector, prompts: Vector, outputs: Vector, num: int, times: PhaseTimes) -> tuple[Vector, Vector]:
-    """For each request the seconds until its first token and from there to its last, on `num` decode instances.
+    """The seconds of each request until its first token and from there to its last, on `num` decode instances.
     `begins`: when each comes there; `prompts`: tokens to compute there, 0 if that was done elsewhere."""
     has_prompts = bool(prompts.any())
     pool = [_Decoding(times, 1) for _ in range(num)] if has_prompts else [_Decoding(times, num)]

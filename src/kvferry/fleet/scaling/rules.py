@@ -20,7 +20,7 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """The number of instances of both roles."""
         return self.prefill + self.decode
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Rules:
     least_requests: int = 20
 
     def price(self, counts: Counts) -> float:
-        """In ranks."""
+        """The price of these counts, in ranks."""
         return counts.prefill * self.cost.prefill + counts.decode * self.cost.decode
 
     def allows(self, counts: Counts) -> bool:
@@ -94,7 +94,7 @@ class Rules:
         yield from (one for one in every if self.allows(one))
 
     def largest(self, among: Iterable[Counts]) -> list[Counts]:
-        """Those of which no other has at least as many of both roles."""
+        """The counts that no others match or exceed in both roles."""
         found: list[Counts] = []
         for one in sorted(among, key=lambda one: (one.prefill, one.decode), reverse=True):
             if not found or one.decode > found[-1].decode:

@@ -33,7 +33,7 @@ _DEFLECTED = (0.25, 0.5, 0.75, 0.9)
 _RECENT_S = 60.0
 """The last requests count by themselves, for as long or for a start-up time."""
 _STICKY = 0.002
-"""By how much another threshold must be better to replace the one that is used."""
+"""How much better another threshold must be to replace the one that is used."""
 _NEAREST = 0.005
 """What is not nearer to a goal out of reach by so much is not worth an instance."""
 
@@ -130,7 +130,7 @@ class Outlook:
         self.thresholds = [0.0, *quantiles_of(workloads[0].prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
 
     def at(self, counts: Counts, from_tokens: float) -> Prediction:
-        """With this threshold."""
+        """The prediction for these counts with this threshold."""
         topology = Topology(counts.prefill, counts.decode, from_tokens)
         return min((one.predict(topology) for one in self._predictors), key=_rank)
 
@@ -147,11 +147,11 @@ class Outlook:
         return self._best[counts]
 
     def best(self, counts: Counts) -> Prediction:
-        """With the best threshold."""
+        """The prediction for these counts with the best threshold."""
         return self.at(counts, self.best_threshold(counts))
 
     def told(self, counts: Counts, expected: Prediction) -> str:
-        """In words."""
+        """What is expected of these counts, in words."""
         targets = self.rules.targets
         within = f"TTFT {targets.ttft_s:g} s and ITL {1000 * targets.itl_s:g} ms"
         return (
@@ -191,12 +191,12 @@ def _is_better(one: Prediction, other: Prediction) -> bool:
 
 
 def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemory:
-    """With another threshold."""
+    """The memory with another threshold."""
     return msgspec.structs.replace(memory, from_tokens=from_tokens)
 
 
 def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Prediction, now: float) -> ScalingDecision:
-    """The goal is not kept."""
+    """Decide what to do, as the goal is not kept."""
     here = memory.counts
     least = rules.price(here)
     reachable = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
@@ -225,7 +225,7 @@ def _is_as_near(one: Prediction, most: Prediction) -> bool:
 
 
 def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: list[Counts]) -> Counts | None:
-    """Of those of the same price, the one that changes the fewest instances."""
+    """The cheapest counts that reach the goal; at the same price, those that change the fewest instances."""
     found: list[Counts] = []
     for one in among:  # the cheapest first
         if found and rules.price(one) > rules.price(found[0]):

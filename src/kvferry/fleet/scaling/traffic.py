@@ -47,8 +47,8 @@ class Workload:
 
     @classmethod
     def of(cls, requests: Iterable[tuple[float, float, float]], lasts_s: float, since: float = 0.0) -> Workload:
-        """From (arrival, prompt tokens, output tokens). `since`: when that time began. Raises `ValueError` if there is
-        no request."""
+        """The workload of requests, given as (arrival, prompt tokens, output tokens). `since`: when that time began.
+        Raises `ValueError` if there is no request."""
         given = np.array(list(requests), dtype=np.float64).reshape(-1, 3)
         if not len(given):
             raise ValueError("there is no request whose lengths are known")
@@ -61,7 +61,7 @@ class Workload:
         return len(self.arrivals) / self.lasts_s
 
     def last(self, for_s: float) -> Workload:
-        """Those of the last `for_s` seconds; there may be none."""
+        """The requests of the last `for_s` seconds; there may be none."""
         begins = max(0.0, self.lasts_s - for_s)
         here = self.arrivals >= begins
         return Workload(

@@ -85,7 +85,7 @@ class Verdict:
 def judge(
     report: TrafficReport, counts: Counts, targets: LatencyTargets, goal: float = 0.99, kv_tokens: int = 0
 ) -> Verdict | None:
-    """For the requests of a report; None: fewer than `FEWEST_REQUESTS` ended, or what takes how long is not known."""
+    """Judge by a report's requests; None: fewer than `FEWEST_REQUESTS` ended, or what takes how long is not known."""
     known = [one for one in report.requests if one.state != "failed"]
     times = phase_times(known, kv_tokens)
     if times is None or sum(one.state == "done" for one in known) < FEWEST_REQUESTS:

@@ -55,7 +55,7 @@ class InstancePlace:
     environment: dict[str, str]
     hidden: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
-    """Further ones of this instance's role."""
+    """Further arguments of this instance's role."""
     node: str = ""
     """Address of its node, if the others may be on other machines."""
 

@@ -29,7 +29,7 @@ _HAND_OFF = ("P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConne
 loads, which both may do."""
 
 _PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
-"""By a part of their names, what connectors of vLLM's import."""
+"""The package that a connector of vLLM's imports, by a part of the connector's name."""
 
 _ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
 """Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves

@@ -27,5 +27,5 @@ class InstanceAccess:
             require_key(self.instance_api_key, "--instance-api-key")
 
     def tls_context(self, tls_ca: Path | None = None) -> ssl.SSLContext:
-        """For connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
+        """The TLS context for connections to https:// URLs. Raises `ConfigError` if a file cannot be used."""
         return client_context(tls_ca, self.instance_cert)

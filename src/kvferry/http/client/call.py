@@ -39,10 +39,10 @@ class Bypass(Protocol):
         """Received bytes that the call has not counted yet."""
 
     def pause_reading(self) -> None:
-        """Let the instance wait."""
+        """Make the instance wait."""
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue reading."""
 
     def stop(self) -> None:
         """Let the transport read again. May be called repeatedly."""
@@ -166,12 +166,12 @@ class Call:
 
     @property
     def status(self) -> int:
-        """0 until it is here."""
+        """The status; 0 until it is here."""
         return self.head.status
 
     @property
     def headers(self) -> RawHeaders:
-        """Names in lower case."""
+        """The headers, with names in lower case."""
         return self.head.headers
 
     @property
@@ -265,7 +265,7 @@ class Call:
         self._pause(paused=True)
 
     def resume_reading(self) -> None:
-        """Let it go on."""
+        """Continue reading."""
         self._pause(paused=False)
 
     def _pause(self, *, paused: bool) -> None:

@@ -61,7 +61,7 @@ class Receiver(Protocol):
         """More of the answer has arrived: so many bytes, with this part of its body."""
 
     def lose(self, error: TransferError) -> None:
-        """The connection is closed."""
+        """Called when the connection is closed."""
 
 
 class ClientConnection(MessageParser, asyncio.Protocol):
@@ -79,7 +79,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         self.call: Receiver | None = None
         """The call that uses it."""
         self.head: AnswerHead | None = None
-        """Of the answer, once it is here."""
+        """The head of the answer, once it is here."""
         self._pieces: list[bytes] = []
         """Received bytes of the body that the call has not been told of yet."""
         self.complete = False

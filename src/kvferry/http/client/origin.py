@@ -37,7 +37,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     @property
     def authority(self) -> str:
-        """For the `host` header."""
+        """Host and port as in a `host` header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def _in_ascii(host: str) -> str:
-    """As it goes over the wire, also in a `host` header; unchanged if it has no such form."""
+    """The host as it goes over the wire, also in a `host` header; unchanged if it has no such form."""
     try:
         return host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:

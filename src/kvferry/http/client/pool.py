@@ -19,7 +19,7 @@ from kvferry.http.tls import advice
 
 
 class Pool:
-    """At most `most` connections; calls that need one more wait in turn."""
+    """A pool of at most `most` connections; calls that need one more wait in turn."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Pool:
         return connection
 
     def give_back(self, connection: ClientConnection) -> None:
-        """The call on this connection is over."""
+        """Return a connection whose call is over."""
         connection.call, head = None, connection.head
         if connection.complete and head is not None and head.keep_alive and not (connection.error or self._closed):
             self._free[connection] = self._loop.time()

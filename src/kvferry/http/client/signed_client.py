@@ -55,8 +55,8 @@ class SignedClient:
         max_bytes: int = 2**20,
         base_path: str = "",
     ) -> tuple[int, RawHeaders, bytes]:
-        """As `HttpClient.ask`, for a purpose; `timeout_s` is for all of it. `base_path` is before `target` on the way
-        to the server, and is not what the server sees. Raises `TransferError`."""
+        """Ask as `HttpClient.ask`, for a purpose; `timeout_s` is for all of it. `base_path` is before `target` on the
+        way to the server, and is not what the server sees. Raises `TransferError`."""
         settings: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": max_bytes}
         try:
             async with asyncio.timeout(timeout_s):
@@ -81,8 +81,8 @@ class SignedClient:
         return "" if known is not None else self._strangers[origin][1]
 
     async def _signer(self, origin: Origin, base_path: str, timeout_s: float) -> Signer | None:
-        """For a server of the deployment. If several callers need it at the same time, only the first one challenges
-        it."""
+        """The signer for a server of the deployment. If several callers need it at the same time, only the first one
+        challenges the server."""
         async with self._meeting.setdefault(origin, asyncio.Lock()):
             stranger = self._strangers.get(origin)
             if origin in self._signers or (stranger is not None and stranger[0] > SYSTEM_CLOCK.monotonic()):
@@ -106,7 +106,7 @@ class SignedClient:
         return Signer(self._secret, nonce, answer)
 
     def forget(self, origin: Origin) -> None:
-        """When it is reachable again, it may be another server."""
+        """Forget a server: when it is reachable again, it may be another one."""
         self._signers.pop(origin, None)
         self._strangers.pop(origin, None)
         self._meeting.pop(origin, None)

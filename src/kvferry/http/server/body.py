@@ -75,7 +75,7 @@ class Body(msgspec.Struct, eq=False):
         return len(self._content) > BUFFERED_BYTES and self._on_bytes is None
 
     def declare(self, length: int) -> None:
-        """The client has announced the body's length."""
+        """Note that the client has announced the body's length."""
         if length > self.max_bytes:
             self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self.max_bytes} are accepted"))
 
@@ -96,13 +96,13 @@ class Body(msgspec.Struct, eq=False):
         self._content = joined(self._content, piece)
 
     def end(self) -> None:
-        """The body is complete."""
+        """Note that the body is complete."""
         self.complete = True
         if self._waiter is not None:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """The rest will not come, or is not wanted."""
+        """Note that the rest will not come, or is not wanted."""
         if self.error is None and not self.complete:
             self.error = error
             self._content = b""
@@ -114,17 +114,17 @@ class Body(msgspec.Struct, eq=False):
 
 
 def _any_length(num_bytes: int) -> None:
-    """For a reader who takes whatever the server accepts."""
+    """Accept any length, for a reader who takes whatever the server accepts."""
 
 
 class AtMost:
-    """For `Body.read`: refuses what is longer than `what` may be, while it comes."""
+    """A limit for `Body.read`, which refuses what is longer than `what` may be, while it comes."""
 
     def __init__(self, most: int, what: str) -> None:
         self._most, self._what, self._num_bytes = most, what, 0
 
     def __call__(self, num_bytes: int) -> None:
-        """So many bytes more. Raises `BodyTooLarge`."""
+        """Count `num_bytes` more. Raises `BodyTooLarge`."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._most:
             raise BodyTooLarge(f"{self._what} has at most {self._most} bytes")

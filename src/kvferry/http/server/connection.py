@@ -124,7 +124,7 @@ class ServerConnection(asyncio.Protocol):
         return None
 
     def _go_on(self) -> None:
-        """Something has changed for `_next`."""
+        """Wake `_next`, for which something has changed."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -170,11 +170,11 @@ class ServerConnection(asyncio.Protocol):
             self._task.cancel()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
+        """Note that the client reads more slowly than we write."""
         self._writer.pause(self._service.loop.time())
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Note that the client has caught up."""
         self._writer.resume()
         self._go_on()
 
@@ -238,7 +238,7 @@ class ServerConnection(asyncio.Protocol):
         self._enter("running")
 
     def _body_is_wanted(self) -> None:
-        """The handler reads the body: let the client send."""
+        """Let the client send, since the handler reads the body."""
         turn = self._turn
         if turn is not None and not (body := turn.request.body).is_asked_for:
             body.is_asked_for = True
@@ -251,7 +251,7 @@ class ServerConnection(asyncio.Protocol):
             self._resume()
 
     def _break(self, error: RequestError) -> None:
-        """Nothing more can be read from this client."""
+        """Read nothing more from this client."""
         self._broken = self._broken or error
         if self._state == "body":
             self._enter("running")

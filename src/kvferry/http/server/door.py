@@ -20,7 +20,7 @@ from kvferry.http.server.service import Service
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.5
-"""After an accept that failed, for want of descriptors in general."""
+"""Seconds to wait after an accept that failed, in general for want of descriptors."""
 
 
 class Door:
@@ -34,7 +34,7 @@ class Door:
 
     @property
     def port(self) -> int:
-        """The real port."""
+        """The port that is listened on, also where any free one was asked for."""
         return int(self._listener.getsockname()[1])
 
     @property

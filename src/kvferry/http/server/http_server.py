@@ -127,7 +127,7 @@ class HttpServer:
         return self._ending.is_set()
 
     async def within_grace(self, work: Coroutine[Any, Any, object]) -> None:
-        """After `run`: do this last, in what is left of the grace period but for `_LAST_S` at least, and until `abort`.
+        """Do this last, after `run`, in what is left of the grace period but for `_LAST_S` at least, and until `abort`.
         Raises what `work` raises."""
         doing, aborting = asyncio.ensure_future(work), asyncio.ensure_future(self._aborting.wait())
         left_s = max(_LAST_S, self._grace_until - asyncio.get_running_loop().time())

@@ -58,8 +58,8 @@ class Guard:
         return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
 
     def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
-        """Who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the other
-        listener."""
+        """Return who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of
+        the other listener."""
         if access not in _ON_BOTH and side == ("admin" if access == "key" else "public"):
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         header = request.first.get(b"authorization", b"")

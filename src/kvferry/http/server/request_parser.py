@@ -43,7 +43,7 @@ class RequestParser(MessageParser):
         """The body of the request whose head has arrived and whose end has not."""
 
     def stop_parsing(self) -> None:
-        """As above; whose methods it calls refers to it, too."""
+        """Stop, and forget whose methods this object calls, which refers to it, too."""
         super().stop_parsing()
         del self._begin, self._end
 
@@ -139,7 +139,7 @@ def _coding_error(version: str, headers: RawHeaders) -> RequestError | None:
 
 @lru_cache(64)
 def _is_authority(text: bytes) -> bool:
-    """Of most requests the same."""
+    """Whether this is a host with or without a port. Most requests have the same one."""
     return _AUTHORITY.fullmatch(text) is not None
 
 

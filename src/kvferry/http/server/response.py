@@ -177,7 +177,7 @@ class Response(msgspec.Struct, eq=False):
         return self.writer.num_unsent + len(self._head)
 
     def forwarded(self, num_bytes: int, last: bytes) -> None:
-        """So many bytes of payload were written directly; `last` is their end."""
+        """Note that `num_bytes` of payload were written directly; `last` is their end."""
         self.num_bytes += num_bytes
         self._last = last
 

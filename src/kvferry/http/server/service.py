@@ -51,7 +51,7 @@ class Service:
         self._routes, self.guard, self.patience = routes, guard, patience_with_clients(config.limits)
         self.connections: dict[ConnectedClient, None] = {}
         self.running: dict[ConnectedClient, None] = {}
-        """Those that are open, and those whose handler runs; as dicts, in the same order in each run of a program."""
+        """Open connections, and those whose handler runs; as dicts, for the same order in each run of a program."""
         self.quiet = asyncio.Event()
         self._per_client: Counter[str] = Counter()
         self._most, self._spare = config.limits.http_connections, _SPARE_FILES
@@ -92,7 +92,7 @@ class Service:
         return len(self.connections) > self._most + self._spare // 2
 
     def forget(self, connection: ConnectedClient) -> None:
-        """The connection is gone."""
+        """Forget a connection that is gone."""
         self.connections.pop(connection, None)
         self._per_client[connection.client] -= 1
         if self._per_client[connection.client] <= 0:
@@ -114,7 +114,7 @@ class Service:
         return route.handler
 
     def note_quiet(self) -> None:
-        """Something has ended."""
+        """Set `quiet` once nothing is left while the server drains; called when something has ended."""
         if self.lifecycle.draining and not self.connections and not self.running:
             self.quiet.set()
 

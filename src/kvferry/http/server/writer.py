@@ -68,20 +68,20 @@ class ClientWriter:
     # For the connection.
 
     def pause(self, now: float) -> None:
-        """The client reads more slowly than we write."""
+        """Note that the client reads more slowly than we write."""
         self._caught_up = asyncio.Event()
         self._stalled_since, self._stalled_bytes = now, self.num_unsent
         if self._producer is not None:
             self._producer.pause_reading()
 
     def resume(self) -> None:
-        """It has caught up."""
+        """Note that the client has caught up."""
         self._wake_up()
         if self._producer is not None:
             self._producer.resume_reading()
 
     def lose(self) -> None:
-        """It has left."""
+        """Note that the client has left."""
         self._lost, self._producer = True, None
         self._wake_up()
 

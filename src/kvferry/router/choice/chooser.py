@@ -41,7 +41,7 @@ _ANY_BEFORE_THE_PROMPT = frozenset(_BEFORE_THE_PROMPT)
 
 
 class Chooser:
-    """One for each router."""
+    """Chooses instances for all requests of a router."""
 
     def __init__(self, config: RouterConfig, clock: Clock, pools: Pools) -> None:
         """Raises `ConfigError` if the policy does not exist or does not have one of the options."""

@@ -75,7 +75,7 @@ class Estimates:
         self._prefill: OrderedDict[str, Line] = OrderedDict()
         self._rows: dict[str, int] = {}
         self._slowness = np.ones(_MOST_INSTANCES + 1)
-        """By `_rows`; row 0 is for all others."""
+        """The slowness of each instance, by `_rows`; row 0 is for all others."""
         self._unlike: set[str] = set()
         """Instances whose slowness is not 1."""
         self._num_lines = 0
@@ -86,9 +86,9 @@ class Estimates:
         self.decode = Line(base=0.02, slope=2e-5, reach=32)
         """Seconds a token, by answers under way on the instance."""
         self.answer_tokens = 256.0
-        """Of a typical answer."""
+        """Tokens of a typical answer."""
         self.bytes_per_token = 4.0
-        """Of prompts as JSON text."""
+        """Bytes of a token in prompts as JSON text."""
 
     def prefill_s(self, name: str, num_tokens: float) -> float:
         """Seconds until an instance has computed a prompt, if this many tokens, including those queued before it, are
@@ -112,7 +112,7 @@ class Estimates:
         return found
 
     def prefilled(self, name: str, num_tokens: float, seconds: float) -> None:
-        """A measurement of what `prefill_s` predicts."""
+        """Note a measurement of what `prefill_s` predicts."""
         line = self._prefill.get(name) or self._add_line(name)
         line.add(num_tokens, seconds)
         self.any_prefill.add(num_tokens, seconds)
@@ -139,13 +139,13 @@ class Estimates:
         return line
 
     def decoded(self, num_running: float, num_tokens: float, seconds: float) -> None:
-        """A measurement of an answer after its first token."""
+        """Note a measurement of an answer after its first token."""
         self.answer_tokens += 0.05 * (num_tokens - self.answer_tokens)
         if num_tokens >= 2:
             self.decode.add(num_running, seconds / num_tokens)
 
     def tokenized(self, num_bytes: int, num_tokens: int) -> None:
-        """A measurement of a prompt's length in both units."""
+        """Note a measurement of a prompt's length in both units."""
         if num_tokens >= 16 and num_bytes:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 
 _PAUSE_S = 5.0
-"""After which a feed that ended in an error is followed again."""
+"""Seconds after which a feed that ended in an error is followed again."""
 
 
 class EventFeeds:

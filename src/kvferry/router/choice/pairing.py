@@ -20,21 +20,21 @@ from kvferry.router.protocols.form import MakeForm
 
 
 class Pairing:
-    """Of one router's instances."""
+    """The pairs that one router's instances form."""
 
     def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex) -> None:
         self._config, self._pools, self._index = config, pools, index
         self._known: dict[Instance, Facts] = {}
         self._now, self._revision, self._form_states = pools.decode.revision, -1, -1
         self._forms: dict[Instance, MakeForm | str] = {}
-        """Of each prefill instance: how it hands off now, or why it cannot."""
+        """How each prefill instance hands off now, or why it cannot."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
         self._models_differ = False
 
     def options(
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
     ) -> Options[Instance]:
-        """Those of these instances that have the model, and which of them are pairs."""
+        """The options: those of these instances that have the model, and which of them are pairs."""
         if self._revision != self._now.number:
             self._look_again()
         if self._models_differ:
@@ -44,7 +44,7 @@ class Pairing:
         return Options(prefills, decodes, may_stay_whole, can_pair)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
-        """Those that can read the KV of this prefill instance, as far as is known."""
+        """The decode instances that can read the KV of this prefill instance, as far as is known."""
         if self._revision != self._now.number:
             self._look_again()
         can_pair = _can_pair if prefill.draining else self._can_pair

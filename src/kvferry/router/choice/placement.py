@@ -19,7 +19,7 @@ from kvferry.router.protocols.form import Form
 
 
 class Placement:
-    """Of one request. Each role may be tried once, and `retries` more times; those in `excluded` are never chosen."""
+    """Places one request. Each role may be tried once, and `retries` more times; never those in `excluded`."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class Placement:
         return any(instance not in self._failed for instance in self._pools.decode.instances)
 
     def failed(self, instance: Instance) -> None:
-        """This instance failed the request and is not tried again for it."""
+        """Note that this instance failed the request and is not tried again for it."""
         self._failed.add(instance)
 
     def forgive_decodes(self) -> None:
-        """Decode instances failed because prefill did; they may be tried again."""
+        """Let decode instances be tried again that failed because prefill did."""
         self._failed -= set(self._pools.decode.instances) - self._excluded
         self._num_decodes = 0
 

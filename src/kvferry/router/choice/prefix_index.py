@@ -19,7 +19,7 @@ from kvferry.router.choice.prompt import Prefix, chain_blocks
 from kvferry.router.instances.load import Candidates, Vector
 
 DEFAULT_CAPACITY_TOKENS = 1_000_000
-"""Of an instance that does not tell the size of its cache."""
+"""Capacity of an instance that does not tell the size of its cache."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class PrefixIndex:
         self._max_entries = max_entries
         self._caches: dict[Any, _Cache] = {}
         self._places: dict[Any, int] = {}
-        """Of each instance's bit. Replaced, not changed, as instances come and go."""
+        """Place of each instance's bit. Replaced, not changed, as instances come and go."""
         self._all_bits = 0
         self._holders: dict[int, int] = {}
         # What was found last, for those who ask the same again: all who look at one request do.
@@ -142,8 +142,8 @@ class PrefixIndex:
         return found
 
     def served(self, instance: Any, prefix: Prefix) -> None:
-        """This instance is sent this prompt, and will have its KV. Its events will report that too, but later. The
-        deepest parts come first in the order of eviction."""
+        """Note that this instance is sent this prompt, and will have its KV. Its events will report that too, but
+        later. The deepest parts come first in the order of eviction."""
         cache = self._caches.get(instance) or self._cache(instance)
         keys, ends = prefix.keys, prefix.ends
         if cache.block_size and prefix.token_ids is not None:
@@ -160,7 +160,7 @@ class PrefixIndex:
             self._trim(cache)
 
     def stored(self, instance: Any, names: Sequence[Any], parent: Any, token_ids: Sequence[int], size: int) -> None:
-        """From an event: the instance now has these blocks of `size` tokens, which follow the block that it calls
+        """Note an event: the instance now has these blocks of `size` tokens, which follow the block that it calls
         `parent`.
 
         If the parent is not known, the blocks cannot be placed and are ignored.
@@ -179,7 +179,7 @@ class PrefixIndex:
         self._trim(cache)
 
     def removed(self, instance: Any, names: Iterable[Any]) -> None:
-        """From an event: the instance no longer has these blocks."""
+        """Note an event: the instance no longer has these blocks."""
         cache = self._cache(instance)
         for name in names:
             key = cache.named.pop(name, None)
@@ -195,7 +195,7 @@ class PrefixIndex:
             cache.named.clear()
 
     def forget(self, instance: Any) -> None:
-        """It is no longer an instance of this router."""
+        """Forget an instance that is no longer one of this router's."""
         self.cleared(instance)
         cache = self._caches.pop(instance, None)
         if cache is not None:

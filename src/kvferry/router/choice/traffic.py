@@ -12,17 +12,17 @@ from kvferry.core.messages.traffic import MOST_OBSERVED, RequestObservation, Tra
 
 
 class Traffic:
-    """Of one router. `num_waiting`: requests that wait for an instance to start."""
+    """The last requests of one router. `num_waiting`: requests that wait for an instance to start."""
 
     def __init__(self) -> None:
         self._ring: deque[RequestObservation] = deque(maxlen=MOST_OBSERVED)
         self.note: Callable[[RequestObservation], None] = self._ring.append
-        """A request is placed; the rest is filled in later."""
+        """Called with a request that is placed; the rest is filled in later."""
         self._num_arrived = 0
         self.num_waiting = 0
 
     def arrive(self) -> None:
-        """A client asks for a completion; whether it gets one is not known yet."""
+        """Count a client that asks for a completion; whether it gets one is not known yet."""
         self._num_arrived += 1
 
     def encode(self, now: float, seconds: float, most: int = MOST_OBSERVED) -> bytes:

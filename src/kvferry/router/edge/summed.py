@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 _Key = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Of a family, a sample's name and labels."""
+"""A sample's family, name and labels."""
 
 _OTHERWISE: dict[str, Callable[[Sequence[float]], float]] = {
     "kvferry_router_instance_up": min,
@@ -19,7 +19,7 @@ _OTHERWISE: dict[str, Callable[[Sequence[float]], float]] = {
     "kvferry_fleet_desired_instances": max,
     "kvferry_router_disaggregate_from_tokens": lambda values: sum(values) / len(values),
 }
-"""Of gauges that are not the sum of the processes'."""
+"""How gauges are joined that are not the sum of the processes'."""
 
 
 def summed(texts: Iterable[bytes]) -> bytes:

@@ -70,7 +70,7 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this
+    """The limits of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this
     tenant, like those of --api-key."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
@@ -125,7 +125,7 @@ class Charge:
     tokens: float = 0.0
 
     def give_back(self) -> None:
-        """The request was refused for reasons that are not its tenant's."""
+        """Give back what was charged: the request was refused for reasons that are not its tenant's."""
         if self.tenant.requests is not None:
             self.tenant.requests.take(-1)
         if self.tenant.tokens is not None:
@@ -139,7 +139,7 @@ class Tenants:
     clock: Clock
     limits: Limits
     named: Mapping[bytes, Limits] = field(default_factory=dict)
-    """By what `find` makes of a name or a key."""
+    """The limits of tenants, by what `find` makes of a name or a key."""
     by: str = "key"
     _known: dict[bytes, Tenant] = field(default_factory=dict)
 

@@ -40,15 +40,15 @@ class _Line:
 
 
 class Turns:
-    """At most `max_requests` run, at most `max_waiting` wait, and none waits longer than `wait_s`. If too many wait,
-    the tenant with the most waiting (for its weight) loses the last of them."""
+    """Lets at most `max_requests` run and at most `max_waiting` wait, none longer than `wait_s`. If too many wait, the
+    tenant with the most waiting (for its weight) loses the last of them."""
 
     def __init__(self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
         self._max_requests, self._max_waiting, self._wait_s = max_requests, max_waiting, wait_s
         self.num_requests = self.num_waiting = 0
-        """How many are under way, and wait."""
+        """How many requests are under way, and how many wait."""
         self._running: dict[bytes, int] = {}
-        """Of tenants with a limit of their own, those under way."""
+        """Requests under way, of tenants with a limit of their own."""
         self._lines: dict[bytes, _Line] = {}
         self._next: list[tuple[float, int, _Line]] = []
         """A heap of the lines whose turn it may be."""
@@ -87,7 +87,7 @@ class Turns:
             raise
 
     def end(self, tenant: Tenant) -> None:
-        """A request is done."""
+        """Note that a request is done."""
         self.num_requests -= 1
         if tenant.limits.max_in_flight:
             left = self._running[tenant.key] - 1
@@ -126,7 +126,7 @@ class Turns:
         return turn
 
     def _refuse_one(self, own: _Line, turn: _Waiting) -> None:
-        """Too many wait. Raises `QueueFull` if the newcomer has to go."""
+        """Refuse one, as too many wait. Raises `QueueFull` if the newcomer has to go."""
         num_others = self.num_waiting - 1
         full = QueueFull(f"{self.num_requests} requests are running and {num_others} are waiting; try again later")
         greediest = max(self._lines.values(), key=lambda line: (line.greed, line is own))

@@ -37,12 +37,12 @@ class Connections:
         """`fast_path`: whether streamed answers are relayed in compiled code."""
         key = access.instance_api_key
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
-        """For requests of clients, in place of the client's own; empty: the client's own goes on."""
+        """The header for requests of clients, in place of the client's own; empty: the client's own goes on."""
         self._relays = Relays() if fast_path else None
         self.http = HttpClient(
             access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, who="the router"
         )
-        """For the legs of clients' requests."""
+        """The client for the legs of clients' requests."""
         self._signed = SignedClient(self.http, http.secret, key)
 
     async def __aenter__(self) -> Self:
@@ -88,7 +88,7 @@ class Connections:
         return status, answer
 
     async def metrics(self, instance: Instance, timeout_s: float) -> tuple[int, bytes]:
-        """Its answer to GET /metrics."""
+        """Ask for an instance's GET /metrics."""
         return await self.ask(instance, "GET", "/metrics", timeout_s, purpose="probe")
 
     def close(self, instance: Instance) -> None:

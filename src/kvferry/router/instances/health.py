@@ -51,7 +51,7 @@ class Health:
     def __init__(self, pools: Pools, connections: Connections, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._connections, self._config, self._clock = pools, connections, config, clock
         self._warned: WeakKeyDictionary[Instance, str] = WeakKeyDictionary()
-        """Of what, last."""
+        """What was last warned of, by instance."""
 
     async def first_look(self) -> None:
         """Check all instances before requests come; does not wait long for those that do not answer."""
@@ -197,8 +197,8 @@ class Health:
 
 
 def _are_one(instance: Instance, other: Instance) -> bool:
-    """By the id that kvferry's instances tell; of others' servers only this machine's own names are known to be one,
-    as a proxy may serve several names at one address."""
+    """Whether both are one process, by the id that kvferry's instances tell; of others' servers only this machine's own
+    names are known to be one, as a proxy may serve several names at one address."""
     facts, others = instance.facts, other.facts
     if isinstance(facts, InstanceFacts) and isinstance(others, InstanceFacts) and facts.engine_id:
         return facts.engine_id == others.engine_id

@@ -42,7 +42,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_names: list[str] = []
     num_kv_tokens: int = 0
     cache_dtype: str = ""
-    """As its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
+    """Both as its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
     bootstrap: Bootstrap | None = None
     origins: tuple[KVSource, ...] = ()
 
@@ -200,7 +200,7 @@ class Instance:
     # What happens to it.
 
     def is_well(self) -> None:
-        """It has answered for its health."""
+        """Note that it has answered for its health."""
         before, looks = self.state, self.looks
         self.looks = HealthLooks(have_seen_up=True)
         if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
@@ -211,7 +211,7 @@ class Instance:
                 logger.info("%s (%s) is up", self, self.url)
 
     def is_late(self, trouble: str) -> None:
-        """It has not answered for its health in time."""
+        """Note that it has not answered for its health in time."""
         self.looks.num_late += 1
         if self.looks.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
             self.is_down(trouble)
@@ -219,7 +219,7 @@ class Instance:
             self._enter(InstanceState.LATE)
 
     def is_down(self, trouble: str) -> None:
-        """It refuses connections, says that it is not well, or was late too often."""
+        """Note that it refuses connections, says that it is not well, or was late too often."""
         self.looks.trouble = trouble
         self.doubt()
         if self.state.usable or self.state in (InstanceState.MUTE, InstanceState.TWIN):
@@ -233,20 +233,20 @@ class Instance:
             self._revision.states += 1
 
     def is_silent(self) -> None:
-        """It gave a request no answer, and no sign of work."""
+        """Note that it gave a request no answer, and no sign of work."""
         self.doubt()
         if self.state.usable:
             self._enter(InstanceState.MUTE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
 
     def speaks_again(self) -> None:
-        """It has answered a request of the router's own."""
+        """Note that it has answered a request of the router's own."""
         if self.state is InstanceState.MUTE:
             self._enter(InstanceState.UP)
             logger.warning("%s (%s) answers requests again", self, self.url)
 
     def is_twin_of(self, other: Instance | None) -> None:
-        """The same process is here as `other`; None: no longer."""
+        """Note that the same process is here as `other`; None: no longer."""
         if other is None and self.state is InstanceState.TWIN:
             self._enter(InstanceState.UP)
         elif other is not None and self.state.usable:
@@ -257,23 +257,23 @@ class Instance:
             )  # fmt: skip
 
     def drain(self) -> None:
-        """It gets no new requests from now on."""
+        """Send it no new requests from now on."""
         if not self.draining:
             self._enter(InstanceState.DRAINING)
 
     def is_drained(self, drained: bool) -> None:
-        """Whether anything was left of its requests at the last look, while it is being drained."""
+        """Note whether nothing was left of its requests at the last look, while it is being drained."""
         self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
 
     def takes_after(self, before: Instance, state: InstanceState) -> None:
-        """It is the process of `before`, in another role; that one was in `state`."""
+        """Take over the state of `before`, whose process it is in another role; that one was in `state`."""
         self.amend(before.facts)
         self.is_doubted = before.is_doubted
         self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
         self._enter(state)
 
     def pauses(self, until: float) -> None:
-        """It asks to be left alone until then, on the router's monotonic clock."""
+        """Leave it alone until then, on the router's monotonic clock, as it asks."""
         self.busy_until = until
         self._revision.states += 1
 
@@ -282,14 +282,14 @@ class Instance:
         self._revision.states += 1
 
     def learn(self, facts: Facts) -> None:
-        """It was asked, and says this of itself."""
+        """Note what it says of itself when it is asked."""
         if self.is_doubted:
             self.is_doubted = False
             self._revision.states += 1
         self.amend(facts)
 
     def amend(self, facts: Facts) -> None:
-        """This is what is known about it from now on, which a request has shown: nobody has asked it."""
+        """Note what is known about it from now on, which a request has shown: nobody has asked it."""
         took, before, self.facts = self.stores_take_kv, self.facts, facts
         if facts != before:
             if isinstance(facts, InstanceFacts) and took != facts.stores_take_kv:

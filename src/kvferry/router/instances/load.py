@@ -17,10 +17,10 @@ Vector = NDArray[Any]
 """One number for each of some instances."""
 
 _HALF_LIFE_S = 1800.0
-"""After which what an instance's cache has taken in counts half."""
+"""Seconds after which what an instance's cache has taken in counts half."""
 
 _MOST_HALF_LIVES = 64
-"""After which `LoadTable` scales its column anew, long before a number is too large."""
+"""Number of half-lives after which `LoadTable` scales its column anew, long before a number is too large."""
 
 _PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _ONE = range(6)
 _NUM_COLUMNS = 6
@@ -52,7 +52,7 @@ class LoadTable:
         return self._num_rows - 1
 
     def free_row(self, row: int) -> None:
-        """Its instance is gone."""
+        """Free the row of an instance that is gone."""
         self._free.append(row)
 
     def scale(self, now: float) -> float:
@@ -100,7 +100,7 @@ class InstanceLoad:
     last_turn = _cell(_LAST_TURN, "The number of the last choice that was this instance; 0: none.")
 
     def note_taken(self, num_tokens: float, now: float) -> None:
-        """At `now` on the policy's clock, the instance's cache takes in this many more tokens."""
+        """Note that the instance's cache takes in this many more tokens, at `now` on the policy's clock."""
         scale = self.table.scale(now)  # first: it may scale the column
         self.table.cells[self.at + _RECENT] += num_tokens * scale
 
@@ -134,7 +134,7 @@ class Work:
         cells[at + _RECENT] += uncached * scale
 
     def answered(self) -> None:
-        """The answer has begun, or is given up: the prompt is not to be computed any more."""
+        """Note that the answer has begun, or is given up: the prompt is not to be computed any more."""
         cells, at = self._load.table.cells, self._load.at
         if self._computing:
             self._computing = False
@@ -143,7 +143,7 @@ class Work:
         self.num_beside = cells[at + _NUM_DECODES]
 
     def end(self) -> None:
-        """It is over, however it ended. May be called several times."""
+        """End the work, however it ended. May be called several times."""
         if self._over:
             return
         self._over, before, load = True, self.num_beside, self._load

@@ -41,7 +41,7 @@ _PLAN = "fleet plan"
 _LINE = re.compile(r"(prefill|decode)\s+(\S+)(?:\s+(\d{1,5}))?")
 
 Wanted = dict[str, tuple[LegRole, int]]
-"""By URL, the role and the bootstrap port."""
+"""Role and bootstrap port, by URL."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Membership:
         return after
 
     def declare(self, wanted: Sequence[Declared], plan: str = "") -> None:
-        """These are the instances of the fleet; those that were declared before and are missing now have ended. What
+        """Make these the instances of the fleet; those that were declared before and are missing now have ended. What
         operators did about other instances stays. `plan`: a `FleetPlan` as JSON, or empty. Raises `ConfigError` for an
         address that is none, and `InstanceConflict` for two of one name or address; nothing has changed then."""
         urls = [normalise_url(one.url) for one in wanted]
@@ -227,7 +227,7 @@ class Membership:
         raise UnknownInstance(f"no instance is called {named[:200]!r}; see GET /kvferry/instances")
 
     def forget(self, instance: Instance) -> None:
-        """An instance is gone."""
+        """Forget an instance that is gone."""
         with self._changing():
             self._state.remove_member(instance.member)
 
@@ -311,7 +311,7 @@ class Membership:
                 self._state.set_drained(instance.member, drained)
 
     async def _is_idle(self, instance: Instance) -> bool:
-        """By the router's count, and by the metrics of the process, which also show the requests of other routers.
+        """Whether it is idle, by the router's count and the process's metrics, which also show other routers' requests.
 
         These metrics cover all roles of one process, so they are not used if the process continues with another role. A
         process that is gone is idle, whether it refuses connections or `Health` has given it up.

@@ -36,10 +36,10 @@ class RolePool:
         self.revision, self._loads = revision or Revision(), loads or LoadTable()
         self._alive = Candidates[Instance](())
         self._alive_states, self._alive_until = -1, 0.0
-        """For which states of the instances `_alive` was found, and until when none of them stops pausing."""
+        """The states of the instances for which `_alive` was found, and until when none of them stops pausing."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self.without_tickets: dict[Instance, float] = {}
-        """Until when requests are not split over a prefill instance, on the router's monotonic clock."""
+        """Prefill instances over which requests are not split, and until when, on the router's monotonic clock."""
 
     def add(
         self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0, unit: str = ""
@@ -166,7 +166,7 @@ class Pools:
 
     @property
     def revision(self) -> int:
-        """Another number whenever an instance came, went or said something new about itself."""
+        """A number that changes whenever an instance came, went or said something new about itself."""
         return self.prefill.revision.number
 
     def pool(self, role: LegRole) -> RolePool:
@@ -189,7 +189,7 @@ class Pools:
             self.leaving.append(instance)
 
     def forget(self, instance: Instance) -> None:
-        """It has been drained, and is removed."""
+        """Remove an instance that has been drained."""
         self.leaving.remove(instance)
         self.prefill.revision.grow()
 

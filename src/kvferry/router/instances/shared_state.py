@@ -151,18 +151,18 @@ class SharedState:
         self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
 
     def secret(self) -> bytes:
-        """Which only these routers know."""
+        """A secret that only these routers know."""
         return self.fact("secret", token_hex(32)).encode()
 
     # Routers.
 
     def join(self, url: str) -> None:
-        """This process serves, and answers other routers at `url`."""
+        """Note that this process serves, and answers other routers at `url`."""
         started = psutil.Process(self._pid).create_time()
         self._run("INSERT OR REPLACE INTO routers VALUES (?, ?, ?)", self._pid, started, url)
 
     def leave(self) -> None:
-        """This process does not serve any more."""
+        """Note that this process does not serve any more."""
         self._run("DELETE FROM routers WHERE pid = ?", self._pid)
 
     def others(self) -> dict[int, str]:
@@ -175,7 +175,7 @@ class SharedState:
         return {pid: url for pid, _, url in rows if pid not in dead}
 
     def note_idle(self, member: int, idle: bool) -> None:
-        """This router knows that a member is draining, and has (nothing) running there."""
+        """Note whether this router has nothing running at a member that it knows is draining."""
         where = (self._pid, member)
         known = bool(self._run("SELECT 1 FROM idle WHERE pid = ? AND member = ?", *where))
         if idle and not known:
@@ -191,7 +191,7 @@ class SharedState:
     # Members.
 
     def members(self) -> list[MemberRow]:
-        """All of them, in the order in which they came."""
+        """All members, in the order in which they came."""
         found = self._run(
             "SELECT id, name, role, url, bootstrap_port, draining, drained, leaves_by_itself, unit, declared"
             " FROM members ORDER BY id"
@@ -199,8 +199,8 @@ class SharedState:
         return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in found]
 
     def add_member(self, role: LegRole, url: str, bootstrap_port: int) -> int:
-        """Returns its id. It has the name that it had when it was here before, or a new one. No other member has it: a
-        fleet, which names its members itself, may have taken it meanwhile."""
+        """Add a member; returns its id. It has the name that it had when it was here before, or a new one. No other
+        member has that name: a fleet, which names its members itself, may have taken it meanwhile."""
         with self.changing():
             former = self._run("DELETE FROM former_names WHERE role = ? AND url = ? RETURNING name", role, url)
             name = former[0][0] if former else ""
@@ -234,18 +234,18 @@ class SharedState:
         return bool(self._run("SELECT 1 FROM members WHERE name = ?", name))
 
     def drain_member(self, member: int, *, leaves_by_itself: bool = False) -> None:
-        """It gets no new requests."""
+        """Drain a member: it gets no new requests."""
         self._run(
             "UPDATE members SET draining = 1, leaves_by_itself = leaves_by_itself OR ? WHERE id = ?",
             leaves_by_itself, member,
         )  # fmt: skip
 
     def set_drained(self, member: int, drained: bool) -> None:
-        """Whether anything is left of its requests."""
+        """Note whether nothing is left of its requests."""
         self._run("UPDATE members SET drained = ? WHERE id = ?", drained, member)
 
     def remove_member(self, member: int) -> None:
-        """It is gone; if it comes back, metrics go on under its name."""
+        """Remove a member that is gone; if it comes back, metrics go on under its name."""
         with self.changing():
             self._run(
                 "INSERT OR REPLACE INTO former_names SELECT role, url, name FROM members WHERE id = ? AND NOT declared",
@@ -272,11 +272,11 @@ class SharedState:
         return int(number)
 
     def set_lease(self, url: str, process: str, until: float) -> None:
-        """A process has registered, or has renewed its lease."""
+        """Note that a process has registered, or has renewed its lease."""
         self._run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", url, process, until)
 
     def end_lease(self, url: str) -> None:
-        """The process is gone."""
+        """End the lease of a process that is gone."""
         self._run("DELETE FROM leases WHERE url = ?", url)
 
     def extend_leases(self, seconds: float) -> None:
@@ -284,7 +284,7 @@ class SharedState:
         self._run("UPDATE leases SET until = until + ?", seconds)
 
     def end_leases(self, now: float) -> list[str]:
-        """End those that are over; returns their URLs."""
+        """End the leases that are over; returns their URLs."""
         if not self._run("SELECT 1 FROM leases WHERE until <= ? LIMIT 1", now):
             return []
         return [url for (url,) in self._run("DELETE FROM leases WHERE until <= ? RETURNING url", now)]
@@ -315,7 +315,7 @@ class SharedState:
         return bool(self._run("SELECT 1 FROM tickets WHERE member = ? LIMIT 1", member))
 
     def tickets(self) -> list[TicketRow]:
-        """All of them, the oldest first."""
+        """All tickets, the oldest first."""
         return [TicketRow(*row) for row in self._run("SELECT * FROM tickets ORDER BY rowid")]
 
     # Signed requests.

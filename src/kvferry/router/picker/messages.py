@@ -22,7 +22,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 _SERVED, _SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
 _NAMESPACE, _SUBSET_NAMESPACE = "envoy.lb", "envoy.lb.subset_hint"
 _CHUNK_BYTES = 64 * 1024
-"""Of a body that is sent on; gRPC takes 4 MiB, and Envoy's buffers are smaller."""
+"""Most bytes in one message of a body that is sent on; gRPC takes 4 MiB, and Envoy's buffers are smaller."""
 
 Message = Any
 """A `ProcessingRequest` or a `ProcessingResponse`; the generated classes have no types."""

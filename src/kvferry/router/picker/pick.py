@@ -23,7 +23,7 @@ from kvferry.router.request.services import Services
 
 
 def endpoint_of(instance: Instance) -> str:
-    """Its address as gateways write it: host and port."""
+    """An instance's address as gateways write it: host and port."""
     return instance.address.origin.authority
 
 
@@ -80,7 +80,7 @@ class Picked:
             self._give_back(self.prefill)
 
     def end(self) -> None:
-        """The request is over. May be called several times."""
+        """End a request that is over. May be called several times."""
         for instance in tuple(self._work):
             self._give_back(instance)
         if self._decision is not None and self._decision.done is None:

@@ -168,7 +168,7 @@ class ProcessedRequest:
             await self._stream.write(messages.passed_on(message, self._mode))
 
     def _close(self) -> None:
-        """Give everything back."""
+        """Give back everything that the request holds."""
         if self._picked is not None:
             self._picked.end()
         if self._tenant is not None:

@@ -120,7 +120,7 @@ def _tickets_fit(prefill: str | None, of_prefill: TicketKinds, decode: str | Non
 
 _Layouts = tuple[str | None, str | None]
 _reconciled: OrderedDict[_Layouts, bool] = OrderedDict()
-"""By both fingerprints: asked for each request, and a layout has many layers."""
+"""Results by both fingerprints: they are asked for with each request, and a layout has many layers."""
 
 
 def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:

@@ -37,10 +37,10 @@ _LOOK_AGAIN_S = 0.1
 """How soon it is seen that an instance is back; only those that may have room are asked."""
 
 _SPREAD_S = 0.5
-"""Over which those who waited for the same instance come to it."""
+"""Seconds over which those who waited for the same instance come to it."""
 
 _LONGEST_READ = 64 * 2**20
-"""Of a whole answer that is read for the ticket in it."""
+"""Most bytes of a whole answer that is read for the ticket in it."""
 
 
 class Delivery:
@@ -52,7 +52,7 @@ class Delivery:
         self._services, self._response, self._body = services, response, body
         self._legs, self._record = legs, record
         self._like: Facts = UNASKED
-        """Of the instance whose answer is forwarded: only one of the same kind can continue it."""
+        """Facts of the instance whose answer is forwarded: only one of the same kind can continue it."""
         self._spread_s = 0.0
         self._lost: dict[Instance, Facts] = {}
         self._num_left = services.config.continuations
@@ -148,7 +148,7 @@ class Delivery:
         return await self._ask(prefill, self._legs.at_prefill(hand_off)) if able else None
 
     def _failed(self, instance: Instance) -> None:
-        """This instance is not asked again, unless something new is known about it."""
+        """Do not ask this instance again, unless something new is known about it."""
         self._lost[instance] = instance.facts
 
     async def _first_that_serves(self, body: bytes, kind: type[Facts], timeout_s: float) -> Leg | None:

@@ -172,7 +172,7 @@ class Exchange:
                     return None
 
     def _give_up(self, prefill: Instance) -> None:
-        """This P failed, and whatever a D failed with was its fault."""
+        """Give up this P, which failed; whatever a D failed with was its fault."""
         self._placement.failed(prefill)
         self._placement.forgive_decodes()
 

@@ -29,8 +29,8 @@ error in the request, and its answer is the client's."""
 
 
 class HandOff:
-    """From the moment that P is asked. `given`: a decode instance has the ticket, and fetches with it or gives it up.
-    `kept`: what P was to fetch of the conversation's earlier turns."""
+    """A hand-off from the moment that P is asked. `given`: a decode instance has the ticket, and fetches with it or
+    gives it up. `kept`: what P was to fetch of the conversation's earlier turns."""
 
     __slots__ = (
         "_conversation", "_held", "_kept", "_record", "beside", "form", "given", "is_as_promised", "is_without_kv",
@@ -46,7 +46,7 @@ class HandOff:
         self.ticket: Any = form.early
         """What D is sent: the early ticket, if there is one, and P's once that has come."""
         self.is_as_promised, self.is_without_kv = True, False
-        """Of P's ticket: whether it is of the engine that the early one named, and whether no store took its KV."""
+        """Whether P's ticket is of the engine that the early one named, and whether no store took its KV."""
         self.given, self._held = False, True
         self.beside: Leg | None = None
         """D's leg, where it was called with the early ticket."""

@@ -48,7 +48,7 @@ _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_tota
 """How many steps an engine has made, in the metrics of kvferry and of vLLM."""
 
 LONGEST_BUSY_S = 60.0
-"""For how long an instance is passed over at most, whatever its `Retry-After` says."""
+"""Longest that an instance is passed over, whatever its `Retry-After` says."""
 _LEAST_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
 """An instance that answers `Retry-After: 0` is not asked without end; and one that says nothing that can be read."""
 
@@ -85,13 +85,13 @@ class LegChanges(msgspec.Struct, eq=False):
     _error: Exception | None = None
 
     def tell(self) -> None:
-        """A leg has changed."""
+        """Note that a leg has changed."""
         self._told = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """A fault of ours, which is the request's error."""
+        """Note a fault of ours, which is the request's error."""
         self._error = error
         self.tell()
 
@@ -130,7 +130,7 @@ class Leg:
         self.span: Span | None = None
         self.begun_at = now
         self.first_byte_at = self.ended_at = 0.0
-        """On the router's monotonic clock; 0 before that."""
+        """When the first byte came and when the leg ended, on the router's monotonic clock; 0 before that."""
         call.watch(self._changed)
 
     # What comes of it.
@@ -163,7 +163,7 @@ class Leg:
         return self.head.is_event_stream and self.head.status == 200 and PROGRESS in self.head.first
 
     def _changed(self) -> None:
-        """For its call: more has come, or it is over."""
+        """Called by its call when more has come, or it is over."""
         call, state = self._call, self.state
         try:
             match call.state:
@@ -253,7 +253,7 @@ class Leg:
             self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
-        """Nobody wants it any more, or all of it was used. May be called several times."""
+        """End it: nobody wants it any more, or all of it was used. May be called several times."""
         self.on_change = None  # which may refer to whoever has this leg
         if self.state != "ended":
             self._call.close()
@@ -269,7 +269,7 @@ class Legs:
         self.total_s = config.answer_timeout_s
         self._silence_s = min(self._first_byte_s, self.between_bytes_s)
         self.open: dict[Leg, None] = {}
-        """Those that are under way, in the order in which they were sent."""
+        """The legs that are under way, in the order in which they were sent."""
         self._steps: dict[Instance, bytes] = {}
         self._asking: set[Instance] = set()
 
@@ -364,5 +364,5 @@ class Legs:
 
 
 def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
-    """Those that the legs wait for."""
+    """The instances that the legs wait for."""
     return OrderedSet(one for leg in legs for one in leg.patience.waits_for)

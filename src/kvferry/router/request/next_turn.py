@@ -34,7 +34,7 @@ _MOST_CONVERSATIONS = 8192
 _LONGEST_MODEL = 256
 """Characters of a model's name that tell conversations apart."""
 _REMEMBERED_S = 480.0
-"""As long as D keeps blocks unless told otherwise (`decoder_kv_blocks_ttl`)."""
+"""How long D keeps blocks unless told otherwise (`decoder_kv_blocks_ttl`)."""
 
 _LOOK_S = 0.5
 
@@ -106,7 +106,7 @@ class NextTurns:
             self._releases.start(kept.decode, kept.transfer_id)
 
     async def release_all(self) -> None:
-        """At the end of the last router, when no turn comes any more. Returns once all instances have been told."""
+        """Release all at the end of the last router, as no turn comes any more. Returns once all instances know."""
         now, rows = self._clock.monotonic(), self._state.tickets()
         kept = [one for row in rows if row.until > now and (one := self._pop(row.session)) is not None]
         try:
@@ -225,7 +225,7 @@ class Conversation:
         return self._turns.take(self._session, prefill)
 
     def drop(self) -> None:
-        """The conversation continues without a prefill instance."""
+        """Note that the conversation continues without a prefill instance."""
         self._turns.drop(self._session)
 
     def give_back(self, kept: Kept, *, unused: bool) -> None:

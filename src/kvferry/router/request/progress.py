@@ -27,7 +27,7 @@ _MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_er
 """Types of errors that are the instance's, not the request's."""
 
 _MOST_HELD_BYTES = 16 * 2**20
-"""Of what is held back until it is whole."""
+"""Most bytes that are held back until they are whole."""
 
 _BEFORE_THE_LAST = Pattern(MARK, "first line", (LAST_MARK,))
 
@@ -70,7 +70,7 @@ class EventPassage(ABC):
         return 0
 
     def restart(self) -> None:
-        """Another instance sends the rest; what was held back of the last one's is dropped."""
+        """Continue with another instance, which sends the rest; what was held back of the last one's is dropped."""
         self.error, self._partial = b"", b""
         self._closing.clear()
         self._num_closing_bytes = 0
@@ -113,7 +113,7 @@ class EventPassage(ABC):
             raise UnreadableStream(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
 
     def _refuse(self, event: bytes) -> bytes:
-        """The stream ended with an error; the first error event counts."""
+        """End a stream that ended with an error; the first error event counts."""
         if event.startswith(ERROR_EVENT):
             self.error = self.error or event
         return b""

@@ -22,14 +22,14 @@ from kvferry.router.request.services import Services
 logger = logging.getLogger(__name__)
 
 _EVENT_BYTES = 240
-"""Of one token in a stream, about: what decoding takes is counted by bytes, as answers are not read."""
+"""About how many bytes a token takes in a stream: decoding is measured by bytes, as answers are not read."""
 _TEXT_BYTES = 4.0
-"""Of one token in an answer that is sent as a whole, about."""
+"""About how many bytes a token takes in an answer that is sent as a whole."""
 _MOST_ATTEMPTS = 64
 
 
 class RequestRecord:
-    """Of one request."""
+    """The record of one request: its decision, metrics, spans and what it adds to estimates."""
 
     def __init__(self, services: Services, request: ClientRequest, asked: Asked) -> None:
         chooser = services.chooser
@@ -39,12 +39,12 @@ class RequestRecord:
         self._seen = RequestObservation(request.arrived, asked.num_tokens, asked.num_tokens, streams=asked.streams)
         chooser.traffic.note(self._seen)
         self.num_tokens = 0
-        """Of the answer, if its instance tells; `Delivery` writes it."""
+        """Number of tokens of the answer, if its instance tells; `Delivery` writes it."""
         self._prefill_ended_at = 0.0
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
         self.span: Span | None = None
-        """Of the request, if it is traced."""
+        """The span of the request, if it is traced."""
         if chooser.tracer is not None:
             about = {"kvferry.request_id": request.request_id.decode(errors="replace")}
             name = f"POST {request.path}"
@@ -66,13 +66,13 @@ class RequestRecord:
         return uncached
 
     def failed(self, leg: Leg, reason: str = "") -> None:
-        """A leg is of no use, for this reason or its own."""
+        """Note that a leg is of no use, for this reason or its own."""
         self.failed_instance(leg.instance, reason or leg.failure or "lost")
         if leg.span is not None:
             leg.span.end(self.now(), {}, reason or leg.failure)
 
     def failed_instance(self, instance: Instance, reason: str) -> None:
-        """An instance could not serve it."""
+        """Note that an instance could not serve it."""
         if len(self.decision.attempts) < _MOST_ATTEMPTS:
             self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
         self._metrics.leg_failed(instance, reason)

@@ -82,12 +82,12 @@ class Relay:
         return found
 
     def hide(self, text: bytes) -> bytes:
-        """Without addresses of instances, in the same length."""
+        """The text without addresses of instances, in the same length."""
         return self._addresses.pattern().sub(lambda found: b"*" * len(found[0]), text)
 
 
 class _Unread:
-    """All of a body goes to the client as it is."""
+    """A body that goes to the client as it is."""
 
     def take(self, payload: bytes) -> bytes:
         return payload
@@ -125,7 +125,7 @@ class _Addresses:
         self._names: list[bytes] = []
         """All hosts that are looked for."""
         self._left: dict[str, float] = {}
-        """Until when hosts are looked for at which no instance is any more."""
+        """Hosts at which no instance is any more, and until when they are looked for."""
         self._pattern = _NOTHING
 
     def pattern(self) -> re.Pattern[bytes]:

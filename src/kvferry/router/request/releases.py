@@ -46,8 +46,8 @@ class Releases:
         self._begin(prefill, RELEASE_PATH, _released(transfer_id), [], expected=200)
 
     async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
-        """As `start` for all of these, a few at a time, as there may be thousands, and wait for it. No instance waits
-        for another."""
+        """Send all of these as `start` does, a few at a time, as there may be thousands, and wait for it. No instance
+        waits for another."""
         by_instance: dict[Instance, list[tuple[Instance, str]]] = {}
         for one in held:
             by_instance.setdefault(one[0], []).append(one)

@@ -21,11 +21,11 @@ _DATA = b"data: "
 _DONE = b"data: [DONE]"
 _FINISHED = b'"finish_reason":"'
 _NO_CHOICES = b'"choices":[]'
-"""In the event with the usage, after those of all choices."""
+"""What the event with the usage contains, after those of all choices."""
 _IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
 _MOST_EVENTS = 256
-"""More are read, and kept as their text."""
+"""Most events that are read; further ones are kept as their text."""
 
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "token_ids")
@@ -40,7 +40,7 @@ class Replay(EventPassage):
         self._read = _Said()
         self._unread: list[bytes] = []
         self._finishes = False
-        """A choice has come to its end."""
+        """Whether a choice has come to its end."""
         self._created: Any = None
         self._again: _Said | None = None
 

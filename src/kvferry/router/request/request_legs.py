@@ -33,7 +33,7 @@ _ENCODER = msgspec.json.Encoder()
 _ONE = (None, 1)
 """Numbers of choices that make one."""
 _NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
-"""For answers that the router reads itself."""
+"""The header for answers that the router reads itself."""
 _NO_MARKS = (VllmFacts, SglangFacts, Absent)
 """Instances that do not mark the events of their streams."""
 
@@ -169,7 +169,7 @@ class RequestLegs:
     # The end.
 
     async def prefill_ends(self, hand_off: HandOff) -> None:
-        """In a concurrent hand-off P's own answer comes at any moment once the client has D's."""
+        """Wait for P's own answer, which in a concurrent hand-off comes at any moment once the client has D's."""
         try:
             async with asyncio.timeout(_LATE_PREFILL_S):
                 while hand_off.outcome == "waiting":
@@ -183,7 +183,7 @@ class RequestLegs:
             one.release(self._services.releases, self._services.pools.decode, self._request.headers)
 
     def close(self) -> None:
-        """Nobody wants what is still to come. May be called several times."""
+        """End all legs: nobody wants what is still to come. May be called several times."""
         for leg in self.sent:
             leg.close()
         self.release()

@@ -18,7 +18,7 @@ from kvferry.router.request.releases import Releases
 
 @dataclass(frozen=True)
 class Services:
-    """Made once, by `build_router`."""
+    """What all requests share; made once, by `build_router`."""
 
     config: RouterConfig
     clock: Clock
@@ -30,4 +30,4 @@ class Services:
     chooser: Chooser
     relay: Relay
     next_turns: NextTurns | None = None
-    """With --keep-for-next-turn."""
+    """Tickets for next turns, with --keep-for-next-turn."""

@@ -95,7 +95,7 @@ class _Changes:
         self.num_open = 0
 
     def schedule(self, changes: list[Change]) -> None:
-        """Each at its time, counted from now."""
+        """Let each change happen at its time, counted from now."""
         begins = self._world.simulation.now
         self.num_open += len(changes)
         for change in changes:

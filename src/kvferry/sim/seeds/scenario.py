@@ -18,7 +18,7 @@ from kvferry.sim.world import RequestSpec, World, WorldSpec
 
 LEASE_S = 1.0
 SETTLES_S = 10.0
-"""After the last request and fault: leases, loads and timeouts of the connectors are over by then."""
+"""Seconds after the last request and fault in which leases, loads and timeouts of the connectors end."""
 _LOOKED_AT_EVERY_S = 0.25
 _STORE_SHARE = 0.35
 """Of the seeds, those whose instances have a store."""

@@ -24,7 +24,7 @@ class Codec(ABC):
     """Encodes and decodes the spans of one layout. Any thread."""
 
     name: ClassVar[str]
-    """For users, and in the header of a stored block; must match `NAME`."""
+    """The codec's name, for users and in the header of a stored block; must match `NAME`."""
 
     lossless: ClassVar[bool]
     """Whether decoding gives the same bits. A lossy codec is used only if it is configured by name."""

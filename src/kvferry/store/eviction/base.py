@@ -42,7 +42,7 @@ class EvictionPolicy(ABC):
             self._insert(key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
-        """A block was used; ignored if it is not kept."""
+        """Count a use of a block; ignored if it is not kept."""
         if key not in self._aside and self._orders(key):
             self._access(key, now)
 
@@ -98,7 +98,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _access(self, key: Key, now: float) -> None:
-        """A block in the order was used."""
+        """Note that a block in the order was used."""
 
     @abstractmethod
     def _remove(self, key: Key) -> None:

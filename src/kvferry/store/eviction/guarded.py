@@ -29,13 +29,13 @@ class GuardedPolicy:
         self._num_pinned = 0
 
     def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
-        """A block is kept from now on."""
+        """Keep a block from now on."""
         self._pins.setdefault(key, 0)
         self._pins.move_to_end(key)
         self._tell(self.policy.insert, key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
-        """A block was used; ignored if it is not kept."""
+        """Count a use of a block; ignored if it is not kept."""
         if key in self._pins:
             self._pins.move_to_end(key)
             self._tell(self.policy.access, key, now)

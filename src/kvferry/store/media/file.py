@@ -76,7 +76,7 @@ class FileStore(KVStore):
         options, self._disk = self.options, machine.disk
         self._threads = machine.threads(self._num_threads, "kvferry-file-store")
         self._match_threads = machine.threads(4, "kvferry-file-match", moves_blocks=False)
-        """For calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
+        """Threads for calls that take no time if the disk answers at all, so that they do not queue behind blocks."""
         self._notes = NoteFiles(self.root / "notes", self._access, self._disk)
         block_bytes = self.records.max_record_bytes
         self._room = FileRoom(self.root, options.max_bytes, options.eviction, block_bytes, disk=self._disk)

@@ -127,7 +127,7 @@ class MemoryIndex:
     # Changes.
 
     def access(self, number: int) -> None:
-        """The block in this slot was used."""
+        """Count a use of the block in this slot."""
         self._policy.access(self._what[number], self._clock.monotonic())
         self._tell(_ACCESSED, number)
 
@@ -169,7 +169,7 @@ class MemoryIndex:
         self._tell(_ADDED, number)
 
     def give_back(self, number: int) -> None:
-        """A slot that was taken holds nothing."""
+        """Give back a slot that was taken and holds nothing."""
         self._slots["state"][number] = _FREE
         self._free[number] = None
         self._tell(_FREED, number)

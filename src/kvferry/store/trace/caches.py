@@ -32,7 +32,7 @@ class Cache(Protocol):
 
 
 class PolicyCache:
-    """At most `capacity` blocks, chosen by an eviction policy; driven as a store drives it."""
+    """A cache of at most `capacity` blocks, chosen by an eviction policy; driven as a store drives it."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int, *, uses_finishes: bool = True) -> None:
         self._policy, self._capacity, self._uses_finishes = policy, capacity, uses_finishes
@@ -95,7 +95,7 @@ class UnboundedCache:
 
 
 class NextUses:
-    """For each block of each request, in order, the position of its next use; 8 bytes for each (Belady, 1966)."""
+    """The position of the next use of each block of each request, in order; 8 bytes for each (Belady, 1966)."""
 
     def __init__(self) -> None:
         self._next = array("q")
@@ -131,8 +131,8 @@ def _follows(parent: int | None) -> str:
 
 
 class OptimalCache:
-    """At most `capacity` blocks; the one whose next use is the furthest away is evicted. As blocks are chained, none is
-    kept without those before it, and no cache can do better."""
+    """A cache of at most `capacity` blocks, which evicts the one whose next use is the furthest away. As blocks are
+    chained, none is kept without those before it, and no cache can do better."""
 
     def __init__(self, capacity: int, next_uses: NextUses) -> None:
         self._capacity, self._next_uses = capacity, next_uses.read()

@@ -22,7 +22,7 @@ MOST_BYTES = 256 * 2**20
 PIECE_BYTES = 256 * 2**10
 """Larger pieces are divided, so that all blocks of threads have some."""
 NUM_BLOCKS, NUM_THREADS = 32, 512
-"""As many blocks as copy at a good speed and leave most of the GPU to the model."""
+"""As many blocks of threads as copy at a good speed and leave most of the GPU to the model."""
 NON_BLOCKING = 1
 COLUMNS = 3
 

@@ -33,7 +33,7 @@ _FLAGS = ("-std=c++17", "-O2", "-march=native")
 SHORT_BYTES = 2**20
 """Copied with the GIL kept: to get it back may take milliseconds if another thread computes in Python."""
 SHORT_PIECE_BYTES = 64 * 2**10
-"""As `SHORT_BYTES`, of one piece that is copied without C++."""
+"""Like `SHORT_BYTES`, for one piece that is copied without C++."""
 
 ADDRESS_BITS = 47
 """User addresses on x86-64 and 64-bit Arm stay below this, unless a process asks the kernel for more."""
@@ -48,7 +48,7 @@ MAX_PIECES = 4096
 
 
 class ShmFabric(Fabric):
-    """Processes of the same user on one machine."""
+    """Joins processes of the same user on one machine."""
 
     name = "shm"
     under_tls = True

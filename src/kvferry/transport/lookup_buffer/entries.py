@@ -163,7 +163,7 @@ class EntryTable:
             self._end_or_remember(key, "dropped")
 
     def over(self, keys: Iterable[str]) -> list[str]:
-        """Those of these keys that are not open, whose blocks may be reused. Keys whose lease is over expire now."""
+        """The keys among these that are not open: their blocks may be reused. Keys whose lease is over expire now."""
         with self._expiring():
             return [key for key in keys if key not in self._entries]
 
@@ -212,7 +212,7 @@ class EntryTable:
                     entry.deadline = self._clock.monotonic() + entry.lease_s
 
     def release(self, key: str) -> bool:
-        """Nobody will fetch this key: end it as "released". True if it was there; otherwise it ends as soon as it
+        """End a key, which nobody will fetch, as "released". True if it was there; otherwise it ends as soon as it
         begins, and consumers that wait for it get the reason now."""
         with self._changing():
             is_open = key in self._entries

@@ -206,7 +206,7 @@ class FabricLookupBuffer(LookupBuffer):
         self._listener.close()
 
     def statistics(self) -> dict[str, float]:
-        """Those of the listener, and reads whose digests differed."""
+        """The statistics of the listener, and reads whose digests differed."""
         mismatches = {"mismatches": float(self._num_mismatches)} if self._num_mismatches else {}
         return self._listener.statistics() | mismatches
 
@@ -272,7 +272,7 @@ class Session:
             self._table.unlisten(self.wake)
 
     def close(self) -> None:
-        """The consumer has left."""
+        """Note that the consumer has left."""
         self._selected.clear()
         self._table.unlisten(self.wake)
 

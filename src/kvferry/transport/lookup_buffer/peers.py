@@ -115,7 +115,7 @@ class Peer:
         self.followers: dict[int, Follower] = {}
         """Who gets the news of each selected key, by select id."""
         self._digests: deque[asyncio.Future[bytes]] = deque()
-        """Those that are awaited; they come in the order in which they were asked for."""
+        """Digests that are awaited; they come in the order in which they were asked for."""
         self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
         self._settled, self._followed = asyncio.Event(), asyncio.Event()
         self._connection: Connection | None = None

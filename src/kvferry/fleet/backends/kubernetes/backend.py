@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 _POD = ("v1", "Pod")
 _CONFLICT, _NOT_FOUND = 409, 404
 _LEAST_GRACE_S = 1
-"""0 would have Kubernetes forget the pod while it may still run."""
+"""Least grace: 0 would have Kubernetes forget the pod while it may still run."""
 _CONFIRMED_S = 15.0
 """How much longer than its grace a pod may take until its node says that it is gone; then it is forgotten: a node that
 was lost would never say so."""
 _WAITS_S = (0.2, 10.0)
-"""Before the API server is asked again for what it did not do: the first wait, which doubles, and the longest."""
+"""Waits before the API server is asked again for what it did not do: the first, which doubles, and the longest."""
 _TOGETHER_S = 0.1
-"""For how long changes of pods are gathered before what is beside them follows."""
+"""How long changes of pods are gathered before the budgets beside them follow."""
 _AT_ONCE = 32
 """Pods that the API server is asked for at a time."""
 
@@ -81,11 +81,11 @@ class KubernetesBackend(FleetBackend):
 
     @property
     def num_routers(self) -> int:
-        """As the table says."""
+        """The number of routers in `[backend.kubernetes]`."""
         return kubernetes_of(self._wanted).routers
 
     def use(self, fleet: WantedFleet) -> None:
-        """Raises `ConfigError`."""
+        """Use this fleet from now on. Raises `ConfigError`."""
         check(fleet)
         told = kubernetes_of(fleet)
         require_plain_pods(fleet)
@@ -139,7 +139,7 @@ class KubernetesBackend(FleetBackend):
         ]
 
     async def close(self) -> None:
-        """Pods stay, unless they are not to outlive this process."""
+        """Leave the pods, unless they are not to outlive this process."""
         if not self.context.outlives:
             await asyncio.gather(*(self.stop(one.name, 0.0) for one in self.members()))
         tasks = [*self._tasks, *self._making.values()]
@@ -171,7 +171,7 @@ class KubernetesBackend(FleetBackend):
     # Members.
 
     def members(self) -> Sequence[Member]:
-        """As the watch has told."""
+        """The members, as the watch has told."""
         return self._known.members()
 
     async def start(self, member: MemberSpec) -> None:
@@ -200,7 +200,7 @@ class KubernetesBackend(FleetBackend):
             asked.set()
 
     async def _create(self, member: Member, pods: list[Object]) -> list[Object]:
-        """Those that the API server could not make now. Raises `ClusterError` for one that it refuses."""
+        """Create pods; returns those that could not be made now. Raises `ClusterError` for one that is refused."""
         for number, pod in enumerate(pods):
             try:
                 async with self._at_once:
@@ -264,7 +264,7 @@ class KubernetesBackend(FleetBackend):
             await self._stop_what_is_there(name, grace_s)
 
     async def _stop_what_is_there(self, name: str, grace_s: float) -> None:
-        """The first pod answers requests for as long as the others are there: they go after it."""
+        """Delete its pods. The first one answers requests for as long as the others are there: they go after it."""
         known = self._known
         known.leaving.add(name)
         self._is_to_apply.set()
@@ -279,7 +279,7 @@ class KubernetesBackend(FleetBackend):
         known.give_up(name)
 
     async def _find_what_was_made(self, name: str) -> None:
-        """Of a member that was still being made: an answer that did not arrive may have said so."""
+        """Look for pods of a member that was still being made: an answer that did not arrive may have said so."""
         wanted, _ = self._known.being_made[name]
         hosts = 1 if wanted.role == "router" else pod_of(self._wanted, wanted.role).hosts
         for pod in {pod_name(self._wanted, name, number) for number in range(hosts)} - self._known.pods(name).keys():
@@ -295,7 +295,7 @@ class KubernetesBackend(FleetBackend):
             await self._delete(pod, 0, gone, _CONFIRMED_S)
 
     async def _delete(self, pod: Object, grace_s: int, gone: asyncio.Event, within_s: float) -> None:
-        """Have it deleted, and wait until it is gone; the API server may be away for a while."""
+        """Delete a pod, and wait until it is gone; the API server may be away for a while."""
         (wait_s, longest), name, uid = _WAITS_S, pod["metadata"]["name"], pod["metadata"].get("uid", "")
         is_asked = False
         with suppress(TimeoutError):
@@ -327,7 +327,7 @@ class KubernetesBackend(FleetBackend):
         self._have_changed()
 
     def _have_changed(self) -> None:
-        """There are other pods, or they are in another state; their budgets may have to follow."""
+        """Note that there are other pods, or they are in another state; their budgets may have to follow."""
         self.changed.set()
         self._is_to_apply.set()
 
@@ -339,7 +339,7 @@ class KubernetesBackend(FleetBackend):
         return [*others, *budgets(fleet, values, self._known.counts())]
 
     async def _apply(self) -> None:
-        """What is different from what was applied last. With an owner, it is there already, and is only changed."""
+        """Apply what differs from what was applied last. With an owner, it is there already, and is only changed."""
         async with self._applying:
             self._is_to_apply.clear()
             for one in self._support():
@@ -353,7 +353,7 @@ class KubernetesBackend(FleetBackend):
                 self._applied[kind, name] = one
 
     async def _keep_applied(self) -> None:
-        """Whenever something else is wanted; again and again until it succeeds."""
+        """Apply whenever something else is wanted, again and again until it succeeds."""
         wait_s, longest = _WAITS_S
         while True:
             await self._is_to_apply.wait()
@@ -374,7 +374,7 @@ class KubernetesBackend(FleetBackend):
 
 
 def _by_turn(pods: Iterable[Object]) -> list[list[Object]]:
-    """Those that are ended at the same time, in this order."""
+    """The pods that are ended at the same time, in this order."""
     first, others = list[Object](), list[Object]()
     for pod in pods:
         (others if host_of(pod)[0] else first).append(pod)

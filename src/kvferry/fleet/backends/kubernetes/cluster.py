@@ -29,7 +29,7 @@ _WATCH_S, _MARGIN_S = 60, 10.0
 """How long the server is asked to tell changes in one answer, and how much later than that a connection that has told
 nothing is taken for dropped."""
 _WAITS_S = (0.2, 15.0)
-"""Before what is followed is listed again: the first wait, which doubles each time, and the longest."""
+"""Waits before what is followed is listed again: the first, which doubles each time, and the longest."""
 _GONE, _NOT_FOUND, _CONFLICT = 410, 404, 409
 _PLURALS = {
     "Pod": "pods",
@@ -47,13 +47,13 @@ class Follower(Protocol):
     """Told what is there."""
 
     def listing(self) -> None:
-        """A list is asked for."""
+        """Called when a list is asked for."""
 
     def listed(self, objects: Sequence[Object]) -> None:
-        """These are there, and no others."""
+        """Called with all objects that are there."""
 
     def changed_to(self, object: Object, *, deleted: bool) -> None:
-        """One is new or different, or is not there any more."""
+        """Called with an object that is new or different, or is not there any more."""
 
 
 class Cluster:
@@ -66,7 +66,7 @@ class Cluster:
     async def connect(
         cls, namespace: str, context: str | None, may_change: Callable[[], bool] = lambda: True
     ) -> Cluster:
-        """As the kubeconfig says, or within a pod its service account. Raises `ConfigError`."""
+        """Connect as the kubeconfig says, or within a pod its service account. Raises `ConfigError`."""
         settings = client.Configuration()
         try:
             if "KUBERNETES_SERVICE_HOST" in os.environ and context is None and "KUBECONFIG" not in os.environ:
@@ -89,7 +89,7 @@ class Cluster:
         return await self._ask("POST", self._path(object["apiVersion"], object["kind"]), body=object)
 
     async def apply(self, object: Object) -> None:
-        """Have it be so, whether it is there or not. Raises `ClusterError`."""
+        """Create or change an object so that it is as given. Raises `ClusterError`."""
         try:
             await self.create(object)
         except ClusterError as error:
@@ -134,7 +134,7 @@ class Cluster:
         return not uid or found["metadata"].get("uid") == uid
 
     async def list_all(self, version: str, kind: str, selector: str) -> tuple[list[Object], str]:
-        """Those with these labels, and the version of the list. Raises `ClusterError`."""
+        """All objects with these labels, and the version of the list. Raises `ClusterError`."""
         listed = await self._ask("GET", self._path(version, kind), [("labelSelector", selector)])
         return listed.get("items") or [], str(listed.get("metadata", {}).get("resourceVersion", ""))
 

@@ -35,7 +35,7 @@ class KnownPods:
         self._watcher, self._changed = watcher, changed
         self._fleet: WantedFleet | None = None
         self._pods: dict[str, dict[str, Object]] = {}
-        """Of each member, by their own names."""
+        """The pods of each member, by the pods' names."""
         self.being_made: dict[str, tuple[Member, str]] = {}
         self.leaving: set[str] = set()
         """Members that are to end: that their pods go is no failure."""
@@ -46,13 +46,13 @@ class KnownPods:
         self._gone: set[str] = set()
         self._gone_first: deque[str] = deque()
         self._waiting: dict[str, asyncio.Event] = {}
-        """For pods to be gone, by their uids."""
+        """What waits for pods to be gone, by the pods' uids."""
         self._learnt: set[str] = set()
         """Names of pods that were told of since a list was asked for, which may not have them."""
         self._strangers: set[str] = set()
 
     def use(self, fleet: WantedFleet) -> None:
-        """This is the fleet whose pods they are."""
+        """Set the fleet whose pods they are."""
         self._fleet = fleet
 
     # What is known.
@@ -67,11 +67,11 @@ class KnownPods:
         return member in self._pods or member in self._lost or member in self.being_made
 
     def pods(self, member: str) -> Mapping[str, Object]:
-        """Those of a member that are there, by their names."""
+        """The pods of a member that are there, by their names."""
         return self._pods.get(member, {})
 
     def counts(self) -> Counter[str]:
-        """Of each role, how many pods are there whose members are to stay."""
+        """How many pods of each role are there whose members are to stay."""
         staying = (pods for member, pods in self._pods.items() if member not in self.leaving)
         return Counter(str(pod["metadata"]["labels"][PART_LABEL]) for pods in staying for pod in pods.values())
 
@@ -108,11 +108,11 @@ class KnownPods:
     # What is told (`Follower`).
 
     def listing(self) -> None:
-        """A list is asked for."""
+        """Note that a list is asked for."""
         self._learnt.clear()
 
     def listed(self, objects: Sequence[Object]) -> None:
-        """These pods were there, and no others."""
+        """Note that these pods were there, and no others."""
         found = [pod for pod in objects if self.is_ours(pod)]
         there = {pod["metadata"]["name"] for pod in found} | self._learnt
         for pod in [pod for pods in self._pods.values() for pod in pods.values()]:
@@ -122,7 +122,7 @@ class KnownPods:
             self.learn(pod)
 
     def changed_to(self, pod: Object, *, deleted: bool) -> None:
-        """A pod is new or different, or is not there any more."""
+        """Note that a pod is new or different, or is not there any more."""
         if not self.is_ours(pod):
             return
         if deleted:
@@ -131,7 +131,7 @@ class KnownPods:
             self.learn(pod)
 
     def learn(self, pod: Object) -> None:
-        """A pod is there, and is so."""
+        """Note that a pod is there, and is so."""
         member, name, uid = _names(pod)
         known = self.pods(member).get(name)
         if uid in self._gone or (known is not None and _is_older(pod, known)):
@@ -151,7 +151,7 @@ class KnownPods:
         self._changed()
 
     def forget(self, pod: Object) -> None:
-        """This pod is gone; another one of its name is not."""
+        """Note that this pod is gone; another one of its name is not."""
         member, name, uid = _names(pod)
         self._remember_gone(uid)
         known = self.pods(member).get(name)
@@ -172,13 +172,13 @@ class KnownPods:
         self._changed()
 
     def cannot_be_made(self, member: str, why: str) -> None:
-        """The API server has refused it."""
+        """Note that the API server has refused it."""
         wanted, _ = self.being_made.pop(member)
         self._lost[member] = replace(wanted, state=MemberState.ENDED, reason=why)
         self._changed()
 
     def give_up(self, member: str) -> None:
-        """It was stopped, and is a member no more once its pods are gone."""
+        """Note that it was stopped, and is a member no more once its pods are gone."""
         self._lost.pop(member, None)
         self.being_made.pop(member, None)
         if member not in self._pods:
@@ -186,7 +186,7 @@ class KnownPods:
         self._changed()
 
     def take_up(self) -> None:
-        """Members that an earlier controller wanted to end are to end."""
+        """End the members that an earlier controller wanted to end."""
         for member, pods in self._pods.items():
             if any("deletionTimestamp" in pod["metadata"] for pod in pods.values()):
                 self.leaving.add(member)
@@ -219,7 +219,7 @@ class KnownPods:
 
 
 def _names(pod: Object) -> tuple[str, str, str]:
-    """Of its member, its own, and its uid."""
+    """The name of its member, its own name, and its uid."""
     metadata = pod["metadata"]
     return metadata["labels"][MEMBER_LABEL], metadata["name"], metadata.get("uid", "")
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LEASE = ("coordination.k8s.io/v1", "Lease")
 _LONGEST_S = 600.0
-"""Nobody waits longer for a holder, whatever it says."""
+"""The longest wait for a holder, whatever it says."""
 _CONFLICT, _NOT_FOUND, _NOT_ALLOWED = 409, 404, (401, 403)
 
 
@@ -43,7 +43,7 @@ class ClusterLease(FleetLease):
         self._cluster, self.namespace, self.name, self._labels = cluster, namespace, name, labels
         self.me = f"{socket.gethostname()[:200]}_{uuid.uuid4().hex[:12]}"
         self._seen = ("", 0.0)
-        """Its version, and since when it has been that."""
+        """The Lease's version, and since when it has had it."""
 
     async def try_to_take(self) -> bool:
         """Take it if nobody has it; False: somebody has."""
@@ -75,7 +75,7 @@ class ClusterLease(FleetLease):
         return now - self._seen[1] >= lasts_s
 
     async def renew(self) -> None:
-        """Once."""
+        """Renew it once."""
         begun = self._clock()
         if not self.is_held:
             return

@@ -40,8 +40,8 @@ _LOOK_S = 0.02
 
 
 class LocalBackend(FleetBackend):
-    """Its folder should be in memory. Owns the fork server, the listening sockets, and each member's process while it
-    runs."""
+    """Runs members on this machine. Its folder should be in memory. Owns the fork server, the listening sockets, and
+    each member's process while it runs."""
 
     def __init__(self, context: BackendContext, *, fork_server: ForkServer | None = None) -> None:
         """`fork_server`: one that is shared with another backend, whose owner closes it."""
@@ -87,7 +87,7 @@ class LocalBackend(FleetBackend):
         self._write_ports()
 
     def members(self) -> list[Member]:
-        """Those of this machine."""
+        """The members on this machine."""
         return [one.view for one in self._members.values()]
 
     async def start(self, member: MemberSpec) -> None:
@@ -252,7 +252,7 @@ class LocalBackend(FleetBackend):
         self.changed.set()
 
     def _forget(self, name: str) -> None:
-        """Its folder goes, and so does what is known of it."""
+        """Remove its folder and what is known of it."""
         member = self._members.pop(name, None)
         if member is not None:
             if member.child is None:

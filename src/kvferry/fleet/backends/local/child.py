@@ -66,7 +66,7 @@ class ChildProcess:
                 pass
 
     def let_go(self) -> None:
-        """It is not looked after any more, and goes on."""
+        """Stop looking after it; it goes on."""
         if not self._ended.is_set():
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)

@@ -55,7 +55,7 @@ class MemberFolder:
 
     @property
     def log(self) -> Path:
-        """Its output."""
+        """The file with its output."""
         return self.path / "log"
 
     @property
@@ -64,7 +64,7 @@ class MemberFolder:
         return self.path / "process"
 
     def make(self, about: About) -> None:
-        """Raises `OSError`."""
+        """Create the folder. Raises `OSError`."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700, parents=True)
         self.messages.touch()
@@ -128,7 +128,7 @@ class Tail:
             self._offset = 0
 
     def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
-        """Those that are complete; with `to_the_end`, also what has no end of line yet."""
+        """The lines that are complete; with `to_the_end`, also what has no end of line yet."""
         for chunk in self.chunks():
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             yield from whole

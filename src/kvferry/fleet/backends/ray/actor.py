@@ -114,7 +114,7 @@ class MemberActor:
         self._wake()
 
     async def who(self, nonce: str) -> ActorIdentity | None:
-        """Who it is; None: it was not told what to run."""
+        """Say who this actor is; None: it was not told what to run."""
         if self._order is None or self._verifier is None:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))

@@ -56,7 +56,7 @@ class SharedAddress:
         return tuple(one.fileno() for one in self._listeners)
 
     def close(self) -> None:
-        """Let go of the sockets, which others may still hold."""
+        """Close the sockets, which others may still have open."""
         with suppress(ValueError):  # it was never opened
             asyncio.get_running_loop().remove_reader(self._asked)
         for one in (self._asked, *self._listeners):

@@ -63,9 +63,9 @@ class RayMember:
     def __init__(self, actor: Any, view: Member, number: int, bundle: Bundle | None) -> None:
         self.actor, self.view, self.number, self.bundle = actor, view, number, bundle
         self.has_begun = False
-        """Its actor is placed, and knows what to run."""
+        """Whether its actor is placed, and knows what to run."""
         self.is_lost = False
-        """Its actor is no more."""
+        """Whether its actor is no more."""
         self.begun, self.forgotten = asyncio.Event(), asyncio.Event()
         self.last_news = -1
         self.assigned: MemberRole | None = None
@@ -80,7 +80,7 @@ class RayBackend(FleetBackend):
         self._fleet: WantedFleet
         self._members: dict[str, RayMember] = {}
         self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
-        """Of units, and of members with several actors, by `_placed_as`."""
+        """Placement groups of units, and of members with several actors, by `_placed_as`."""
         self._grouping = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._to_kill: list[Any] = []
@@ -88,16 +88,16 @@ class RayBackend(FleetBackend):
         self._is_connected = False
         self._trouble = ""
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
-        """Sets the actors apart that nobody is to find later."""
+        """Part of the names of actors that nobody is to find later."""
 
     @property
     def num_routers(self) -> int:
-        """As many as one machine has: they share an address on the controller's node."""
+        """As many routers as one machine has: they share an address on the controller's node."""
         return ROUTERS
 
     @property
     def trouble(self) -> str:
-        """Without Ray's control service (GCS), nothing can be started."""
+        """What keeps members from being started: without Ray's control service (GCS), nothing can be."""
         return self._trouble
 
     def use(self, fleet: WantedFleet) -> None:
@@ -133,7 +133,7 @@ class RayBackend(FleetBackend):
         self._begin_task(self._watch_control_service())
 
     def members(self) -> Sequence[Member]:
-        """As their actors have last said."""
+        """The members, as their actors have last said."""
         return [one.view for one in self._members.values()]
 
     async def start(self, member: MemberSpec) -> None:
@@ -244,7 +244,7 @@ class RayBackend(FleetBackend):
 
     @property
     def hangs(self) -> bool:
-        """Without its control service, Ray neither ends its connection nor lets the interpreter end its threads."""
+        """Whether Ray hangs: without its control service, it ends neither its connection nor its threads."""
         return RayConnection.hangs
 
     # Starting.
@@ -399,8 +399,8 @@ class RayBackend(FleetBackend):
             self._begin_task(self._take_up_later(name, actor, nonce, told))
 
     async def _take_up_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
-        """Its member is not known until then, and has been replaced: it must not go on by itself for ever, least of all
-        a router, which would hear of no instance any more."""
+        """Take it up when it answers, or end it: its member has been replaced, and must not go on by itself for ever,
+        least of all a router, which would hear of no instance any more."""
         await asyncio.wait([told], timeout=_SILENT_S)
         if not told.done():
             logger.warning("the actor %s has not answered for %g s, and is ended", name, _SILENT_S + _ASK_S)
@@ -410,7 +410,7 @@ class RayBackend(FleetBackend):
             await self._take_up(name, actor, nonce, told.result())
 
     async def _take_up(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
-        """Raises `ConfigError` for an actor of somebody else."""
+        """Take up a member. Raises `ConfigError` for an actor of somebody else."""
         if who is None:
             await self._kill(actor)
             return

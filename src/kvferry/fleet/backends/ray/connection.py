@@ -33,11 +33,11 @@ class RayConnection:
 
     _num_users, _is_ours = 0, False
     hangs = False
-    """It could not be closed in time."""
+    """Whether it could not be closed in time."""
 
     @classmethod
     async def open(cls, address: str, namespace: str) -> None:
-        """Raises `ConfigError`."""
+        """Connect, or use the connection that is there. Raises `ConfigError`."""
         if not ray.is_initialized():
             await cls._connect(address, namespace)
             cls._is_ours = True

@@ -86,7 +86,7 @@ class RayLease(FleetLease):
                 await answer(self._actor.give_up.remote(self._me), _ASK_S)
 
     async def remove(self) -> None:
-        """The fleet has ended: end the actor."""
+        """End the actor, as the fleet has ended."""
         self._is_lost()
         if self._actor is not None:
             actor, self._actor = self._actor, None

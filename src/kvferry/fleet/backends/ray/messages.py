@@ -58,7 +58,7 @@ class MemberNews:
 
 @dataclass(frozen=True)
 class ActorIdentity:
-    """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: of the instance.
+    """Who an actor is. `answer`: its proof that it holds the fleet's token (`core.keys`). `number`: the instance's.
     `news`: the member as it is, without what it has said so far."""
 
     answer: bytes

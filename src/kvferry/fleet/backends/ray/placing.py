@@ -87,7 +87,7 @@ def make_group(
 
 
 def free_indices(roles: tuple[MemberRole, ...], role: MemberRole, number: int, used: Iterable[int]) -> tuple[int, ...]:
-    """So many bundles of this role that no member of the unit has; fewer if there are not so many."""
+    """The indices of `number` bundles of this role that no member of the unit has; fewer if there are not so many."""
     taken = set(used)
     return tuple(index for index, one in enumerate(roles) if one == role and index not in taken)[:number]
 

@@ -31,7 +31,7 @@ _CLOCK_STEP_S = 5.0
 
 
 class Scaling:
-    """Of one fleet, whether it has `[scale]` or not; without it, the counts are those of the spec."""
+    """The counts of one fleet, whether it has `[scale]` or not; without it, they are those of the spec."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
         self._ledger, self._clock = ledger, clock

@@ -31,7 +31,7 @@ from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 from kvferry.fleet.scaling.rules import PREFILL, Counts
 
 REGISTERS_S = 30.0
-"""By this time after a router first answers, all serving instances have registered: two leases."""
+"""Seconds after a router first answers in which all serving instances register: two leases."""
 _LOOK_S = 1.0
 
 

@@ -32,7 +32,7 @@ class Asked(msgspec.Struct, frozen=True):
     model: str = ""
     num_tokens: int = 0
     num_bytes: int = 0
-    """Of the prompt's JSON text; 0 where it is token ids."""
+    """Bytes of the prompt's JSON text; 0 where it is token ids."""
     max_tokens: int | None = None
     streams: bool = False
     session: str | None = None
@@ -78,7 +78,7 @@ class Options(msgspec.Struct, Generic[T], frozen=True):
 
 
 Scores = tuple[Leg, Sequence[Target], Vector]
-"""Of some candidates for a leg; of one alone there are none."""
+"""Some candidates for a leg with their scores; of one alone there are none."""
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):

@@ -41,8 +41,8 @@ class SessionAffinity(PrefixAware):
         self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
     def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
-        """By the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, and more for those that
-        are too busy; below 0 for the instance that had the last turn."""
+        """Score by the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, and more for those
+        that are too busy; below 0 for the instance that had the last turn."""
         if not asked.session:
             return super().score(asked, leg, targets)
         scores = _hashes(asked.session, targets)
