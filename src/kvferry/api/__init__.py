@@ -1,1 +1,1 @@
-"""The HTTP API as types: requests, answers, and how bytes become the one. Servers build on it; it knows no server."""
+"""The HTTP API as types: requests, answers, and how bytes become requests. Servers build on it; it knows no server."""

@@ -66,7 +66,7 @@ class BlockNames:
         self._root = root_hash(fingerprint, salt)
 
     def is_long(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens is beyond the trained context."""
+        """Whether a sequence of `num_tokens` is beyond the trained context."""
         return self.trained_context is not None and num_tokens > self.trained_context
 
     def of(self, tokens: Tokens[int]) -> list[BlockHash]:
@@ -182,7 +182,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: who is served first."""
+        """Sort key: the lowest is served first."""
         return (self.request.priority, self.order)
 
     @property

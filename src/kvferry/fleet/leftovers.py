@@ -1,4 +1,4 @@
-"""Removes the folders in memory of fleets that were killed, all of their processes at once, and so could not do it."""
+"""Removes the in-memory folders of fleets whose processes were all killed at once, and so could not do it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.places import LEDGER, PREFIX
 
 _NEW_S = 60.0
-"""A folder that was changed later than so long ago may be one of which nobody has the lease yet."""
+"""Age in seconds up to which a folder may be a new one, whose lease nobody has yet."""
 
 
 def remove_leftovers(root: Path | None = None) -> None:
-    """Remove those of this user in which no controller acts and no member runs: each is known by its process's number
-    and start time. What a fleet is to be is elsewhere, and it can be taken up again. `root`: where they are; default:
-    in memory."""
+    """Remove this user's folders in which no controller acts and no member runs: each is known by its process's number
+    and start time. What a fleet is to be is kept elsewhere, so it can be resumed. `root`: where the folders are;
+    default: in memory."""
     for folder in (root or Path(memory_folder() or tempfile.gettempdir())).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another process removes it too, or it is another user's
             if folder.lstat().st_uid == os.getuid() and _is_over(folder):
@@ -41,7 +41,7 @@ def _is_over(folder: Path) -> bool:
 
 
 def _ledger_of(folder: Path) -> Ledger | None:
-    """A fleet's ledger, which is in the folder itself if it is in the foreground; None: this is no fleet's folder."""
+    """The ledger of a fleet, in the folder itself for one in the foreground; None: this is no fleet's folder."""
     if (folder / LEDGER).is_file():
         return Ledger(Path((folder / LEDGER).read_text(encoding="utf-8")))
     return Ledger(folder / "ledger") if (folder / "ledger" / "controller.lock").is_file() else None

@@ -90,7 +90,7 @@ class LocalRecipe:
         self._require_room()
 
     def _require_room(self) -> None:
-        """Raise `ConfigError` if this machine is too small for so many instances, whatever their model."""
+        """Raise `ConfigError` if this machine is too small for this many instances, whatever their model."""
         number, settings = self.num_instances, self.engine
         if self.fleet.backend.kind != "local" or number < 2:
             return

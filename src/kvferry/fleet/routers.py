@@ -88,7 +88,7 @@ class RouterPlan:
 
 
 def _copied(config: Settings, folder: Path) -> Settings:
-    """The same settings, with copies of their files; one that cannot be read is left to who reports it by its name."""
+    """The same settings, with copies of their files; one that cannot be read is left to whoever reports its name."""
     changed = {}
     for one in fields(config):  # type: ignore[arg-type]
         path = getattr(config, one.name)

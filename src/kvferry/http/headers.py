@@ -21,7 +21,7 @@ _REQUEST_LINE = re.compile(rb"[^\r\n\0 ]* [^\r\n\0 ]* HTTP/1\.1\r\n").fullmatch
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """The first value of each name, for who looks for several."""
+    """The first value of each name, for callers that look for several."""
     return dict(reversed(headers))
 
 

@@ -127,7 +127,7 @@ class Router:
         response.send_json(msgspec.json.encode({"instances": self.views(request)}))
 
     def views(self, request: HttpRequest) -> list[dict[str, Any]]:
-        """All instances, as who asks may see them."""
+        """All instances, as the client that asks may see them."""
         view = _view_with_addresses if request.caller.is_operator else _view
         return [view(one) for one in self.services.pools]
 
@@ -263,7 +263,7 @@ class Router:
                         watcher.cancel()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
-        except ExceptionGroup as errors:  # What runs beside raises nothing: it is the one error of who waited here.
+        except ExceptionGroup as errors:  # The tasks beside it raise nothing: it is the one error of the body.
             raise errors.exceptions[0] from None
 
 

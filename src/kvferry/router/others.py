@@ -1,6 +1,6 @@
 """The other routers of one port, which are asked for what operators want to know of all of them together.
 
-Each of them answers others on a listener of its own, on loopback, for who knows their secret.
+Each of them answers others on a listener of its own, on loopback, for whoever knows their secret.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Others:
         )
 
     def own_routes(self) -> Routes:
-        """The routes for the other routers, and for who looks after this process: about this router alone, and what the
-        fleet's controller declares."""
+        """The routes for the other routers, and for whoever looks after this process: about this router alone, and what
+        the fleet's controller declares."""
         table = self._router.table()
         reads = [replace(one, handler=self._for_others(one), access="open") for one in table if one.method == "GET"]
         return Routes([*reads, *(one for one in table if one.method == "PUT")])

@@ -21,9 +21,9 @@ STORE_POLICY = "lru"
 _SIZES = (1 / 16, 1 / 4, 1.0)
 """Sizes of stores, as shares of all different blocks of a trace; each is rounded up to a power of two of bytes."""
 ENOUGH = 0.95
-"""A store that finds so much of what the largest one finds is as good."""
+"""Share of what the largest store finds from which a smaller one is as good."""
 WORTH = 0.05
-"""A store is worth its trouble if it finds at least so many more of the prompts' tokens than the prefix caches do."""
+"""How much larger a share of prompts' tokens than the prefix caches a store must find to be worth its trouble."""
 
 
 def prefill_seconds(times: StepTimes, num_tokens: int, chunk: int, start: int = 0) -> float:
@@ -90,7 +90,7 @@ def store_use(arrivals: Sequence[Arrival], num_bytes: int, times: MachineTimes, 
 
 
 def store_uses(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int) -> list[StoreUse]:
-    """Of several sizes, the largest of which keeps all blocks of the trace; none where no block comes twice."""
+    """Stores of several sizes, the largest of which keeps all blocks of the trace; none if no block comes twice."""
     ids = [block for one in arrivals for block in one.block_ids]
     different = len(set(ids))
     if different == len(ids):
@@ -101,12 +101,12 @@ def store_uses(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int) -> 
 
 
 def large_enough(uses: Sequence[StoreUse]) -> StoreUse:
-    """The smallest that finds nearly as much as the largest."""
+    """The smallest store that finds nearly as much as the largest."""
     return next(one for one in uses if one.found >= ENOUGH * uses[-1].found)
 
 
 def _found_tokens(arrivals: Sequence[Arrival], num_blocks: int) -> Iterator[int]:
-    """Of each prompt, the tokens at its beginning that a store of so many blocks has."""
+    """The tokens at the beginning of each prompt that a store of `num_blocks` blocks has."""
     cache = PolicyCache(make_eviction_policy(STORE_POLICY, num_blocks), num_blocks, uses_finishes=False)
     for one in arrivals:
         before = cache.hits
@@ -138,8 +138,8 @@ class KVPlan:
     store: StoreUse | None = None
 
     def bandwidths(self) -> Iterator[tuple[Way, float, float, float]]:
-        """For each way to hand off, bytes a second by P2P, read from and written to the store. By a store alone, D
-        reads all prompts from there."""
+        """Bytes a second by P2P, read from and written to the store, for each way to hand off By a store alone, D reads
+        all prompts from there."""
         store = self.store or (large_enough(self.stores) if self.stores else None)
         reads, writes = (store.reads, store.writes) if store is not None else (0.0, self.hand_offs)
         yield "P2P", self.hand_offs, 0.0, 0.0
@@ -149,7 +149,7 @@ class KVPlan:
 
 
 def plan_kv(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int, num_caches: int, *, is_split: bool) -> KVPlan:
-    """`num_caches`: instances that compute prompts."""
+    """Choose how to move and keep the KV of a trace. `num_caches`: instances that compute prompts."""
     hand_offs = hand_off_rate(arrivals, times.kv.token_bytes) if is_split else 0.0
     without: Way = "P2P" if is_split else "nothing"
     stores = store_uses(arrivals, times, chunk)

@@ -30,7 +30,7 @@ class SimTransferLoop(TransferLoop):
         self.num_errors = 0
 
     def start(self) -> None:
-        """The loop runs already."""
+        """Does nothing: the loop runs already."""
 
     def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
         self._last = self._loop.create_task(self._after(self._last, job, within_s))
@@ -207,11 +207,11 @@ class SimMachine(Machine):
         return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self)
 
     def now(self) -> float:
-        """As of `CallTime`."""
+        """The time of the call, as `CallTime` has it."""
         return self.process.simulation.now if hasattr(_HERE, "call") else self.ends_at
 
     def wait_until(self, when: float) -> None:
-        """As of `CallTime`."""
+        """Wait as `CallTime` does."""
         call = getattr(_HERE, "call", None)
         if call is not None:
             call.pause(when - self.process.simulation.now)

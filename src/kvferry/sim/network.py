@@ -307,7 +307,7 @@ class SimTransport(asyncio.Transport):
         self._finish(None, tell="reset" if self._unread and self._unread[0] not in (_END, _RESET) else "end")
 
     def acknowledge(self, num_bytes: int) -> None:
-        """Note that the other end has read so much."""
+        """Note that the other end has read `num_bytes`."""
         self._num_under_way -= num_bytes
         if self._unsent.num_bytes and not self.is_over:
             self._on_loop(self._send)

@@ -22,15 +22,15 @@ PLAIN_CHUNKS = (512, 2048)
 """Chunk sizes of plain instances: small ones stall answers less, large ones cost fewer steps."""
 PREFILL_CHUNK = 2048
 MOST_SPLITS = 3
-"""Ways to divide so many instances into P and D that are simulated, the most balanced first."""
+"""Number of ways to divide instances into P and D that are simulated, the most balanced first."""
 POLICIES = ("least_loaded", "prefix")
-"""Beside `cost`, the router's own. `prefix` is tried where prompts of the trace begin alike."""
+"""Policies that are tried beside `cost`, the router's own `prefix` is tried where prompts of the trace begin alike."""
 MOST_SEQUENCES = 128
 KEEPS_UP = 1.0
 """Share of its time that an instance may be busy by the estimate."""
 BETTER_SHARE, BETTER_TAIL = 0.005, 0.9
-"""P/D is taken before as many plain instances if this much more of the requests is within the targets, or as many and
-its tail is so much shorter; so are other settings of the router before its own."""
+"""P/D is preferred to as many plain instances if this much more of the requests is within the targets, or as many and
+its tail is under this share of theirs; so are other settings of the router to its own."""
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Multiples of the targets of the goodput grid."""
 
@@ -43,14 +43,14 @@ class RouterSettings:
     disaggregate_from: str = "auto"
 
     def flags(self) -> list[str]:
-        """Of `kvferry router`, for what is not its default."""
+        """The flags of `kvferry router` for what is not its default."""
         default = vars(RouterSettings())
         return [f"--{name.replace('_', '-')}={one}" for name, one in vars(self).items() if one != default[name]]
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A deployment: so many instances, with so many tokens in a step of those that prefill."""
+    """A deployment: numbers of instances, and the most tokens in a step of those that prefill."""
 
     prefill: int = 0
     decode: int = 0
@@ -187,7 +187,7 @@ class Planner:
         return [replace(candidate, router=one) for one in settings]
 
     def _holds(self, number: int, needs: Estimate) -> bool:
-        """Whether a deployment of so many instances keeps the share."""
+        """Whether a deployment of `number` instances keeps the share."""
         return any(one.figures.within >= self.share for one in self._try_all(number, needs))
 
     def _try_all(self, number: int, needs: Estimate) -> list[Tried]:
@@ -233,9 +233,9 @@ class Findings:
     plain: Tried | None
     split: Tried | None
     by_router: list[Tried] = field(default_factory=list)
-    """The better of the two, and the same with other settings of the router."""
+    """Try the better of the two also with other settings of the router."""
     tried: list[Tried] = field(default_factory=list)
-    """All that were simulated, by their number of instances."""
+    """All deployments that were simulated, by their number of instances."""
 
     @property
     def chosen(self) -> Tried:
@@ -248,7 +248,7 @@ class Findings:
 
     @property
     def by_kind(self) -> Tried:
-        """Plain or split, with the router's own settings."""
+        """The better one, plain or split, with the router's own settings."""
         if self.plain is None or self.split is None:
             found = self.split or self.plain
             assert found is not None, "every number of instances has a candidate"

@@ -19,8 +19,8 @@ from kvferry.sim.network import SimHost
 
 
 class SimRouter:
-    """One router of a deployment: when its process has crashed, the next may begin at the same address. `after_s`: it
-    begins so long after the others."""
+    """One router of a deployment: when its process has crashed, the next may begin at the same address. `after_s`: how
+    much later than the others it begins."""
 
     def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, after_s: float) -> None:
         self.host, self.port, self._config, self._token = host, port, config, token

@@ -46,7 +46,7 @@ class Medium:
         self._simulation, self._times = simulation, times
         self._free_at = {False: 0.0, True: 0.0}
         self.hangs_until = self.slow_until = 0.0
-        """For faults: nothing returns before; everything takes `_SLOWED` times as long until then."""
+        """Written by faults: nothing returns before; everything takes `_SLOWED` times as long until then."""
 
     def ends_at(self, begins: float, num_bytes: float, *, writes: bool) -> float:
         """When these bytes are moved if that begins then. The medium is theirs meanwhile."""
@@ -80,7 +80,7 @@ class Storage:
         self.simulation = simulation
         self.disk, self.memory = Medium(simulation, times.file), Medium(simulation, times.memory)
         self.full_until = self.fails_until = 0.0
-        """For faults: until then nothing can be written, or nothing be read or written."""
+        """Written by faults: until then nothing can be written, or nothing be read or written."""
         self._folders: dict[str, _Folder] = {}
         self._arenas: dict[tuple[str, int], _Shared] = {}
         self._num_temporary = 0

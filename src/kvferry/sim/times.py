@@ -53,7 +53,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepSample:
-    """Measured: this work, in `num_steps` steps, took so many seconds in all."""
+    """A measurement: this work, in `num_steps` steps, took `seconds` in all."""
 
     work: StepWork
     seconds: float
@@ -105,7 +105,7 @@ class MediumTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a medium of a store takes. Bandwidths in bytes of KV per second; several calls share them."""
 
     latency_s: Seconds = 100e-6
-    """Of each block, besides its bytes."""
+    """Seconds of each block, besides its bytes."""
     read_bandwidth: Bandwidth = 2e9
     write_bandwidth: Bandwidth = 1e9
 

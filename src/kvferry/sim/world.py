@@ -65,7 +65,7 @@ class WorldSpec:
     num_both: int = 0
     num_routers: int = 1
     num_units: int = 0
-    """Hand-offs stay within one of so many units, to which the instances of each role belong by turns. 0: no units."""
+    """Number of units, to which the instances of each role belong by turns; hand-offs stay within one. 0: no units."""
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
@@ -192,7 +192,7 @@ class World:
     # Time.
 
     def run_until(self, done: Any, within_s: float) -> bool:
-        """Let time pass until `done`, at most so long. Returns whether it is. Raises `Stuck`."""
+        """Let time pass until `done`, at most `within_s`. Returns whether it is. Raises `Stuck`."""
         until = self.simulation.now + within_s
         while not done() and self.simulation.now < until:
             if self.simulation.run_until(done, until=until, most_callbacks=_COLLECT_EVERY):

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CLOSE_S = 2.0
 """Most seconds that `close` waits for running calls."""
 MOST_LEFT = 16
-"""Threads that are left behind in calls; while there are so many, no other call is made."""
+"""Most threads that may be left behind in calls; while there are that many, no other call is made."""
 Result = TypeVar("Result")
 
 

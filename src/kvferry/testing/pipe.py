@@ -99,7 +99,7 @@ class PipeContract(FabricContract):
                 assert not (await receiving).any()
 
     async def test_a_sender_that_nobody_listens_to_waits(self) -> None:
-        """What is under way is bounded: by what lies between, not by what is sent. Then the call is given up."""
+        """What is in flight is bounded by what is between the ends, not by what is sent. The call is then given up."""
 
         async def send(pipe: TensorPipe) -> None:
             for _ in range(64):

@@ -97,7 +97,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("[role.both]", "[role.boht]", "role.boht is not a known key; did you mean 'both'?"),
         ("[role.both]", "[role.both]\ncount = 99999", "role.both.count: must be 0 to 4096, got 99999"),
         ('"chat"', '"chat\\n"', "name: must be lower-case letters, digits and hyphens"),
-        ("count = 0", "count = " + "[" * 5000, "is not valid TOML: its lists or tables are too deep"),
+        ("count = 0", "count = " + "[" * 5000, "is not valid TOML: its lists or tables are nested too deeply"),
     ],
 )
 def test_a_wrong_spec_is_one_line_and_makes_nothing(

@@ -32,7 +32,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     [
         (b"a = = 3", "is not valid TOML: Invalid value"),
         (b"a = '\xff'", "is not valid TOML: 'utf-8' codec"),
-        (b"a = " + b"[" * 100_000, "is not valid TOML: its lists or tables are too deep"),
+        (b"a = " + b"[" * 100_000, "is not valid TOML: its lists or tables are nested too deeply"),
         (b"a = " + b"9" * 10_000, "is not valid TOML: Exceeds the limit"),
         (b"#" * (MOST_BYTES + 1), "has more than 16 MiB"),
     ],

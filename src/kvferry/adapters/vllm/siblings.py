@@ -33,13 +33,13 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 
 
 def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
-    """Whether this connector makes tickets: a cache beside one of vLLM's that does is a cache only. Raises
+    """Whether this connector makes tickets: a cache does not if a connector of vLLM's beside it does. Raises
     `ConfigError` if neither is a cache."""
     theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLMS_HAND_OFFS), None)
     if theirs is None or not settings.options.hand_off:
         return settings.options.hand_off
     if not keeps_blocks(find_connector(settings.transfer)):
-        raise ConfigError(f"{theirs} and {type(connector).__name__} would both hand requests off; do without one")
+        raise ConfigError(f"{theirs} and {type(connector).__name__} would both hand requests off; remove one")
     return False
 
 
@@ -59,7 +59,7 @@ def salts(settings: AdapterSettings, lora_config: object) -> Salts:
 
 
 def forget(connector: object, settings: AdapterSettings) -> None:
-    """Note that a connector was closed."""
+    """Release what a connector that was closed had claimed."""
     engine_id = settings.transfer.engine_id
     for claims in (_hand_offs, _allocations):
         if claims.get(engine_id) is connector:

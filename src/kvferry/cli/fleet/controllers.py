@@ -59,8 +59,8 @@ def control(
 
 
 async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
-    """Run a fleet's controller until it is told to end. One that was silent for so long that another may have taken
-    over begins anew, and waits for that one. `owner`: of the members, as in `BackendContext`."""
+    """Run a fleet's controller until it is told to end. If it was silent for so long that another may have taken over,
+    it begins anew, and waits for that one. `owner`: of the members, as in `BackendContext`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, owner)
     async with Front(backend.context.token) as front:

@@ -59,7 +59,7 @@ def plan(
         Parameter(name="--plot", help="Write a plot of the goodput grid: .svg or .png (needs kvferry[plot])."),
     ] = None,
     requests: Annotated[
-        int, Parameter(help="Of a longer trace, simulate the part in which so many requests come the fastest.")
+        int, Parameter(help="Of a longer trace, simulate the part in which this many requests come the fastest.")
     ] = 1000,
     from_s: FromFlag = 0.0,
     for_s: LastsFlag = None,
@@ -289,7 +289,7 @@ def _break_even(store: StoreUse, times: MachineTimes) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """As `--store memory:` takes it."""
+    """A size as `--store memory:` takes it."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
         if num_bytes >= 1 << power:
             return f"{num_bytes / (1 << power):.3g}{unit}"

@@ -44,7 +44,7 @@ TimesFlag = Annotated[
 JsonFlag = Annotated[bool, Parameter(help="Print JSON instead of tables.", negative=())]
 FromFlag = Annotated[float, Parameter(help="Leave out what arrives before this second of the trace.")]
 LastsFlag = Annotated[float | None, Parameter(help="Seconds of the trace to use. Default: all.")]
-RateFlag = Annotated[float, Parameter(help="Have requests arrive so many times as fast as they were recorded.")]
+RateFlag = Annotated[float, Parameter(help="Have requests arrive this many times as fast as they were recorded.")]
 
 
 def simulate(
@@ -62,7 +62,7 @@ def simulate(
     """Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
 
     The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
-    pass, bytes on a wire and the start of a process are times:
+    pass, bytes on a wire and the start of a process only take the time that was measured:
 
         kvferry calibrate MODEL --write times.json
 
@@ -87,7 +87,7 @@ def simulate(
 
 
 def times_of(path: Path | None) -> MachineTimes:
-    """The times in a file. Without a file, times that no machine was measured for, with a warning."""
+    """The times in a file. Without a file, assumed times, which no machine was measured for, with a warning."""
     if path is not None:
         return read_times(path)
     sys.stderr.write(
@@ -119,7 +119,7 @@ class TracePart:
 
 
 class OnProgress(Protocol):
-    """Called with the share that is done, and with what is done now where that changes."""
+    """Called with the share that is done, and with what is being done when that changes."""
 
     def __call__(self, share: float, what: str | None = None) -> None: ...
 
@@ -160,7 +160,7 @@ def _roles(figures: ReplayFigures) -> Table:
 
 
 def in_words(figures: ReplayFigures) -> str:
-    """What is in no table."""
+    """The figures that are in no table, in words."""
     answered = f"{figures.complete} of {figures.requests} requests answered"
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
     stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())

@@ -79,7 +79,7 @@ class LoadChoice:
             self._policy.took(choice.decision, choice.num_blocks)
 
     def loaded(self, request_id: str, seconds: float | None) -> None:
-        """The blocks of the load have arrived, after so many seconds of reading; None: not measured."""
+        """Note that the blocks of the load have arrived, after `seconds` of reading; None: not measured."""
         choice = self._choices.pop(request_id, None)
         if choice is not None and seconds is not None:
             self._policy.loaded(choice.loads, seconds, self._clock.monotonic())

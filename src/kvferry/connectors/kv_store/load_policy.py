@@ -1,6 +1,6 @@
 """Whether a prompt's KV is loaded or computed again, from speeds that were measured: no clock, no tensor, no I/O.
 
-What is known of each medium is how long it took before: so many seconds to begin, and so many more for each byte or
+What is known of each medium is how long it took before: some seconds to begin, and a time for each further byte or
 token (`Pace`, newer measurements weigh more). A request then has four ways to its first token; the fastest is taken:
 
     load       all blocks that there are; then compute the rest of the prompt

@@ -1,7 +1,7 @@
 """Which numbers a setting may have, written beside its type: `grace_s: SecondsOrZero = 30.0`.
 
-A class of settings calls `check_bounds(self)` in its `__post_init__`; a test finds the
-numbers without bounds. Not-a-number is within no bounds, and infinity is above all of them: every wait ends.
+A class of settings calls `check_bounds(self)` in its `__post_init__`; a test finds the numbers without bounds.
+Not-a-number is within no bounds, and infinity is above all of them: every wait ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Bounds:
 
     def require(self, what: str, value: float) -> None:
         """Raise `ConfigError` that names `what` if the value is not within the bounds."""
-        if value != value:  # as math.isnan, which raises for integers beyond the range of a float
+        if value != value:  # like math.isnan, but that raises for integers beyond the range of a float
             raise ConfigError(f"{what} must be a number, got nan")
         if value < self.least or (self.above and value == self.least) or value > self.most:
             raise ConfigError(f"{what} must {self._in_words(value)}, got {_short(value)}")
@@ -64,7 +64,7 @@ Seed = Annotated[int, Bounds(-(2**63), 2**64 - 1)]
 
 def check_bounds(config: Any) -> None:
     """Raise `ConfigError` that names the flag of the first field of a dataclass whose number is not within the bounds
-    of its annotation. Of a tuple, every item must be within them; None is within all bounds."""
+    of its annotation. Every item of a tuple must be within them; None is within all bounds."""
     kind: Any = type(config)
     for name, bounds in bounds_of(kind).items():
         value = getattr(config, name)
@@ -74,14 +74,14 @@ def check_bounds(config: Any) -> None:
 
 @cache
 def bounds_of(kind: Any) -> dict[str, Bounds]:
-    """The bounds of those fields that have any."""
+    """The bounds of the fields that have any, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: found for name, hint in hints.items() if (found := next(_within(hint), None)) is not None}
 
 
 def require_number(what: str, value: object) -> None:
-    """Raise `ConfigError` if the value is a number that no setting has: infinity, not-a-number, more than 64 bits. For
-    options of classes of other packages too, whose own bounds may let infinity pass."""
+    """Raise `ConfigError` if the value is a number that no setting has: infinity, not-a-number, more than 64 bits. Also
+    used for options of classes in other packages, whose own bounds may let infinity pass."""
     if isinstance(value, int | float):
         _ANY.require(what, value)
 

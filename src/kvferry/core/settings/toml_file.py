@@ -1,4 +1,4 @@
-"""TOML files that a user writes, and those that are written for him."""
+"""TOML files that users write, and those that are written for them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file. Raises `ConfigError` that names it, whatever is in it."""
+    """The tables of a file. Raises a `ConfigError` that names the file, whatever is in it."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: no path has a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL in it
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if len(content) > MOST_BYTES:
         raise ConfigError(f"{path} has more than {MOST_BYTES // 2**20} MiB")
     try:
         return tomllib.loads(content.decode())
     except RecursionError as error:
-        raise ConfigError(f"{path} is not valid TOML: its lists or tables are too deep") from error
+        raise ConfigError(f"{path} is not valid TOML: its lists or tables are nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 

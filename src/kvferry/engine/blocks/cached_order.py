@@ -49,7 +49,7 @@ class CachedOrder(ABC):
 
     @abstractmethod
     def check(self, num_free: int, num_used: int) -> None:
-        """Raise `LeakError` unless what is known here agrees with so many free cached blocks, and so many in use."""
+        """Raise `LeakError` unless what is known here agrees with these numbers of cached blocks, free and in use."""
 
 
 class ReleaseOrder(CachedOrder):

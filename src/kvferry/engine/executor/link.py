@@ -112,7 +112,7 @@ class RankListener:
         self._is_closed = False
 
     def gather(self, number: int, within_s: float, on_progress: Callable[[int], None]) -> list[Link]:
-        """Wait for so many ranks; `on_progress` is told how many have come. Raises `RankLost` if they do not come."""
+        """Wait for `number` ranks; `on_progress` is told how many have come. Raises `RankLost` if they do not come."""
         links: list[Link] = []
         deadline = SYSTEM_CLOCK.monotonic() + within_s
         try:

@@ -56,7 +56,7 @@ from kvferry.observe.logs import follow_parent
 log = logging.getLogger(__name__)
 
 JOIN_S = 300.0
-"""How long a rank that rank 0 has not started looks for it."""
+"""How long a rank that rank 0 has not started tries to reach it."""
 END_S = 3.0
 """How long this process may take to exit by itself once rank 0 is gone or has sent `Close`."""
 
@@ -89,7 +89,7 @@ class Inbox:
         return item
 
     def ask_store(self, request: TableRequest) -> TableAnswer:
-        """Ask the table of rank 0. From any thread. Raises `PeerLost`."""
+        """Ask the table of rank 0. May be called from any thread. Raises `PeerLost`."""
         with self._asking:
             self._pipe.send(request)
             answer = self._stored.get()
@@ -99,7 +99,7 @@ class Inbox:
             return answer
 
     def wake(self) -> None:
-        """Put a `_Woken` into the queue unless one is there. From any thread."""
+        """Put a `_Woken` into the queue unless one is there. May be called from any thread."""
         if not self._is_woken.is_set():
             self._is_woken.set()
             self._queue.put(_Woken())
@@ -120,7 +120,7 @@ class Inbox:
             command = _Gone()
         self._stored.put(None)
         self._queue.put(command)
-        threading.Event().wait(END_S)  # then no longer: the process may be in a step that the others have left
+        threading.Event().wait(END_S)  # and no longer: the process may be in a step that the others have left
         os._exit(1)
 
 

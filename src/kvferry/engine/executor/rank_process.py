@@ -201,7 +201,7 @@ class RankProcess:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` for the rank to exit; then kill its process, or leave it to who has started that."""
+        """Wait until `deadline` for the rank to exit; then kill its process, or leave it to whoever has started it."""
         left_s = max(0.1, deadline - SYSTEM_CLOCK.monotonic())
         if self._process is None:
             self._listener.join(left_s)

@@ -2,7 +2,7 @@
 
 transformers builds every mask from a function of (query position, key position). While a model is probed, these
 functions are kept instead of being expanded to tensors, so that they can be evaluated at positions far beyond the
-probe's own tokens: a window of thousands of tokens is found with two. The mask decides, whatever else a layer says
+probe's own tokens: two tokens are enough to find a window of thousands. The mask decides, whatever else a layer says
 about itself: some families have a window in the mask only.
 """
 
@@ -37,8 +37,8 @@ class SeenMasks:
         return stand_in
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """The function of a placeholder, also as a slice that is the whole of it; None if `mask` is something that the
-        model has made itself."""
+        """The function of a placeholder, or of a slice that is all of one; None if `mask` is something that the model
+        has made itself."""
         return next((function for stand_in, function in self.made if _is_whole(mask, stand_in)), None)
 
 

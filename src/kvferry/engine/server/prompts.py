@@ -60,7 +60,7 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[
 
 def _are_integers(values: Sequence[object]) -> bool:
     try:
-        array("Q", cast(Sequence[int], values))  # a tenth of the time that it takes to ask for the types
+        array("Q", cast(Sequence[int], values))  # takes a tenth of the time of looking at each type
     except TypeError:
         return False
     except OverflowError:
@@ -79,20 +79,20 @@ async def require_encodable(
     if truncated:
         if len(text) > _MAX_TRUNCATED_CHARACTERS:
             raise InvalidRequest(
-                f"{field} has {len(text)} characters; at most {_MAX_TRUNCATED_CHARACTERS} are accepted where it is to"
-                " be truncated",
+                f"{field} has {len(text)} characters; at most {_MAX_TRUNCATED_CHARACTERS} are accepted with"
+                " truncate_prompt_tokens",
                 param=field,
             )
         return
     longest = max_model_len * codec.longest_token
     if len(text) > longest:
-        raise _too_long(text, max_model_len, field, f"more than the {longest} that so many tokens can stand for")
+        raise _too_long(text, max_model_len, field, f"more than the {longest} that this many tokens can stand for")
     if len(text) > _PIECE_CHARACTERS:
         await codec.off_loop.run_if(True, _require_few_tokens, text, codec, max_model_len, field)
 
 
 def _require_few_tokens(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
-    """Tokens across the boundaries of pieces are counted twice, which the factor 2 allows for."""
+    """Raise if there are too many tokens. Those across boundaries count twice, which the factor 2 allows for."""
     num_tokens = 0
     for start in range(0, len(text), _PIECE_CHARACTERS):
         num_tokens += codec.num_tokens(text[start : start + _PIECE_CHARACTERS])

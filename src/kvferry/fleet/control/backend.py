@@ -134,7 +134,7 @@ class FleetBackend(ABC):
     """One fleet's members. Used by one event loop. Every method that waits has a deadline of its own."""
 
     changed: asyncio.Event
-    """Set whenever `members` would answer something else; who waits for it clears it."""
+    """Set whenever `members` would answer something else; whoever waits for it clears it."""
     _lease: FleetLease | None = None
     _keeping: asyncio.Task[None] | None = None
     """The task that renews it."""

@@ -300,7 +300,7 @@ class Controller:
         try:
             await self._backend.start(member)
         except Exception as error:
-            # The edge: whatever keeps one member from being started must not end who looks after all of them.
+            # The edge: whatever keeps one member from being started must not end the controller of all of them.
             if not isinstance(error, KvferryError):
                 logger.exception("%s cannot be started", member.name)
             why = str(error) or type(error).__name__
@@ -315,7 +315,7 @@ class Controller:
         try:
             await self._backend.stop(name, grace_s)
         except Exception:
-            # The edge, as above; who is still there is stopped again.
+            # The edge, as above; a member that is still there is stopped again.
             logger.exception("%s cannot be stopped", name)
         finally:
             self._observer.stopping.discard(name)

@@ -10,7 +10,7 @@ from kvferry.fleet.control.spec import MemberRole
 
 
 class Phase(Enum):
-    """Where an instance is in its life."""
+    """Where an instance is in its life cycle."""
 
     STARTING = "starting"
     READY = "ready"
@@ -76,7 +76,7 @@ class StopMember:
 
 @dataclass(frozen=True)
 class SwitchRole:
-    """Let an instance that runs do the other phase."""
+    """Give a running instance the other role."""
 
     name: str
     role: MemberRole
@@ -88,7 +88,7 @@ Step = Start | Drain | StopMember | SwitchRole
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """A member, for people. `detail`: why it failed, or what it waits for."""
+    """The status of a member, as people read it. `detail`: why it failed, or what it waits for."""
 
     name: str
     role: MemberRole
@@ -104,7 +104,7 @@ class MemberStatus:
 @dataclass(frozen=True)
 class RoleStatus:
     """How many members of a role there are. `updated`: ready in the revision that is wanted. `failed`: why none is
-    started at the moment, or empty; `given_up`: nor will be, unless something changes."""
+    started at the moment, or empty; `given_up`: none will be later either, unless something changes."""
 
     desired: int
     ready: int

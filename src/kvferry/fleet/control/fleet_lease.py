@@ -1,9 +1,9 @@
 """The right to act on a fleet, which one controller of all machines has at a time, kept where all of them reach it: an
 object of a cluster, say.
 
-Who has it renews it every few seconds. It believes that it has it for less long than others wait before they take it,
-counted from before the renewal was sent, by a clock that goes on while the machine sleeps: a process that was stopped
-knows when it goes on that it is too late. Nobody compares clocks of two machines.
+Its holder renews it every few seconds. It believes that it has it for less time than others wait before they take it,
+counted from before the renewal was sent, by a clock that runs on while the machine sleeps: a process that was stopped
+knows when it continues that it is too late. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvferry.core.errors import KvferryError
 logger = logging.getLogger(__name__)
 
 RENEWED_S, BELIEVED_S, TAKEN_S = 2.0, 10.0, 15.0
-"""How often it is renewed, for how long who renewed it acts, and how long others wait for the next renewal."""
+"""How often it is renewed, how long its holder acts after a renewal, and how long others wait for the next one."""
 
 
 class LeaseUnknown(KvferryError):
-    """Where the lease is kept does not answer, so that nobody knows who has it."""
+    """The place where the lease is kept does not answer, so nobody knows who has it."""
 
 
 class FleetLease(ABC):
@@ -64,11 +64,11 @@ class FleetLease(ABC):
             try:
                 await self.renew()
             except KvferryError as error:
-                logger.warning("the right to act is not renewed: %s", error)
+                logger.warning("the right to act on the fleet could not be renewed: %s", error)
         logger.warning("another controller may look after this fleet now; this one does nothing any more")
 
     def _is_renewed(self, begun: float) -> None:
-        """The lease was renewed by a message that was sent at `begun`, on this process's clock."""
+        """Note that the lease was renewed by a message that was sent at `begun`, on this process's clock."""
         self._until = begun + BELIEVED_S
 
     def _is_lost(self) -> None:

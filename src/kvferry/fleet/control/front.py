@@ -82,7 +82,7 @@ class Front:
         return await self._ask(router, "GET", None)
 
     async def traffic(self, router: str, seconds: float, most: int) -> TrafficReport | None:
-        """What this router has seen of the last `most` requests of so many seconds; None if it does not answer."""
+        """What this router has seen of the last `most` requests within `seconds`; None if it does not answer."""
         return await self._get(router, f"{TRAFFIC_PATH}?seconds={seconds:.0f}&limit={most}", TrafficReport)
 
     async def plan(self, router: str) -> FleetPlan | None:

@@ -21,7 +21,7 @@ from kvferry.fleet.started import started_at
 
 BEAT_S = 1.0
 HUNG_S = 20.0
-"""A controller that has not looked after its fleet for so long hangs."""
+"""Seconds after which a controller that has not looked after its fleet counts as hung."""
 
 
 class Holder(msgspec.Struct, frozen=True):

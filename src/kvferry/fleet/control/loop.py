@@ -321,7 +321,7 @@ class _Ready:
         return {item.kind: 1} if number[item.kind] > 1 else {kind: number[kind] for kind in self._least}
 
     def _is_whole(self, number: Mapping[str, int]) -> bool:
-        """Whether a revision of so many ready ones has one of every kind, which are then effective."""
+        """Whether a revision with these numbers of ready ones has one of every kind, which are then effective."""
         return all(number[kind] > 0 for kind in self._least)
 
 

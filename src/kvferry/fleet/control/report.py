@@ -60,8 +60,8 @@ class StatusReporter:
         """Whether everything that is wanted has once served."""
 
     def status(self, sight: Sight, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
-        """How the fleet is; who waits for it to be up is told once it is. `number`: of the change that is followed;
-        `decided`: by `[scale]`."""
+        """The status of the fleet; whoever waits for it to be up is told once it is. `number`: of the change that is
+        followed; `decided`: by `[scale]`."""
         roles = {
             name: one for fleet in (sight.instances, sight.routers) for name, one in _role_status(fleet, sight).items()
         }

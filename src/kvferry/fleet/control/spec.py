@@ -196,7 +196,7 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long requests decide what is kept: what a burst needed is released when it is older, or few of the requests
     since."""
     idle: Duration = "0s"
-    """After so long without a request, no instance is kept, of any role; the next request starts them again. Every
+    """How long without a request until no instance is kept, of any role; the next request starts them again. Every
     `min` must be 0. "0s": never."""
     starts: Duration = "30s"
     """How long an instance takes to start, until it was measured."""

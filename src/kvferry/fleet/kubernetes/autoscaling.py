@@ -26,7 +26,7 @@ METRIC_LABEL = "app_kubernetes_io_instance"
 """The label of the metric with the fleet's name: Prometheus' form of the label that pods have."""
 _POLL_S = 10
 _TOLERATED = 10
-"""An autoscaler of Kubernetes takes no notice of a tenth more or less, which is an instance from so many on."""
+"""Number of instances from which an autoscaler of Kubernetes ignores one more or less: it tolerates a tenth."""
 
 
 @dataclass(frozen=True)

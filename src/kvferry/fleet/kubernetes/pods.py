@@ -24,7 +24,7 @@ _GRACE_S = 15
 """Seconds for requests that a drain has left over, or that come after it."""
 _USER = 1000
 _LOOKED_AFTER_S = 60
-"""A controller says about once a second, in a file, that it looks after its fleet; after so long, it hangs."""
+"""How old the file may be in which a controller says about once a second that it looks after its fleet."""
 _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
     "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How many requests come, and whether they become more. Counted when they arrive, whatever becomes of them."""
+"""How many requests arrive, and whether they become more. They are counted on arrival, whatever becomes of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 _TREND_S = 180.0
 """Seconds in which a trend is looked for; at least half of them must be known."""
 _SURE = 3.0
-"""Standard errors of a slope beyond which it is one."""
+"""Number of standard errors beyond which a slope counts as a trend."""
 _MOST_GROWTH = 2.0
-"""A trend is followed no further than to so many times the rate of now."""
+"""A trend is followed up to this many times the current rate."""
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ NOTHING = Counts(0, 0)
 
 @dataclass(frozen=True)
 class Rules:
-    """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: of both,
-    weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of prefill
-    instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do both.
-    `deflect`: short prompts may be computed on decode instances. `switches`: (from, to) of roles that an instance can
-    change while it runs. `unit`: instances come in units of these.
+    """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: the most
+    of both, weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of
+    prefill instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do
+    both. `deflect`: short prompts may be computed on decode instances. `switches`: (from, to) of roles that an instance
+    can change while it runs. `unit`: the instances of one unit, where they come in units.
 
-    `cool_down_s`: how long nothing is released after a change, or since requests are counted. `idle_s`:
-    after so long without a request nothing is kept; 0: never. `least_requests`: that must be known before anything is
+    `cool_down_s`: how long nothing is released after a change, or after requests begin to be counted. `idle_s`: how
+    long without a request until nothing is kept; 0: never. `least_requests`: how many must be known before anything is
     decided."""
 
     targets: LatencyTargets
@@ -78,7 +78,7 @@ class Rules:
 
     @cached_property
     def topologies(self) -> tuple[Counts, ...]:
-        """All that are allowed and serve, the cheapest first."""
+        """All counts that are allowed and can serve, the cheapest first."""
         return tuple(sorted(self._all(), key=lambda one: (self.price(one), one.prefill)))
 
     def _all(self) -> Iterator[Counts]:
@@ -102,8 +102,8 @@ class Rules:
         return found
 
     def can_become(self, here: Counts, there: Counts) -> bool:
-        """Whether one change leads there without serving less meanwhile than at either end: what becomes fewer in one
-        role and more in the other changes its role while it runs."""
+        """Whether one change leads there without ever serving less than at either end: instances that one role loses
+        and the other gains change their role while they run."""
         p, d = there.prefill - here.prefill, there.decode - here.decode
         if p < 0 < d:
             return (PREFILL, DECODE) in self.switches

@@ -31,11 +31,11 @@ What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero",
 _DEFLECTED = (0.25, 0.5, 0.75, 0.9)
 """Shares of prompts that may be deflected."""
 _RECENT_S = 60.0
-"""The last requests count by themselves, for as long or for a start-up time."""
+"""Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
 _STICKY = 0.002
 """How much better another threshold must be to replace the one that is used."""
 _NEAREST = 0.005
-"""What is not nearer to a goal out of reach by so much is not worth an instance."""
+"""How much nearer to a goal out of reach something must come to be worth an instance."""
 
 
 class ScalingMemory(msgspec.Struct, frozen=True):

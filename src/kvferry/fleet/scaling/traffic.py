@@ -13,7 +13,7 @@ Vector = NDArray[np.float64]
 _ALIKE = 0.02
 """Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
 _WAITED, _MOST_FITS = 2.0, 3
-"""Where the slowest tenth takes so many times as long as the quickest quarter, some of them waited."""
+"""How many times as long as the quickest quarter the slowest tenth takes if some of them waited; and the most fits."""
 
 
 @dataclass(frozen=True)

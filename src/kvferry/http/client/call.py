@@ -104,7 +104,7 @@ class Call:
     # Called by the connection.
 
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
-        """More of the answer has arrived: so many bytes, with this part of its body."""
+        """Called when more of the answer has arrived: `num_bytes` bytes, with this part of its body."""
         connection = self.connection
         assert connection is not None
         self.head = head

@@ -58,7 +58,7 @@ class Receiver(Protocol):
         """What it sends."""
 
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
-        """More of the answer has arrived: so many bytes, with this part of its body."""
+        """Called when more of the answer has arrived: `num_bytes` bytes, with this part of its body."""
 
     def lose(self, error: TransferError) -> None:
         """Called when the connection is closed."""

@@ -35,7 +35,7 @@ class Pool:
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: dict[ClientConnection, float] = {}
-        """Since when they are free, on the event loop's clock; the freshest last."""
+        """Free connections, and since when they are, on the event loop's clock; the freshest last."""
         self._open: OrderedSet[ClientConnection] = OrderedSet()
         self._num_connecting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()

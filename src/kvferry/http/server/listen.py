@@ -16,7 +16,7 @@ def reserve(host: str, port: int, *, beside: bool = False) -> socket.socket:
         listen(host, port).close()  # two sockets that do not listen may have one port
     reserved = _bound(host, port, beside=beside)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # so that the line above fails for others
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # and succeeds for who comes `beside`
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # and succeeds for one that comes `beside`
     return reserved
 
 

@@ -21,7 +21,7 @@ from kvferry.http.server.limits import HttpLimits
 State = Literal["handshake", "opened", "idle", "head", "body", "running", "closing", "lingering", "lost"]
 
 OVER: frozenset[State] = frozenset(("closing", "lingering", "lost"))
-"""In these, nothing of a request is read any more."""
+"""States in which nothing of a request is read any more."""
 
 _LINGER_S = 2.0
 """How long a refused client that still sends is listened to, so that it reads its answer instead of a reset."""

@@ -26,7 +26,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit
 
 MOST_TENANTS = 20_000
-"""Whose rates are remembered; who has used least recently what he may is forgotten first, and begins anew."""
+"""Most tenants whose rates are remembered; the least recently active is forgotten first, and begins anew."""
 
 _MINUTE_S = 60.0
 _LONGEST_NAME = 256
@@ -188,7 +188,7 @@ class Tenants:
         return tenant
 
     def charge(self, tenant: Tenant, num_tokens: float) -> Charge:
-        """Charge one request of so many tokens. Raises `OverLimit`, and takes nothing then."""
+        """Charge one request of `num_tokens`. Raises `OverLimit`, and takes nothing then."""
         now = self.clock.monotonic()
         self._known[tenant.key] = self._known.pop(tenant.key, tenant)
         for bucket, amount, what in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):

@@ -54,7 +54,7 @@ class Turns:
         """A heap of the lines whose turn it may be."""
         self._order = count()
         self._at = 0.0
-        """The share that was served last; who begins to wait begins here, or where he has come to himself."""
+        """The share that was served last; a tenant that begins to wait begins here, or where it has come to itself."""
         self._ahead: dict[bytes, float] = {}
         """The shares of tenants that do not wait just now and have had more than that."""
         self._most_ahead = _MOST_LEFT

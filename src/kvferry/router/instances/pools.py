@@ -60,7 +60,7 @@ class RolePool:
         return instance
 
     def leave_out(self, instance: Instance, seconds: float) -> None:
-        """Split no requests over a prefill instance for so long: D would compute the prompts again."""
+        """Split no requests over a prefill instance for `seconds`: D would compute the prompts again."""
         self.without_tickets[instance] = self._clock.monotonic() + seconds
 
     def takes_no_kv(self, instance: Instance) -> None:

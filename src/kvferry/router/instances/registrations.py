@@ -44,7 +44,7 @@ _Doing = Literal["serving", "draining", "drained", "gone"]
 MAX_REGISTERED = 4096
 _LOOK_S = 0.5
 _STOOD_STILL_S = 2.0
-"""When this process itself stood still for so long, instances could not be heard: it is not their leases that end."""
+"""How long this process itself must have stood still for leases to be extended: instances could not be heard then."""
 
 
 class Registrations:

@@ -63,7 +63,7 @@ class Picked:
                 self._take(one, computes=self.prefill is None, decodes=True)
 
     def answered(self, status: int, headers: RawHeaders) -> None:
-        """The answer begins. One that says to come later is load, and the instance is left alone for so long."""
+        """Note that the answer begins. One that says to come later is load: the instance is left alone until then."""
         services, now = self._services, self._services.clock.monotonic()
         work = self._work[self.decode]
         work.answered()

@@ -23,12 +23,12 @@ CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConn
 """Connectors of kvferry's whose D may ask P for a hand-off that P has not begun."""
 
 _MOST_REMEMBERED = 1024
-"""Combinations of instances of which it is remembered whether they fit."""
+"""Most combinations of instances for which it is remembered whether they fit."""
 
 
 def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Facts]) -> MakeForm | None:
-    """What makes the form of each hand-off from this prefill instance, as long as nothing new is known of any instance.
-    None: P cannot hand off now, because its bootstrap server, which the protocol needs, has not answered, or
+    """A function that makes the form of each hand-off from this prefill instance, until something new is known of any
+    instance. None: P cannot hand off now, because its bootstrap server, which the protocol needs, has not answered, or
     P has failed since then."""
     facts, told = prefill.facts, config.protocol
     if isinstance(facts, SglangFacts):
@@ -53,9 +53,9 @@ def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMod
     """Where D may ask P before P has answered: where that is known, and every D is of the same kind as P.
 
     Another engine would take a ticket without blocks for one that is complete. Of kvferry's instances, a connector that
-    nobody here knows will do when concurrent hand-off is asked for by name. vLLM servers are called so only then, as D
-    cannot learn how much P had in its cache; their first ticket tells the origin. A server with several, being
-    data-parallel, may answer from any of them.
+    nobody here knows will do when concurrent hand-off is asked for by name. vLLM servers are asked early only then,
+    too, as D cannot learn how much P had in its cache; their first ticket tells the origin. A server with several
+    origins is data-parallel, and may answer from any of them.
     """
     if mode == "sequential":
         return None

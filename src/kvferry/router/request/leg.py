@@ -120,7 +120,7 @@ class Leg:
         self._legs, self._call, self._changes, self.patience = legs, call, changes, patience
         self.instance, self.work = instance, work
         self.on_change: Callable[[], bool] | None = None
-        """Called before whoever waits for the request's legs is woken, who is not if it returns False."""
+        """Called before the task that waits for the request's legs is woken, which is not if it returns False."""
         self.state: LegState = "sent"
         self.head = NO_HEAD
         """Status and headers of the answer, once it has begun."""

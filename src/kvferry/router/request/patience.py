@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Patience:
-    """A leg is waited for `silence_s` without a sign of progress, and not at all, once its instance seems dead, if it
-    is `movable`: another instance can give the rest. Progress of the leg `beside` it, for which its instance waits,
-    counts too until that one has ended."""
+    """How long to wait for a leg: for `silence_s` without a sign of progress, and no longer once its instance seems
+    dead, if it is `movable`: another instance can give the rest. Progress of the leg `beside` it, for which its
+    instance waits, counts too until that one has ended."""
 
     __slots__ = ("_beside", "_instance", "_progress_at", "_seen_bytes", "_silence_s", "movable")
 
@@ -28,7 +28,7 @@ class Patience:
         self._seen_bytes, self.movable = 0, True
 
     def answer_began(self, between_bytes_s: float, now: float) -> None:
-        """From now on it may pause for `between_bytes_s`."""
+        """Note that the answer began: from now on it may pause for `between_bytes_s`."""
         self._progress_at = self._instance.last_sign = now
         self._silence_s, self.movable, self._beside = between_bytes_s, False, None
 
@@ -52,7 +52,7 @@ class Patience:
         return now - self._progress_at
 
     def stood_still(self, missed_s: float, now: float) -> None:
-        """This process could not see any progress for so long."""
+        """Note that this process could not see any progress for `missed_s`."""
         self._progress_at = min(now, self._progress_at + missed_s)
 
     def look(self, call: Call, now: float) -> None:
@@ -64,7 +64,7 @@ class Patience:
             self._progress_at = now  # it is the client who does not read
 
     def is_over(self, total_s: float, now: float) -> bool:
-        """Whether the leg is to be given up. `total_s`: without a byte, whatever else there is."""
+        """Whether the leg is to be given up. `total_s`: the longest wait without a byte, whatever else there is."""
         stands_still = self.movable and self._instance.looks.num_late >= LATE_BEFORE_DOWN
         waits_too_long = self.waited_for(now) > max(total_s, self._silence_s)
         return stands_still or waits_too_long or self.silent_for(now) > self._silence_s

@@ -12,7 +12,7 @@ from kvferry.router.request.services import Services
 _LOOK_AGAIN_S, _TELL_AGAIN_S = 0.1, 5.0
 _LOOK_SOON_S = 0.01
 _STARTS, _MORE_S = 3.0, 60.0
-"""A start is waited for so many times as long as one usually takes, and so many seconds more."""
+"""How many times as long as a start usually takes it is waited for, and how many seconds more."""
 
 
 async def wait_for_instances(services: Services, response: Response, *, streams: bool) -> None:

@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True)
 class FleetScenario:
-    """A fleet of so many instances and routers, what it is asked, and what happens to it."""
+    """A fleet with `counts` of instances and routers, what it is asked, and what happens to it."""
 
     seed: int
     world: WorldSpec

@@ -90,8 +90,8 @@ class Shrunk:
 def shrink(
     scenario: AnyScenario, *, most_runs: int = 300, run: Callable[[AnyScenario], Report] = run_any
 ) -> Shrunk | None:
-    """Take faults and requests away, large parts first, for as long as an invariant fails that failed at first.
-    Runs the scenario at most so many times. None: all invariants hold."""
+    """Take faults and requests away, large parts first, for as long as an invariant fails that failed at first. Runs
+    the scenario at most `most_runs` times. None: all invariants hold."""
     first = run(scenario)
     names = {one.name for one in first.violations}
     if not names:

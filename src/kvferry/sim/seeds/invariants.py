@@ -12,9 +12,9 @@ from kvferry.store.media.file_room import LOOK_SHARE, SUFFIX
 _ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
 """What stores count while it is on its way; with several connectors, a number is before the name."""
 _BLOCK_SHARE = 1 / 8
-"""Of its room, what the longest block of a simulated store takes at most."""
+"""The share of its room that the longest block of a simulated store takes at most."""
 _LEASE_ENDS_S = 0.1
-"""A lease that is over has ended so long afterwards, unless its process stands still."""
+"""Seconds in which a lease that is over ends, unless its process stands still."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Violation:
 
 
 def of_requests(results: list[RequestResult], *, has_faults: bool) -> list[Violation]:
-    """Each request ends once, with the right tokens, all of them or a reason; without faults, with all of them."""
+    """Each request ends once and with the right tokens: all of them, or a reason; without faults, all of them."""
     found = []
     for one in results:
         about = f"request {one.number} ({one.outcome or 'waits'}, {one.status}, {one.num_tokens} tokens): {one.why}"
@@ -44,7 +44,7 @@ def of_requests(results: list[RequestResult], *, has_faults: bool) -> list[Viola
 
 
 def of_code(world: World) -> list[Violation]:
-    """No error that is a mistake of the code: none is logged, and none reaches an event loop."""
+    """The code itself makes no error: none is logged, and none reaches an event loop."""
     logged = [Violation("no error is logged", text) for text in world.logged]
     return logged + [
         Violation("no error is lost", f"{one['loop']}: {one['message']}") for one in world.simulation.errors
@@ -52,7 +52,7 @@ def of_code(world: World) -> list[Violation]:
 
 
 def of_rest(world: World) -> list[Violation]:
-    """When no request is left and all leases are over: every block is free, and nothing is kept."""
+    """When no request is left and all leases are over: every block is free, and nothing else is held."""
     found = []
     for instance in world.instances:
         engine = instance.engine
@@ -121,7 +121,7 @@ def of_leases(world: World) -> list[Violation]:
 
 
 def of_blocks(world: World) -> list[Violation]:
-    """At any time: which blocks are in use, and by whom, agrees."""
+    """At any time: all records of which blocks are in use, and by whom, agree."""
     found = []
     for instance in world.instances:
         if instance.engine is not None and instance.process.is_alive and instance.is_between_steps:

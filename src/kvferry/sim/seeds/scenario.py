@@ -21,7 +21,7 @@ SETTLES_S = 10.0
 """Seconds after the last request and fault in which leases, loads and timeouts of the connectors end."""
 _LOOKED_AT_EVERY_S = 0.25
 _STORE_SHARE = 0.35
-"""Of the seeds, those whose instances have a store."""
+"""Share of the seeds whose instances have a store."""
 AUDITED_EVERY = 64
 """Movements of the time between two audits of all blocks."""
 

@@ -2,8 +2,8 @@
 
 Made for prefix trees. The blocks that one request inserts one after another are a *run*: a document, or a turn of a
 conversation. They are used again together or not at all, so statistics are kept of runs, each of which counts once
-however long it is. What a run is like says much about whether it is used again; a `ReuseModel` learns how much, by a
-class of
+however long it is. What a run is like says much about whether it is used again; a `ReuseModel` learns how much, for
+each class, which consists of
 
     uses since it was inserted · whether only its beginning was used last time · how many runs come before it (the
     turn of a conversation) · tokens of its request's answer · its length
@@ -40,7 +40,7 @@ SAME_JUDGEMENT_S = 0.01
 SAME_REQUEST_S = 5.0
 """Uses of one group within this time count as one request's, which may read its blocks in several calls."""
 MORE_REMEMBERED = 65_536
-"""Evicted blocks that are remembered, beyond as many as are kept."""
+"""Number of evicted blocks that are remembered, in addition to as many as may be kept."""
 UNKNOWN_OUTPUT = 7
 _BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
 
@@ -109,8 +109,8 @@ class Group:
 
 
 class Learned(EvictionPolicy):
-    """Groups by class, in the order of their last use; `ReuseModel` says the oldest group of which class is worth the
-    least."""
+    """Keeps groups by class, in the order of their last use; `ReuseModel` says in which class the oldest group is worth
+    the least."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -125,14 +125,14 @@ class Learned(EvictionPolicy):
         """The group to which uses move the blocks of each group, for `SAME_REQUEST_S`. It is not an attribute of the
         group, which would keep all later groups alive."""
         self._ranking: list[tuple[float, int, bool]] = []
-        """A heap of: worth when last computed, class, and whether of its newest group or its oldest."""
+        """A heap of (worth when last computed, class, whether it is of the newest group and not of the oldest)."""
         self._ranked_at, self._num_evictions_left = -math.inf, 0
         self._judged: Group | None = None
         """The group that the last block was evicted from, whose worth was computed at `_judged_at`."""
         self._judged_at = -math.inf
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """The runs that this request inserted get the length of their answer."""
+        """Note the length of the answer at the runs that this request inserted."""
         bucket = min(int(math.log2(num_output_tokens + 1) / 1.5), UNKNOWN_OUTPUT - 1)
         groups = dict.fromkeys(group for key in keys if (group := self._group_of(key)))
         for group in groups:
@@ -245,7 +245,7 @@ class Learned(EvictionPolicy):
         self._num_evictions_left = min(MOST_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
 
     def _tell_rests(self, now: float) -> None:
-        """Blocks that a use of their group did not include become a group of their own."""
+        """Make groups of the blocks that a use of their group did not include."""
         for group in [group for group in self._split if group.moved_at < now]:
             del self._split[group]
             if not group.is_rest:
@@ -321,5 +321,5 @@ def _turn_bucket(num_before: int) -> int:
 
 
 def _size_bucket(num_blocks: int) -> int:
-    """Up to 2, 12, 40, or more blocks."""
+    """The bucket of a run's length: up to 2, 12, 40, or more blocks."""
     return 0 if num_blocks <= 2 else 1 if num_blocks <= 12 else 2 if num_blocks <= 40 else 3

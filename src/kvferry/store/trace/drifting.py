@@ -115,7 +115,7 @@ DRIFTS: dict[str, Drift] = {**_PURE, "mix": mix}
 
 
 def drifting(drift: str, num_blocks: int, seed: int) -> list[TraceRequest]:
-    """Requests of about so many blocks; the same for the same seed, which also decides on the number and length of
+    """Requests of about `num_blocks` in all; the same for the same seed, which also decides on the number and length of
     documents, the length of questions, the rate, and how fast popularity changes."""
     draw = np.random.default_rng(seed)
     documents = Documents(int(draw.choice([50, 200, 800])), int(draw.choice([50, 200, 1000])))

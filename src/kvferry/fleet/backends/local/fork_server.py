@@ -42,11 +42,11 @@ _CUDA = Path("/dev/nvidiactl")
 
 
 class ForkServer:
-    """Owns the forking process and the socket to it. One event loop. Makes this process the subreaper of its
-    descendants: who is forked becomes its child."""
+    """Owns the forking process and the socket to it. Used by one event loop. Makes this process the subreaper of its
+    descendants: processes that are forked become its children."""
 
     def __init__(self, *, is_tied: bool = True) -> None:
-        """`is_tied`: who is forked ends with this process."""
+        """`is_tied`: processes that are forked end with this one."""
         self._is_tied = is_tied
         self._is_wanted = not _CUDA.exists()
         self._is_closed = False

@@ -61,9 +61,9 @@ class LocalMember:
         self.ended: Ended | None = None
         self.is_stopping = False
         self.settled = asyncio.Event()
-        """It is known whether it has a process."""
+        """Set when it is known whether it has a process."""
         self.gone = asyncio.Event()
-        """Nothing of it runs any more."""
+        """Set when nothing of it runs any more."""
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._first_cause = FirstCause()
         self._changed = changed
@@ -105,7 +105,7 @@ class LocalMember:
             logger.warning("the next controller will not know that %s is %s: %s", self.about.name, changes, error)
 
     def runs_as(self, child: ChildProcess | None) -> None:
-        """It has this process; None: it will never have one, or has none any more."""
+        """Note its process; None: it will never have one, or has none any more."""
         self.child = child
         if child is None:
             self.gone.set()

@@ -1,7 +1,7 @@
 """What runs in a process of Ray's: the owner of one member's process.
 
 The member is a child that the kernel kills when this process ends, in whatever way, so no member is left without an
-owner. When the member ends first, this process stays, and says why to who asks. Its controller may come and go. An
+owner. When the member ends first, this process stays, and says why to whoever asks. Its controller may come and go. An
 instance whose ranks are on several nodes has an actor for each rank; that of rank 0 owns the others (`ranks`).
 """
 
@@ -151,7 +151,7 @@ class MemberActor:
     # What the member says (`Watcher`).
 
     def line(self, name: str, text: str) -> None:
-        """A line of its log, which is kept for who asks for news."""
+        """A line of its log, which is kept until somebody asks for news."""
         self._tell(LogLine(text))
 
     def progress(self, name: str, what: str, fraction: float) -> None:
