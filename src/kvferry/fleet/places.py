@@ -23,7 +23,7 @@ LEDGER = "ledger-is"
 def fleets_folder() -> Path:
     """The folder with a ledger for each fleet. Raises `ConfigError`."""
     if named := os.environ.get(STATE_DIR):
-        return Path(named).expanduser()
+        return Path(named).expanduser().absolute()
     if root := os.environ.get("XDG_STATE_HOME"):
         return Path(root) / "kvferry"
     try:

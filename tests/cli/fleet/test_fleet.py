@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from kvferry.cli.common import http_settings
+from kvferry.cli.fleet import controllers
 from kvferry.cli.main import main
 from kvferry.fleet.control.facts import RoleStatus
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.spec import read_fleet
+from kvferry.fleet.process import PROGRAM
 from kvferry.fleet.spec import Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
+from kvferry.models import catalog
 from router.peers import SECRET, routing
 
 HTTP = HttpConfig(shutdown_grace_s=1, secret=SECRET)
@@ -219,6 +224,76 @@ def test_what_is_done_is_shown_from_the_first_step_on_and_nobody_waits_while_all
             assert "chat is paused: nothing is started" in capsys.readouterr().out
     finally:
         assert main(["fleet", "delete", "chat"]) == 0
+
+
+def end_controller(ledger: Ledger) -> None:
+    holder = ledger.controller
+    assert holder is not None
+    holder.kill()
+
+
+@pytest.mark.processes
+def test_a_run_that_only_waits_keeps_nobody_from_changing_the_fleet_and_overrules_it_once_it_acts(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = state.parent / "chat.toml"
+    spec.write_text(SPEC.replace("[role.both]", "[role.both]\ncount = 0\nmax = 1"))
+    assert main(["fleet", "apply", str(spec), "--wait-s", "0"]) == 0
+    ledger = Ledger(state / "fleets" / "chat")
+    with subprocess.Popen([*PROGRAM, "fleet", "run", str(spec)], stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr is not None
+            assert "waiting in case it ends" in running.stderr.readline()
+            assert ledger.wanted().source == str(spec)
+            assert main(["fleet", "pause", "chat"]) == 0, capsys.readouterr().err
+            end_controller(ledger)
+            while not ((holder := ledger.controller) and holder.pid == running.pid and ledger.wanted().source):
+                time.sleep(0.01)
+            assert not ledger.wanted().fleet.roll.pause  # as the file says
+            assert main(["fleet", "pause", "chat"]) == 2
+            assert "change that file, or end it first" in capsys.readouterr().err
+        finally:
+            running.terminate()
+    assert main(["fleet", "delete", "chat"]) == 0
+
+
+@pytest.mark.processes
+def test_paths_of_a_spec_begin_where_it_was_applied_whoever_starts_the_controller(
+    state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "m").symlink_to(Path(catalog.__file__).with_name("tiny_python"))
+    monkeypatch.chdir(tmp_path / "there")
+    spec = state.parent / "chat.toml"
+    spec.write_text(SPEC.replace("kvferry/tiny-python", "m").replace("[role.both]", "[role.both]\ncount = 0"))
+    assert main(["fleet", "apply", str(spec), "--wait-s", "0"]) == 0
+    ledger = Ledger(state / "fleets" / "chat")
+    try:
+        end_controller(ledger)
+        while ledger.has_controller:
+            time.sleep(0.01)
+        monkeypatch.chdir(tmp_path)
+        assert main(["fleet", "scale", "chat", "both=0"]) == 0, capsys.readouterr().err
+        holder = ledger.controller
+        assert holder is not None
+        assert Path(f"/proc/{holder.pid}/cwd").readlink() == tmp_path / "there"
+    finally:
+        assert main(["fleet", "delete", "chat"]) == 0
+
+
+@pytest.mark.processes
+def test_a_fleet_without_a_controller_is_deleted_however_soon_its_next_one_has_ended(
+    state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controllers, "LOOK_S", 0.0)
+    ledger = Ledger(state / "fleets" / "chat")
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    looked = type(ledger).has_controller
+    # As if every look came too early or too late: between two of them, the controller begins and ends.
+    monkeypatch.setattr(Ledger, "has_controller", property(lambda one: looked.fget(one) and False))
+    assert main(["fleet", "delete", "chat"]) == 0
+    assert capsys.readouterr().out == "chat: ended\n"
+    assert not ledger.exists
 
 
 def test_a_state_folder_that_cannot_be_written_to(

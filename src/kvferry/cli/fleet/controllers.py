@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -55,17 +56,28 @@ def control(
     set_up_logging(TEXT, "controller")
     DigestCache()
     remove_leftovers()
-    return asyncio.run(look_after(existing_ledger(name), waits=wait))
+    ledger = existing_ledger(name)
+    with suppress(OSError):  # it is gone: paths that begin there are, too
+        os.chdir(ledger.wanted().place or ".")
+    return asyncio.run(look_after(ledger, waits=wait))
 
 
-async def look_after(ledger: Ledger, *, waits: bool, owner: str = "") -> int:
+async def look_after(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:
     """Run a fleet's controller until it is told to end. If it was silent for so long that another may have taken over,
-    it begins anew, and waits for that one. `owner`: of the members, as in `BackendContext`."""
+    it begins anew, and waits for that one. `follows`: as in `Controller`; `owner`: of the members, as in
+    `BackendContext`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, owner)
     async with Front(backend.context.token) as front:
         controller = Controller(
-            ledger, backend, front, display, SYSTEM_CLOCK, waits=waits, grace_s=grace_of(fleet, serve)
+            ledger,
+            backend,
+            front,
+            display,
+            SYSTEM_CLOCK,
+            waits=waits,
+            follows=follows,
+            grace_s=grace_of(fleet, serve),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -120,10 +132,10 @@ def _token() -> str:
 
 
 def require_controller(ledger: Ledger, name: str) -> None:
-    """Start a controller in the background unless the fleet has one. One that hangs is killed: the members keep
-    running, and the next controller finds them."""
+    """Start a controller in the background unless the fleet has one, or is gone. One that hangs is killed: the members
+    keep running, and the next controller finds them."""
     _end_hung(ledger, name)
-    if ledger.has_controller:
+    if ledger.has_controller or not ledger.exists:
         return
     path = ledger.folder / _LOG
     if path.exists() and path.stat().st_size > _MOST_LOG_BYTES:
@@ -139,6 +151,8 @@ def require_controller(ledger: Ledger, name: str) -> None:
     deadline = SYSTEM_CLOCK.monotonic() + _BEGIN_S
     while not ledger.has_controller:
         if process.poll() is not None and not ledger.has_controller:
+            if not ledger.exists or (process.returncode == 0 and is_ending(ledger)):
+                return  # somebody has deleted the fleet, whose end takes less than a look here
             raise ConfigError(f"the controller of {name} ended at once: {why_ended(ledger)}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             raise ConfigError(f"the controller of {name} does not begin; see {path}")

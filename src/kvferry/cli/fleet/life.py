@@ -197,7 +197,7 @@ def _require_not_followed(ledger: Ledger) -> None:
         wanted = ledger.wanted()
     except ConfigError:
         return
-    if wanted.source and ledger.has_controller:
+    if wanted.source and (holder := ledger.controller) is not None and holder.follows:
         name = wanted.fleet.name
         raise ConfigError(
             f"`kvferry fleet run` has {name} be as {wanted.source} says: change that file, or end it first"

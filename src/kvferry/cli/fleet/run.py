@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +57,7 @@ def run(
 async def _run(followed: _Followed, owner: str) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(followed.keep_looking())
-        await look_after(followed.ledger, waits=True, owner=owner)
+        await look_after(followed.ledger, waits=True, follows=True, owner=owner)
         following.cancel()
 
 
@@ -90,13 +91,24 @@ class _Followed:
         while True:
             await asyncio.sleep(_LOOK_S)
             fleet = self._file.follow()
-            if fleet is self._fleet:
+            if fleet is self._fleet and not self._is_overruled():
                 continue
             self._fleet = fleet
             try:
                 await asyncio.to_thread(self._want, fleet)
             except ConfigError as error:
                 logger.error("what was wanted before holds: %s", error)
+
+    def _is_overruled(self) -> bool:
+        """Whether this process acts, and a command has changed the fleet while it was waiting for another one to
+        end."""
+        holder = self.ledger.controller
+        if holder is None or holder.pid != os.getpid():
+            return False
+        with suppress(ConfigError):  # it is gone, or cannot be read
+            wanted = self.ledger.wanted()
+            return wanted.source != self._source and not wanted.deleted
+        return False
 
     def _want(self, fleet: WantedFleet) -> None:
         ledger = self.ledger

@@ -20,13 +20,20 @@ _TRY_AGAIN_S = 0.5
 
 class RightToAct:
     """One controller's right to act, from `take` until `close`. `waits`: until another controller has ended, if there
-    is one. `ended` is done once the controller is to end: then it waits no longer."""
+    is one. `follows`: as in `Holder`. `ended` is done once the controller is to end: then it waits no longer."""
 
     def __init__(
-        self, ledger: Ledger, backend: FleetBackend, display: Display, ended: asyncio.Future[Any], *, waits: bool
+        self,
+        ledger: Ledger,
+        backend: FleetBackend,
+        display: Display,
+        ended: asyncio.Future[Any],
+        *,
+        waits: bool,
+        follows: bool,
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
-        self._ended, self._waits = ended, waits
+        self._ended, self._waits, self._follows = ended, waits, follows
         self._lease: Lease | None = None
         self._saying: asyncio.Task[None] | None = None
 
@@ -38,7 +45,7 @@ class RightToAct:
     async def _take_here(self) -> bool:
         """Be the one controller of this machine."""
         waited = False
-        while (lease := self._ledger.try_to_act()) is None:
+        while (lease := self._ledger.try_to_act(follows=self._follows)) is None:
             if not self._waits and self._ledger.has_controller:
                 self._display.note("another controller looks after this fleet")
                 return False

@@ -94,7 +94,8 @@ class Steps:
 
 class Controller:
     """Owns what is remembered of failures. `attended`: somebody waits for the fleet to come up, and it ends if it
-    cannot. `waits`: until another controller of the fleet has ended, if there is one. `grace_s`: what members have for
+    cannot. `waits`: until another controller of the fleet has ended, if there is one. `follows`: somebody else writes
+    into the ledger what a file says, as long as this controller acts. `grace_s`: what members have for
     running requests when everything ends."""
 
     def __init__(
@@ -107,6 +108,7 @@ class Controller:
         *,
         attended: bool = False,
         waits: bool = True,
+        follows: bool = False,
         grace_s: float = 35.0,
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
@@ -118,7 +120,7 @@ class Controller:
         self._follower = SpecFollower(ledger, backend, self._failures)
         self._reporter = StatusReporter(ledger, display, clock)
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._right = RightToAct(ledger, backend, display, self._end, waits=waits)
+        self._right = RightToAct(ledger, backend, display, self._end, waits=waits, follows=follows)
 
     # From the beginning to the end.
 

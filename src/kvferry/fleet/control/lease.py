@@ -26,11 +26,12 @@ HUNG_S = 20.0
 
 class Holder(msgspec.Struct, frozen=True):
     """The controller that acts. `started`: as in `started_at`. `beat`: when it was last seen, in seconds of the
-    monotonic clock, which all processes of a machine share."""
+    monotonic clock, which all processes of a machine share. `follows`: it has the fleet be as a file says."""
 
     pid: int
     started: int
     beat: float
+    follows: bool = False
 
     @property
     def silent_s(self) -> float:
@@ -56,21 +57,22 @@ class Holder(msgspec.Struct, frozen=True):
 class Lease:
     """The right, until `close` or the end of this process."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, *, follows: bool = False) -> None:
+        self._descriptor, self._follows = descriptor, follows
         self._started = started_at(os.getpid())
         self.say()
 
     @classmethod
-    def take(cls, path: Path) -> Lease | None:
-        """None: another controller has it. Raises `OSError`."""
+    def take(cls, path: Path, *, follows: bool = False) -> Lease | None:
+        """None: another controller has it. `follows`: as in `Holder`. Raises `OSError`."""
         descriptor = locked(path)
-        return None if descriptor is None else cls(descriptor)
+        return None if descriptor is None else cls(descriptor, follows=follows)
 
     def say(self) -> None:
         """Say that this process looks after the fleet. Always as many bytes in the same place, so that a full disk
         has room for them."""
-        text = msgspec.json.encode(Holder(os.getpid(), self._started, round(SYSTEM_CLOCK.monotonic(), 3)))
+        now = round(SYSTEM_CLOCK.monotonic(), 3)
+        text = msgspec.json.encode(Holder(os.getpid(), self._started, now, self._follows))
         with suppress(OSError):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 

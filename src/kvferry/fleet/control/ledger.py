@@ -39,13 +39,15 @@ _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
 
 class Wanted(msgspec.Struct, frozen=True):
     """What the fleet is to be. `earlier`: what it was to be before, the last first. `deleted`: it is to end. `number`
-    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does."""
+    grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does. `place`: the
+    folder in which paths of the spec begin that do not say where: the one that it was applied in."""
 
     fleet: WantedFleet
     earlier: tuple[WantedFleet, ...] = ()
     deleted: bool = False
     number: int = 0
     source: str = ""
+    place: str = ""
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,7 +110,7 @@ class Ledger:
                 new = Wanted(fleet, number=1 + (before if isinstance(before, int) else before.number))
             else:
                 new = _following(before, fleet)
-            new = msgspec.structs.replace(new, source=source)
+            new = msgspec.structs.replace(new, source=source, place=_here())
             self._replace("wanted.json", new)
         return new
 
@@ -223,9 +225,10 @@ class Ledger:
 
     # Who acts.
 
-    def try_to_act(self) -> Lease | None:
-        """The right to act, which only one controller of this fleet has at a time; None: another one has it."""
-        return Lease.take(self._lease)
+    def try_to_act(self, *, follows: bool = False) -> Lease | None:
+        """The right to act, which only one controller of this fleet has at a time; None: another one has it.
+        `follows`: as in `Holder`."""
+        return Lease.take(self._lease, follows=follows)
 
     @property
     def has_controller(self) -> bool:
@@ -275,4 +278,11 @@ def _following(before: Wanted, fleet: WantedFleet) -> Wanted:
     if fleet.revision != before.fleet.revision:
         kept = [one for one in earlier if one.revision != fleet.revision]
         earlier = (before.fleet, *kept)[: fleet.roll.history]
-    return Wanted(fleet, earlier, number=before.number + 1)
+    return Wanted(fleet, earlier, number=before.number + 1, place=before.place)
+
+
+def _here() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # somebody has removed it
+        return ""
