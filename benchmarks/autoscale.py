@@ -27,7 +27,7 @@ from random import Random
 from typing import Any
 
 from dynamo_planner import Dynamo
-from held_out import MAKERS, held_out
+from held_out import MAKERS, SEEDS, held_out
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts, Rules
 from kvferry.fleet.scaling.scaler import Outlook
@@ -170,6 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     print_machine()
     if options.trace in MAKERS:
+        options.seed = SEEDS[options.trace]
         arrivals = held_out(options.trace, options.for_s)
     elif options.trace in GENERATED:
         arrivals = generated(options.trace, options.seed, options.for_s)
