@@ -115,7 +115,6 @@ class World:
         self._next: RequestSpec | None = None
         self._num_unfinished = 0
         self._client: HttpClient | None = None
-        self._has_client = False
         self._stop_clients: asyncio.Event | None = None
 
     # Life.
@@ -153,7 +152,7 @@ class World:
         loop = self.network.host("clients").process("clients").thread("clients")
         loop.call_soon(lambda: loop.create_task(self._run_clients()))
         self.clients = loop
-        self.run_until(lambda: self._has_client and self._is_ready(), 60.0)
+        self.run_until(lambda: self._client is not None and self._is_ready(), 60.0)
         if self.spec.num_units:
             self._declare_units()
 
@@ -243,7 +242,6 @@ class World:
     async def _run_clients(self) -> None:
         self._stop_clients = asyncio.Event()
         async with HttpClient(who="a client") as self._client:
-            self._has_client = True
             await self._stop_clients.wait()
 
     async def _request(self, result: RequestResult) -> None:
