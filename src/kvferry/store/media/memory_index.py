@@ -76,7 +76,7 @@ class MemoryIndex:
 
     def __init__(self, arena: Arena, num_slots: int, eviction: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._arena, self._num_slots, self._eviction = arena, num_slots, eviction
+        self._arena, self._eviction = arena, eviction
         self._counters = np.frombuffer(arena.buffer, "<u8", 8, RESERVED_BYTES)
         self._slots = np.frombuffer(arena.buffer, _SLOT, num_slots, HEADER_BYTES)
         events_at = HEADER_BYTES + num_slots * _SLOT.itemsize
@@ -101,7 +101,7 @@ class MemoryIndex:
     def locked(self) -> Iterator[None]:
         """Hold the arena's lock, with this process's copy up to date. Raises `StoreError`."""
         if self._spare is None:  # not `or`: an empty policy is false
-            self._spare = GuardedPolicy(make_eviction_policy(self._eviction, self._num_slots))
+            self._spare = GuardedPolicy(make_eviction_policy(self._eviction, len(self._slots)))
         with self._arena.locked() as broken:
             if broken:
                 self._repair()
@@ -141,7 +141,7 @@ class MemoryIndex:
         """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
         written."""
         self._num_taken += 1
-        if not self._free and self._num_taken > self._num_slots // _LOOKS:
+        if not self._free and self._num_taken > len(self._slots) // _LOOKS:
             self._reclaim()
         victim = None if self._free else self._policy.evict(self._clock.monotonic())
         if not self._free and not isinstance(victim, bytes):
