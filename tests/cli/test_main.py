@@ -114,6 +114,7 @@ def test_python_dash_m_works() -> None:
     ("arguments", "told"),
     [
         (["serv", "m"], 'Did you mean "serve"?'),
+        (["xyz"], ", ...; see kvferry --help"),
         (["serve"], "--model requires an argument; see kvferry serve --help"),
         (["serve", "m", "more"], "unexpected argument 'more'; see kvferry serve --help"),
         (["cache", "stat", "/x", "more"], "unexpected argument 'more'; see kvferry cache stat --help"),

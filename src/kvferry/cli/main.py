@@ -166,7 +166,8 @@ def _misuse(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         text = f"unexpected argument {error.unused_tokens[0]!r}"
     else:
-        text = str(error).rstrip(".")
+        text = str(error)
+        text = text if text.endswith("...") else text.rstrip(".")  # "...": there are more commands
     command = " ".join(["kvferry", *(error.command_chain or ())])
     return f"{text} See {command} --help" if text.endswith("?") else f"{text}; see {command} --help"
 
