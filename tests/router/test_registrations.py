@@ -292,7 +292,7 @@ async def test_nothing_is_said_to_a_router_that_does_not_hold_the_token(caplog: 
         routing([], [], replace(HTTP, secret="another token"), **SOON) as (router, url),
         registering(registrar(f"{url},{fake.url}", d)),
     ):
-        await holds(lambda: caplog.text.count("nothing is said to it") == 2)
+        await holds(lambda: caplog.text.count("nothing is sent to it") == 2)
         assert "start all processes of the deployment with the same KVFERRY_AUTH_TOKEN" in caplog.text
         assert not list(router.services.pools)
         assert {one.path.partition("?")[0] for one in fake.others} == {CHALLENGE_PATH}

@@ -84,7 +84,7 @@ class Signer:
         try:
             found = msgspec.json.decode(answer, type=Challenge)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise AuthenticationFailed("it is no server of kvferry's with a token") from error
+            raise AuthenticationFailed("it is not a server of kvferry's, or has no token") from error
         if not hmac.compare_digest(found.proof.encode(), _proof(secret, nonce, found.server, found.now_ns).encode()):
             raise AuthenticationFailed(f"it does not hold the same token; {_HINT}")
         self._secret, self._server, self._clock = secret, found.server, clock

@@ -51,7 +51,7 @@ class EndLimit:
         self._timer.cancel()
 
     def _over(self) -> None:
-        log.error("the process could not close what it has within %g s, and ends without", END_S)
+        log.error("the process could not close everything within %g s, and ends now", END_S)
         leave(1)
 
 

@@ -29,7 +29,7 @@ def fleets_folder() -> Path:
     try:
         return Path.home() / ".local" / "state" / "kvferry"
     except RuntimeError as error:
-        raise ConfigError(f"this user has no home for what is kept of fleets; name a folder in {STATE_DIR}") from error
+        raise ConfigError(f"this user has no home directory to keep fleets in; name a folder in {STATE_DIR}") from error
 
 
 def ledger_of(name: str) -> Ledger:

@@ -77,7 +77,7 @@ class MessageParser:
             self.headers.append((name, value))
             self.first.setdefault(name, value)
         elif not self._replaying and name.lower() in FRAMING:
-            raise ProtocolError("it says behind its body how long that was")
+            raise ProtocolError("it states the length of its body after the body")
 
     def on_chunk_header(self) -> None:
         """A chunk begins."""

@@ -132,7 +132,7 @@ def library() -> ctypes.PyDLL | None:
         found.relay_step.argtypes = [ctypes.c_void_p]
     except (NotCompiled, OSError, AttributeError) as error:  # the last: another library, or a damaged one
         if str(error):
-            log.warning("streams are passed on by Python, which takes half as much processor time again: %s", error)
+            log.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
         return None
     return found
 
@@ -186,7 +186,7 @@ class Relays:
         try:
             self._epoll = select.epoll()
         except OSError as error:
-            log.warning("streams are passed on by Python, which takes half as much processor time again: %s", error)
+            log.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
             return
         self.step = library.relay_step
         asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)

@@ -117,7 +117,7 @@ class Connection:
             _tune(sock)
         except OSError as error:
             sock.close()
-            raise PeerLost(f"the peer left at once: {error}") from error
+            raise PeerLost(f"the peer disconnected at once: {error}") from error
         self.socket = sock
         self.io = PlainSocket(sock)
         self._frame_limit = MAX_GREETING_BYTES

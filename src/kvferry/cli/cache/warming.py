@@ -176,7 +176,7 @@ class Warming:
                 self._tokens = await self._tokenize()
                 before = await self._look()
                 if not before.num_blocks:
-                    raise NotWarmed(f"it has {before.num_tokens} tokens, and a block of KV is {before.block_size}")
+                    raise NotWarmed(f"it has {before.num_tokens} tokens, less than a block of KV ({before.block_size})")
                 after = before if _has_all(before) else await self._fill(before)
                 if pin and after.is_complete:
                     after = await self._look(pin=True)

@@ -155,7 +155,7 @@ def require_controller(ledger: Ledger, name: str) -> None:
                 return  # somebody has deleted the fleet, whose end takes less than a look here
             raise ConfigError(f"the controller of {name} ended at once: {why_ended(ledger)}")
         if SYSTEM_CLOCK.monotonic() > deadline:
-            raise ConfigError(f"the controller of {name} does not begin; see {path}")
+            raise ConfigError(f"the controller of {name} has not started; see {path}")
         time.sleep(LOOK_S)
 
 
@@ -173,7 +173,7 @@ def _end_hung(ledger: Ledger, name: str) -> None:
     deadline = SYSTEM_CLOCK.monotonic() + _KILLED_S
     while ledger.has_controller:
         if SYSTEM_CLOCK.monotonic() > deadline:
-            raise ConfigError(f"{who} hangs, and cannot be ended")
+            raise ConfigError(f"{who} hangs, and does not end when it is killed")
         time.sleep(LOOK_S)
 
 

@@ -116,7 +116,7 @@ def rollback(
     def before(wanted: Wanted) -> WantedFleet:
         earlier = {one.revision: one for one in wanted.earlier}
         if not earlier:
-            raise ConfigError(f"{name} has had no other revision that could be gone back to")
+            raise ConfigError(f"{name} has no earlier revision to roll back to")
         revision = to or next(iter(earlier))
         if revision not in earlier:
             raise ConfigError(unknown_key(repr(revision[:40]), revision, earlier, "revision"))
@@ -200,7 +200,7 @@ def _require_not_followed(ledger: Ledger) -> None:
     if wanted.source and (holder := ledger.controller) is not None and holder.follows:
         name = wanted.fleet.name
         raise ConfigError(
-            f"`kvferry fleet run` has {name} be as {wanted.source} says: change that file, or end it first"
+            f"`kvferry fleet run` keeps {name} as {wanted.source} says: change that file, or end it first"
         )
 
 

@@ -75,7 +75,7 @@ class _Followed:
         except ConfigError as error:
             if not self.ledger.exists or self.ledger.wanted().source != self._source:
                 raise
-            logger.error("what was wanted before holds: %s", error)
+            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
     def _followed_before(self) -> WantedFleet | None:
         """What this file said when it was followed last."""
@@ -97,7 +97,7 @@ class _Followed:
             try:
                 await asyncio.to_thread(self._want, fleet)
             except ConfigError as error:
-                logger.error("what was wanted before holds: %s", error)
+                logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
     def _is_overruled(self) -> bool:
         """Whether this process acts, and a command has changed the fleet while it was waiting for another one to

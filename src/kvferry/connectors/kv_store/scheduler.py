@@ -417,7 +417,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def reset_cache(self) -> bool:
         """Blocks are named by the checkpoint's fingerprint, which does not follow weights changed in place."""
         log.warning(
-            "the store keeps KV of the weights before: give the instances another store, or another model_fingerprint"
+            "the store keeps KV of the earlier weights: give the instances another store, or another model_fingerprint"
         )
         return False
 

@@ -181,7 +181,7 @@ class Registrar:
         config = self._config
         url = config.url or await self._url_for(router)
         if why := await client.why_stranger(router.origin, _ASK_S):
-            raise AuthenticationFailed(f"nothing is said to it: {why}")
+            raise AuthenticationFailed(f"nothing is sent to it: {why}")
         announcement = Announcement(
             process=self._process,
             url=url,

@@ -52,7 +52,7 @@ class SpecFollower:
         if not wanted.deleted:
             try:
                 if wanted.fleet.backend.kind != before.fleet.backend.kind:
-                    raise ConfigError("backend.kind cannot be changed: delete the fleet, and apply the spec then")
+                    raise ConfigError("backend.kind cannot be changed: delete the fleet first, then apply the spec")
                 self._backend.use(wanted.fleet)
             except ConfigError as error:
                 return self._refuse(wanted.number, str(error), before)
@@ -65,5 +65,5 @@ class SpecFollower:
         if self.refused != ChangeRefused(number, why):
             self.refused = ChangeRefused(number, why)
             self._ledger.note("refused", why=why)
-            logger.warning("what is wanted now cannot be done: %s", why)
+            logger.warning("what is wanted now cannot be carried out here: %s", why)
         return before

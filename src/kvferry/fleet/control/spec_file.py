@@ -31,7 +31,7 @@ class SpecFile:
             if before is None:
                 raise
             self.fleet = before
-            logger.error("what was wanted before holds: %s", error)
+            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
     def follow(self) -> WantedFleet:
         """What it says now; as long as that is wrong, or the file is not there, what it said before."""
@@ -41,7 +41,7 @@ class SpecFile:
                 self.fleet = self._read(self._path)
                 logger.info("%s has changed, and is followed", self._path)
             except ConfigError as error:
-                logger.error("what was wanted before holds: %s", error)
+                logger.error("the change is refused, and what was wanted before stays in force: %s", error)
         return self.fleet
 
     def _stamp(self) -> tuple[int, ...]:

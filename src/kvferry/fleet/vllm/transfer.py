@@ -141,9 +141,7 @@ def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
             ' "hand_off": false in its kv_connector_extra_config'
         )
     if ours and theirs and _hands_off(ours[0]):
-        raise ConfigError(
-            f"--kv-transfer-config: {theirs[0]} and {ours[0]} would both hand requests off; do without one"
-        )
+        raise ConfigError(f"--kv-transfer-config: {theirs[0]} and {ours[0]} would both hand requests off; remove one")
 
 
 def is_ours(transfer: dict[str, Any]) -> bool:

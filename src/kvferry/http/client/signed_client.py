@@ -102,7 +102,7 @@ class SignedClient:
         if status >= 500 or status == QueueFull.status:
             raise PeerLost(f"{origin} answers {status}")
         if status != 200:
-            raise AuthenticationFailed("it is no server of kvferry's with a token")
+            raise AuthenticationFailed("it is not a server of kvferry's, or has no token")
         return Signer(self._secret, nonce, answer)
 
     def forget(self, origin: Origin) -> None:

@@ -84,7 +84,7 @@ class Membership:
         with self._changing():
             known = self._pools.find(url)
             if known is not None and not known.draining:
-                raise InstanceConflict(f"{url} is here as {known.name}, {known.role}")
+                raise InstanceConflict(f"{url} is here already as {known.name}, {known.role}")
             member = self._state.add_member(role, url, bootstrap_port)
             self.supersede(url)
         instance = self._pools.member(member)

@@ -96,7 +96,7 @@ class Registrations:
             try:
                 self.look(now, missed_s=now - before if now - before > _STOOD_STILL_S else 0.0)
             except Unavailable as error:
-                logger.warning("leases are looked at later: %s", error)
+                logger.warning("leases could not be checked, and will be again soon: %s", error)
             before = now
 
     def look(self, now: float, missed_s: float = 0.0) -> None:
@@ -175,7 +175,7 @@ class Registrations:
     async def _ask(self, url: str, said: Announcement) -> Facts:
         """What the instance reports about itself. Raises `InstanceConflict` if that is not what the message says."""
         if url in self._asking:
-            raise InstanceConflict(f"{url} is being asked already")
+            raise InstanceConflict(f"another registration of {url} is being checked")
         self._asking.add(url)
         instance = Instance(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT, name=f"the instance at {url}")
         timeout_s = self._config.health_timeout_s

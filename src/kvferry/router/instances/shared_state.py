@@ -332,7 +332,7 @@ class SharedState:
         try:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.OperationalError as error:
-            raise Unavailable(f"what the routers share cannot be reached: {error}; try again") from error
+            raise Unavailable(f"the database that the routers share cannot be reached: {error}; try again") from error
 
 
 def _ticket(rows: Iterable[Any]) -> TicketRow | None:

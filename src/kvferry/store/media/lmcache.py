@@ -211,7 +211,7 @@ class LMCacheStore(KVStore):
             return False
         try:
             if isinstance(record, DamagedValue):
-                raise CorruptBlock("it was put in part")
+                raise CorruptBlock("only a part of it was stored")
             found = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)

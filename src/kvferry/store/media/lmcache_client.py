@@ -63,7 +63,7 @@ class LMCacheClient:
             writer.write(_request(_HEALTH, SIGN, 0))
             code, _ = await _answer(reader)
             if code != _SUCCESS:
-                raise StoreError(f"{self._name}: it is not well (code {code})")
+                raise StoreError(f"{self._name} reports that it is not healthy (code {code})")
 
     async def get(self, keys: Sequence[str], max_bytes: int) -> list[bytes | DamagedValue | None]:
         """The values, each of at most `max_bytes`; None: there is none."""

@@ -149,7 +149,7 @@ class MooncakeStore(KVStore):
         over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         code = await self._threads.run(lambda stop: self._joined.upsert(_note_key(name), over + content))
         if code:
-            raise StoreError(f"the Mooncake master at {self.location} took no note: code {code}")
+            raise StoreError(f"the Mooncake master at {self.location} did not store a note: code {code}")
 
     async def read_note(self, name: str) -> bytes | None:
         found = await self._threads.run(lambda stop: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
@@ -282,7 +282,7 @@ class MooncakeStore(KVStore):
             return Put.DROPPED
         if code:
             self.count(dropped_blocks=1)
-            raise StoreError(f"the Mooncake Store of the master at {self.location} kept no block: code {code}")
+            raise StoreError(f"the Mooncake Store of the master at {self.location} did not store a block: code {code}")
         self.count(stored_blocks=1, written_bytes=len(record))
         self.note_kept([block_hash])
         return Put.STORED
@@ -316,7 +316,7 @@ class MooncakeStore(KVStore):
         code = self._joined.put(key, record, config)
         if not code:
             return True
-        log.warning("the Mooncake Store of the master at %s pinned or unpinned no block: code %d", self.location, code)
+        log.warning("the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code)
         if self._joined.put(key, record):  # unchanged, into the room that it had
             self.note_removed([block_hash])
         return False

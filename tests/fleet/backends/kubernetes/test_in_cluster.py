@@ -155,14 +155,14 @@ async def test_a_fleet_is_made_changed_and_deleted_with_its_objects(tmp_path: Pa
             )
             said, _ = await refused.communicate()
             assert refused.returncode == 2
-            assert f"has chat be as {made.file} says" in said.decode()
+            assert f"keeps chat as {made.file} says" in said.decode()
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         assert len(made.images) == 2, "they outlive the controller"
 
         made.mount("name = ")
         async with made.running():  # as after a restart of its container
-            await eventually(lambda: made.said.count("what was wanted before holds") == 5)
+            await eventually(lambda: made.said.count("what was wanted before stays in force") == 5)
             await eventually(lambda: "found decode-" in made.said)
             await cluster.node.deletes(cluster.server.there("configmaps")[0])
             await eventually(lambda: "was deleted by somebody else" in made.said)

@@ -92,7 +92,7 @@ class KubernetesBackend(FleetBackend):
         before = self._fleet
         if self._cluster is not None and before is not None and kubernetes_of(before).namespace != told.namespace:
             raise ConfigError(
-                "backend.kubernetes.namespace cannot be changed: delete the fleet, and apply the spec then"
+                "backend.kubernetes.namespace cannot be changed: delete the fleet first, then apply the spec"
             )
         self._fleet = fleet
         self._known.use(fleet)
@@ -165,7 +165,7 @@ class KubernetesBackend(FleetBackend):
                 try:
                     await self._api.delete(version, kind, name)
                 except ClusterError as error:
-                    logger.warning("%s %s is left: %s", kind, name, error)
+                    logger.warning("%s %s could not be deleted, and is left: %s", kind, name, error)
         await super().clear()
 
     # Members.
@@ -223,14 +223,14 @@ class KubernetesBackend(FleetBackend):
         metadata = pod["metadata"]
         there = await self._find(metadata["name"])
         if there is None:
-            raise ClusterError(f"the pod {metadata['name']} was there a moment ago")
+            raise ClusterError(f"the pod {metadata['name']} was there a moment ago, and is gone")
         is_this = (
             self._known.is_ours(there)
             and there["metadata"]["labels"].get(REVISION_LABEL) == metadata["labels"][REVISION_LABEL]
             and not self._known.gone(there).is_set()
         )
         if not is_this:
-            raise ClusterError(f"a pod {metadata['name']} is there already, and is none of this start's", _CONFLICT)
+            raise ClusterError(f"a pod {metadata['name']} is there already, and is not of this start", _CONFLICT)
         return there
 
     async def _create_later(self, member: Member, left: list[Object]) -> None:
@@ -363,7 +363,7 @@ class KubernetesBackend(FleetBackend):
                 wait_s, longest = _WAITS_S
             except ClusterError as error:
                 self._is_to_apply.set()
-                logger.warning("what the pods need beside them is not up to date: %s", error)
+                logger.warning("the objects that the pods need beside them are not up to date yet: %s", error)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, longest)
 

@@ -243,7 +243,7 @@ def _decoded(content: bytes) -> Object:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ClusterError(f"what answers is no API server: {error}") from error
+        raise ClusterError(f"what answers is not a Kubernetes API server: {error}") from error
 
 
 def _refused(status: int, content: bytes) -> ClusterError:

@@ -111,7 +111,7 @@ class ClusterLease(FleetLease):
         try:
             await self._cluster.delete(*LEASE, self.name)
         except ClusterError as error:
-            logger.warning("Lease %s is left: %s", self.name, error)
+            logger.warning("Lease %s could not be deleted, and is left: %s", self.name, error)
 
     async def _change(self, begun: float, version: str | None, *, transitions: int | None) -> bool:
         """Have this process hold it, if it still has this version; None: if it is not there. `transitions`: how often

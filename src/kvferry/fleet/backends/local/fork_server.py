@@ -216,7 +216,7 @@ class _Server:
                     for message in frames.feed(data):
                         self._hear(message)
         except ProtocolError as error:
-            logger.warning("the process that forks instances sent a message that is none: %s", error)
+            logger.warning("the process that forks instances sent something that is not a message: %s", error)
         finally:  # Whatever happened, nobody may wait for messages that will not come.
             self._give_up()
 

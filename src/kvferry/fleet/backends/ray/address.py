@@ -42,7 +42,7 @@ class SharedAddress:
         with (self._folder / "lock").open("w") as lock:
             while not _locked(lock.fileno()):
                 if SYSTEM_CLOCK.monotonic() > deadline:
-                    raise ConfigError(f"another router does not let go of {self._folder}")
+                    raise ConfigError(f"another router still holds the lock of {self._folder}")
                 await asyncio.sleep(_LOOK_S)
             self._listeners = self._from_others(len(addresses))
             if not self._listeners:

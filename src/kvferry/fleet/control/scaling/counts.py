@@ -157,7 +157,7 @@ class Scaling:
             try:
                 self._ledger.write_scaled(made.memory)
             except OSError as error:
-                logger.warning("the counts cannot be kept: %s", error)
+                logger.warning("the counts cannot be saved for the next controller: %s", error)
 
     # Starts.
 
