@@ -127,7 +127,7 @@ CONNECTORS = ExtensionPoint("kv_connector", BUILTIN, "kvferry.connectors")
 
 
 def connector_names() -> list[str]:
-    """All that `find_connector` knows without a module path."""
+    """All names that `find_connector` knows without a module path."""
     return CONNECTORS.names()
 
 

@@ -105,7 +105,7 @@ class _Usage:
     peak: float = 0.0
 
     def note(self, share: float) -> None:
-        """One more look at one instance."""
+        """Count one more look at one instance."""
         self.number += 1
         self.total += share
         self.peak = max(self.peak, share)

@@ -154,7 +154,7 @@ class SimDisk(Disk):
         self._storage.folder(str(path))
 
     def require_access(self, folder: Path) -> None:
-        """All may use all."""
+        """Does nothing: all may use all."""
 
     def write(self, path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
         storage, (folder, name) = self._storage, os.path.split(path)

@@ -111,7 +111,7 @@ class EnginePair:
         return self.tokens(name)
 
     def step(self, engine: Engine) -> None:
-        """One step of one engine."""
+        """Do one step of one engine."""
         for output in engine.step():
             self.outputs[output.request_id].append(output)
 

@@ -251,5 +251,5 @@ class FabricContract:
 
 
 def everything(region: BlockRegion) -> list[tuple[int, int]]:
-    """All of it, as one span."""
+    """All of the region, as one span."""
     return [(0, region.memory.num_bytes)]

@@ -164,7 +164,7 @@ class KvferryConnector(KVConnectorBase_V1):
         self._pool = gpu_block_pool
 
     def _begin(self, facts: WorkerFacts) -> SchedulerHalf:
-        """All workers have reported their facts: build the scheduler side."""
+        """Build the scheduler side, as all workers have reported their facts."""
         options = msgspec.structs.replace(self._settings.options, hand_off=facts.hands_off)
         settings = replace(self._settings, options=options)
         context = ConnectorContext(settings.transfer, facts.layout, settings.auth_token, has_room=self._has_room)

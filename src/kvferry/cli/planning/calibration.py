@@ -106,7 +106,7 @@ class Calibration:
     _num_done: int = 0
 
     async def measure(self) -> None:
-        """All of it, in an order in which what is slow at first is not timed."""
+        """Measure everything, in an order in which what is slow at first is not timed."""
         streams, prompts = list(self.limits.streams()), self.limits.prompts()
         if not streams or not prompts:
             raise ConfigError("the instance's KV cache, or its model's longest context, is too small to measure it")

@@ -187,7 +187,7 @@ class ChoiceAssembler:
         return delta
 
     def _take(self, delta: Delta, token_id: int, *, shown: bool) -> str | None:
-        """One more token. Returns the stop string that it completes, if any."""
+        """Take one more token. Returns the stop string that it completes, if any."""
         delta.token_ids.append(token_id)
         delta.offsets.append(self._num_characters)
         self._num_tokens += 1

@@ -122,7 +122,7 @@ def _warning_of_tools(body: msgspec.Struct) -> str | None:
 
 @cache
 def _log_tools() -> None:
-    """Once in the life of the process."""
+    """Log this once in the life of the process."""
     log.warning("a request has tools: %s. vLLM behind the router returns calls", _NO_CALLS)
 
 

@@ -44,7 +44,7 @@ class UtilityRoutes:
         self._created = int(context.clock.wall())
 
     def routes(self) -> list[Route]:
-        """All of them, with the key that each requires."""
+        """All routes, with the key that each requires."""
         return [
             Route("GET", "/v1/models", self.models),
             Route("GET", "/v1/models/*", self.model),

@@ -216,7 +216,7 @@ class Controller:
                     await self._backend.changed.wait()
 
     async def _look(self, running: Steps) -> float:
-        """One round; returns how long to wait for the next one."""
+        """Do one round; returns how long to wait for the next one."""
         if not self._backend.may_act:
             self.end(Superseded())
             return 0.0

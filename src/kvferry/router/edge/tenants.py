@@ -156,7 +156,7 @@ class Tenants:
         return cls(clock, _share(limits, config.workers or 1), shares, config.tenant_by)
 
     def api_keys(self) -> set[str]:
-        """All that belong to a tenant."""
+        """All API keys that belong to a tenant."""
         return {key for limits in self.named.values() for key in limits.api_key}
 
     def find(self, caller: bytes, headers: RawHeaders, body: RequestBody | bytes | None) -> Tenant:

@@ -83,7 +83,7 @@ class Revision:
         self.number = self.states = 0
 
     def grow(self) -> None:
-        """There is another instance, or one less, or one that is something else."""
+        """Note that there is another instance, or one less, or one that is something else."""
         self.number += 1
         self.states += 1
 

@@ -112,7 +112,7 @@ class SharedState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """All of it is done, or nothing, and no other router writes meanwhile."""
+        """While the body runs, no other router writes; all that it does is done, or nothing."""
         if self._database.in_transaction:
             yield
             return

@@ -92,7 +92,7 @@ class Exchange:
             self._record.over(legs.sent, num_bytes)
 
     async def _whole(self) -> Answer:
-        """Both phases on one decode instance."""
+        """Have one decode instance serve both phases."""
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
         return await self._decode(None)

@@ -51,7 +51,7 @@ class RequestLegs:
     ) -> None:
         self._services, self._request, self._body, self._record = services, request, body, record
         self.conversation = conversation
-        """None without --keep-for-next-turn, or if the client does not name one."""
+        """The conversation; None without --keep-for-next-turn, or if the client does not name one."""
         self._seed = shared_seed(body)
         self.may_continue = body.values.get("stream") is True and not services.config.trust_client_tickets
         """Whether the answer may go on from another instance, if that can be done exactly."""

@@ -117,7 +117,7 @@ class FileStore(KVStore):
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One `stat` for each block."""
+        """Makes one `stat` call for each block."""
         return await self._match_threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:

@@ -114,7 +114,7 @@ class MooncakeStore(KVStore):
         return found
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """One call for each block, with a copy of it."""
+        """Makes one call for each block, with a copy of it."""
         most = max(1, MOVE_BYTES // self.records.max_record_bytes)
         outcomes: list[Put] = []
         for first in range(0, len(blocks), most):

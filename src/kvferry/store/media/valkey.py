@@ -72,12 +72,12 @@ class ValkeyStore(KVStore):
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """One pipeline of STRLEN."""
+        """Sends one pipeline of STRLEN."""
         sizes = await self._sizes(hashes)
         return sizes.index(0) if 0 in sizes else len(sizes)
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """One pipeline of GETRANGE for each `BATCH_BYTES`."""
+        """Sends one pipeline of GETRANGE for each `BATCH_BYTES`."""
         found: list[bool] = []
         for part in self._parts(reads):
             found += await self._get(part)

@@ -227,7 +227,7 @@ class Session:
         self._woken = False
 
     def wake(self) -> None:
-        """There may be news. From any thread; several calls before the loop runs count as one."""
+        """Note that there may be news. From any thread; several calls before the loop runs count as one."""
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._on_wake)
