@@ -17,13 +17,13 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.machine import require_room
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.backends.local.member import EXIT_USER_ERROR
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
 from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo, Superseded
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.display import Display, ReportingDisplay, make_display
+from kvferry.fleet.last_words import EXIT_USER_ERROR
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import PREFIX
 from kvferry.fleet.ready import ReadyWriter

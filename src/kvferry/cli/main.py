@@ -30,7 +30,7 @@ from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.fleet.arguments import flag_name
-from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.fleet.last_words import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 EXIT_UNREAD = 141

@@ -22,13 +22,13 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.core.settings.options import unknown_key
-from kvferry.fleet.backends.local.member import ERROR_PREFIX
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, EndAsked, LetGo, Superseded
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.display import PlainDisplay
+from kvferry.fleet.last_words import ERROR_PREFIX
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
 from kvferry.fleet.process import PROGRAM

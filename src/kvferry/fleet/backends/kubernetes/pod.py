@@ -7,10 +7,8 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from kvferry.fleet.backends.local.member import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.spec import WantedFleet
-from kvferry.fleet.first_cause import FirstCause
 from kvferry.fleet.kubernetes.pods import (
     HTTP_PORT,
     PART_LABEL,
@@ -22,6 +20,7 @@ from kvferry.fleet.kubernetes.pods import (
     ranks_service,
 )
 from kvferry.fleet.kubernetes.values import Values
+from kvferry.fleet.last_words import Ended, LastWords
 from kvferry.http.server.listen import authority
 
 Object = dict[str, Any]
@@ -32,7 +31,6 @@ _NEVER = ("InvalidImageName", "CreateContainerConfigError", "ErrImageNeverPull")
 """Why a container waits for what will not come."""
 DELETED = "its pod was deleted by somebody else"
 _ROUTINE = ("ContainerCreating", "PodInitializing")
-_NUM_LAST_LINES = 20
 
 
 def selector_of(fleet: WantedFleet) -> str:
@@ -135,7 +133,8 @@ def member_of(pod: Object, service_url: str, *, has_served: bool = False) -> Mem
     terminated = (container.get("state") or {}).get("terminated")
     if terminated is not None or status.get("phase") in ("Failed", "Succeeded"):
         state = MemberState.ENDED
-        reason, wrong, last = _end(status, terminated or {}, has_served=has_served)
+        ended, last = _end(status, terminated or {}, has_served=has_served)
+        reason, wrong = ended.reason, ended.is_misconfigured
     elif _waiting(container).get("reason") in _NEVER:
         state, wrong = MemberState.ENDED, True
     elif container.get("started") and status.get("podIP"):
@@ -176,20 +175,15 @@ def _waits(status: Object, container: Object) -> str:
     return ""
 
 
-def _end(status: Object, terminated: Object, *, has_served: bool) -> tuple[str, bool, tuple[str, ...]]:
-    """Why it has ended, whether its settings are wrong, and its last lines."""
-    lines = tuple((terminated.get("message") or "").splitlines()[-_NUM_LAST_LINES:])
+def _end(status: Object, terminated: Object, *, has_served: bool) -> tuple[Ended, tuple[str, ...]]:
+    """How it has ended, and its last lines."""
+    words = LastWords()
+    for line in (terminated.get("message") or "").splitlines():
+        words.add(line, has_served=has_served)
     code, cause = terminated.get("exitCode"), terminated.get("reason")
-    if code == EXIT_USER_ERROR:
-        for line in reversed(lines):
-            if line.startswith(ERROR_PREFIX):
-                return line.removeprefix(ERROR_PREFIX), True, lines
     if code is None:
-        return ": ".join(filter(None, (status.get("reason") or "ended", status.get("message")))), False, lines
-    how = f"ended with exit code {code}" if cause in (None, "Error", "Completed") else f"ended ({cause}, {code})"
-    if has_served:
-        return how, False, lines
-    first = FirstCause()
-    for line in lines:
-        first.feed(line)
-    return f"{how} while starting" + (f": {first.text}" if first.text else ""), False, lines
+        ended = Ended(": ".join(filter(None, (status.get("reason") or "ended", status.get("message")))))
+    else:
+        how = f"ended with exit code {code}" if cause in (None, "Error", "Completed") else f"ended ({cause}, {code})"
+        ended = words.explain(code, how, has_served=has_served)
+    return ended, tuple(words.lines)

@@ -24,11 +24,12 @@ from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import About, MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.backends.local.member import Ended, LocalMember
+from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import Leash, opened, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.cpu import Cores, cores_of
+from kvferry.fleet.last_words import Ended
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.http.server.listen import BACKLOG, reserve
 

@@ -6,10 +6,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
 
@@ -18,18 +16,12 @@ from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import About, MemberFolder, Tail
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
-from kvferry.fleet.first_cause import FirstCause
+from kvferry.fleet.last_words import Ended, LastWords
 from kvferry.fleet.process import Foreign
 from kvferry.fleet.ready import InstanceReady, StartProgress, start_messages
 
 logger = logging.getLogger(__name__)
 
-EXIT_USER_ERROR = 2
-"""Exit code of a process with wrong settings; a restart would end in the same way."""
-ERROR_PREFIX = "kvferry: error: "
-"""How the line begins in which a process reports wrong settings."""
-
-_NUM_LAST_LINES = 20
 _LOOK_STARTING_S, _LOOK_SERVING_S = 0.02, 0.2
 """How often its files are looked at."""
 _ASK_EVERY_S = 0.25
@@ -39,14 +31,6 @@ _DRAIN_S = 1.0
 """Seconds that the rest of its process group may take to finish after its end."""
 _KILLED_S = 5.0
 """Seconds to wait for a killed process to end."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """`reason`: how, and if it never served, why; `is_misconfigured`: its settings are wrong."""
-
-    reason: str
-    is_misconfigured: bool = False
 
 
 class LocalMember:
@@ -64,8 +48,7 @@ class LocalMember:
         """Set when it is known whether it has a process."""
         self.gone = asyncio.Event()
         """Set when nothing of it runs any more."""
-        self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
-        self._first_cause = FirstCause()
+        self._last_words = LastWords()
         self._changed = changed
         self._log, self._messages = Tail(folder.log, bounded=True), Tail(folder.messages)
         self._frames = start_messages()
@@ -88,7 +71,7 @@ class LocalMember:
             bootstrap_port=about.bootstrap_port,
             reason="" if ended is None else ended.reason,
             is_misconfigured=ended is not None and ended.is_misconfigured,
-            last_lines=tuple(self.last_lines) if ended is not None else (),
+            last_lines=tuple(self._last_words.lines) if ended is not None else (),
         )
 
     def take_up(self) -> None:
@@ -193,10 +176,9 @@ class LocalMember:
                         self._serves(message)
 
     def _on_line(self, text: str) -> None:
-        self.last_lines.append(text)
+        self._last_words.add(text, has_served=self._is_serving)
         self._watcher.line(self.about.name, text)
         if not self._is_serving:
-            self._first_cause.feed(text)
             progress = None if self._foreign is None else self._foreign.progress_of(text)
             if progress is not None:
                 self._watcher.progress(self.about.name, progress.what, progress.progress)
@@ -210,21 +192,13 @@ class LocalMember:
     def _how(self, child: ChildProcess) -> Ended:
         """Why it has ended."""
         code = child.returncode
-        if code == EXIT_USER_ERROR and not self._is_serving:
-            said = (line for line in reversed(self.last_lines) if line.startswith(ERROR_PREFIX))
-            complaint = next((line.removeprefix(ERROR_PREFIX) for line in said), None)
-            if complaint is not None:
-                return Ended(complaint, is_misconfigured=True)
         if code is None:
             how = "ended"
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        if self._is_serving:
-            return Ended(how)
-        cause = self._first_cause.text
-        return Ended(f"{how} while starting: {cause}" if cause else f"{how} while starting")
+        return self._last_words.explain(code, how, has_served=self._is_serving)
 
 
 def _group_lives(leader: int) -> bool:
