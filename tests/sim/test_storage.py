@@ -14,8 +14,11 @@ from kvferry.sim.network import Network, NetworkSpec
 from kvferry.sim.storage import Storage
 from kvferry.sim.times import MediumTimes, StoreTimes
 from kvferry.store.access import OWNER
+from kvferry.store.base import Put
 from kvferry.store.record import CorruptBlock
+from kvferry.store.table import find_store
 from kvferry.store.threads import Stop
+from kvferry.testing.stores import LAYOUT, block_of, names_of
 
 TIMES = StoreTimes(file=MediumTimes(0.01, read_bandwidth=100.0, write_bandwidth=50.0))
 
@@ -139,3 +142,24 @@ def test_memory_is_shared_and_is_lost_with_the_last_process() -> None:
         other.process.crash()
         late.process.crash()
         assert SimMachine(place.storage, place.process("d"), 1.0).arena("kv", 64).buffer[3] == 0
+
+
+def test_a_pin_that_was_given_up_while_the_disk_hung_is_not_made_afterwards() -> None:
+    place = Place()
+
+    async def use(machine: SimMachine) -> None:
+        store = find_store("file:/kv").make(LAYOUT, machine)
+        await store.open()
+        assert await store.put([block_of(0)]) == [Put.STORED]
+        hangs_until = place.storage.disk.hangs_until = asyncio.get_running_loop().time() + 5.0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await store.pin(names_of(1))
+        await asyncio.sleep(hangs_until + 60.0)
+        assert not any(name.endswith(".pin") for _, name, _ in place.storage.files())
+        assert await store.pin(names_of(1)) == 1
+        assert any(name.endswith(".pin") for _, name, _ in place.storage.files())
+        await store.close()
+
+    with place.simulation.running():
+        place.run(place.process("a"), use)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -31,8 +32,9 @@ from kvferry.connectors.p2p.plan import P2pPlan
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.connectors.registry import find_connector
 from kvferry.core.blocks.layout import LayerLayout
-from kvferry.core.errors import ConnectorLost
-from kvferry.core.request import EngineOutput
+from kvferry.core.errors import ConnectorLost, KvferryError
+from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.core import EngineCore
@@ -480,6 +482,7 @@ class SimInstance:
         self.front: SimEngine | None = None
         self.server: HttpServer | None = None
         self._number = 0
+        self._server_loop: SimLoop
 
     @property
     def is_between_steps(self) -> bool:
@@ -493,7 +496,7 @@ class SimInstance:
 
     def start(self) -> None:
         """Begin serving, after the time that a start takes."""
-        loop = self.process.thread("server")
+        loop = self._server_loop = self.process.thread("server")
         loop.call_soon(lambda: loop.create_task(self._serve(loop)))
 
     def crash(self) -> None:
@@ -534,6 +537,19 @@ class SimInstance:
         finally:
             await front.close()
             process.simulation.note(f"{process.name} has stopped")
+
+    def keep(self, prompt: Sequence[int], *, pin: bool) -> None:
+        """Pin what its stores have of a prompt, or unpin it, as an operator does who gets no answer."""
+        front, loop = self.front, self._server_loop
+        if front is None or not self.process.is_alive:
+            return
+        asked = Request(request_id="", prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1))
+
+        async def ask() -> None:
+            with suppress(KvferryError):
+                await front.kept(asked, pin=pin)
+
+        loop.call_soon(lambda: loop.create_task(ask()))
 
     def stop(self) -> None:
         """Shut down as at SIGTERM."""

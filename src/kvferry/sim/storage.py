@@ -101,6 +101,11 @@ class Storage:
             for name, file in tuple(folder.files.items()):
                 yield folder.files, name, file
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether any process has had shared memory."""
+        return bool(self._arenas)
+
     def wall(self) -> float:
         """The file system's own clock."""
         return EPOCH_S + self.simulation.now

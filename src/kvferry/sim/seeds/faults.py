@@ -31,10 +31,10 @@ Kind = Literal[
     "roll",
     "role",
 ]
-StoreKind = Literal["full", "errors", "hang", "slow", "lost blocks", "damaged blocks"]
+StoreKind = Literal["full", "errors", "hang", "slow", "lost blocks", "damaged blocks", "pin"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STORE_KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
-"""What happens to the disk of a store. No request may be lost by one of these."""
+"""What happens to stores. No request may be lost by one of these."""
 OUTSIDE: tuple[Kind, ...] = ("stall", "stall router", "cut", "reset", "lose", "late", "clock")
 """What happens to processes, machines and the network, but ends nothing: it may happen to a fleet as well."""
 GENTLE: tuple[Kind, ...] = ("clock", "drain", "roll", "role")
@@ -55,7 +55,8 @@ class Fault:
     again; roll: stop it in between; role: give it the other role, and its own again.
 
     Of a store's disk: full: nothing can be written; errors: nothing can be read or written; hang: no call returns;
-    slow: all takes fifty times as long; lost blocks, damaged blocks: this happens to a share of its files.
+    slow: all takes fifty times as long; lost blocks, damaged blocks: this happens to a share of its files. pin: an
+    operator has an instance pin what its stores have of a prompt, and unpin it.
     """
 
     at_s: float
@@ -82,6 +83,7 @@ class FaultInjector:
         self._world = world
         self._loop = world.network.loop
         self.lasting = 0
+        self._pinned: list[Sequence[int]] = []
 
     def schedule(self, faults: list[Fault]) -> None:
         """Let these happen, each at its time from now."""
@@ -133,6 +135,8 @@ class FaultInjector:
                 self._drain(instance, fault)
             case "full" | "errors" | "hang" | "slow" | "lost blocks" | "damaged blocks":
                 self._meet_store(fault)
+            case "pin":
+                self._pin(instance, fault)
             case "role":
                 other_role: LegRole = "decode" if instance.role == "prefill" else "prefill"
                 own: LegRole = "prefill" if instance.role == "prefill" else "decode"
@@ -157,6 +161,20 @@ class FaultInjector:
             case _:
                 storage.damage(simulation.random, fault.place)
         self._later(fault, lambda: None)
+
+    def _pin(self, instance: SimInstance, fault: Fault) -> None:
+        results = self._world.results
+        if results:
+            self._pinned.append(results[int(fault.other * len(results))].spec.prompt)
+            self._world.simulation.note(f"{instance.name} is to pin {len(self._pinned[-1])} tokens")
+            instance.keep(self._pinned[-1], pin=True)
+        self._later(fault, self.unpin)
+
+    def unpin(self) -> None:
+        """Have all instances unpin all that was pinned: it is not known which one has pinned it."""
+        for prompt in self._pinned:
+            for instance in self._world.instances:
+                instance.keep(prompt, pin=False)
 
     def _operate(self, what: str, change: Callable[[Membership], object]) -> None:
         for router in self._world.routers:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import LeakError
 from kvferry.sim.seeds.stores import room_of
 from kvferry.sim.world import RequestResult, World
-from kvferry.store.media.file_room import LOOK_SHARE, SUFFIX
+from kvferry.store.media.file_room import LOOK_SHARE, PIN_SUFFIX, SUFFIX
 
 _ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
 """What stores count while it is on its way; with several connectors, a number is before the name."""
@@ -85,15 +85,21 @@ def of_stores(world: World) -> list[Violation]:
     """When no request is left: nothing is on its way into stores or between their tiers, nothing is half written, and
     the files of blocks fit into the room that they have."""
     found = []
+    has_files = any(world.storage.files())
+    pinned = "tier0_pinned_blocks" if has_files else "pinned_blocks"  # of shared memory, which is the first tier
     for instance in world.instances:
         if instance.engine is None or not instance.process.is_alive:
             continue
         for name, value in instance.engine.statistics().connector.items():
+            if name.endswith(pinned) and value and world.storage.has_memory:
+                found.append(Violation("no pin is left", f"{instance.name}: {name} {value:g}"))
             if name.endswith(_ON_ITS_WAY) and value:
                 found.append(Violation("nothing is on its way into a store", f"{instance.name}: {name} {value:g}"))
     total = 0
     for _, name, file in world.storage.files():
         total += len(file.content) if name.endswith(SUFFIX) else 0
+        if name.endswith(PIN_SUFFIX):
+            found.append(Violation("no pin is left", name))
         if file.owner is not None and file.owner.is_alive:
             found.append(Violation("no file is half written", f"{file.owner.name}: {name}"))
     room = room_of(world.spec.instance)

@@ -20,6 +20,8 @@ LEASE_S = 1.0
 SETTLES_S = 10.0
 """Seconds after the last request and fault in which leases, loads and timeouts of the connectors end."""
 _LOOKED_AT_EVERY_S = 0.25
+_STORES_ARE_BACK_S = 3.0
+"""Instances use a store again so long after it has been well: `store.breaker`."""
 _STORE_SHARE = 0.35
 """Share of the seeds whose instances have a store."""
 AUDITED_EVERY = 64
@@ -180,6 +182,8 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
         breaker.schedule(scenario.faults)
         require_finished(world, report)
         world.run_until(lambda: not breaker.lasting, 100.0)
+        world.run_for(_STORES_ARE_BACK_S)
+        breaker.unpin()
     return report
 
 

@@ -134,7 +134,7 @@ class FileStore(KVStore):
         return await self._threads.run(lambda stop: self._put(blocks, stop))
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.run(lambda stop: self._mark(hashes))
+        return await self._threads.run(lambda stop: self._mark(hashes, stop))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         return await self._threads.run(lambda stop: self._unmark(hashes))
@@ -308,11 +308,13 @@ class FileStore(KVStore):
         self._gone(block_hash)
         return found
 
-    def _mark(self, hashes: Sequence[BlockHash]) -> int:
+    def _mark(self, hashes: Sequence[BlockHash], stop: Stop) -> int:
         there = [name for name in hashes if self._disk.touch(self._path(name))]
         fits, removed = self._room.may_pin([self._path(name) for name in there], self.options.pinned_share)
         self._note_room(removed)
         for name in there[:fits]:
+            if stop.requested:  # nobody would know that it is pinned
+                break
             try:
                 self._disk.write(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
             except OSError as error:
