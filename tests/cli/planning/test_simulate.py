@@ -25,6 +25,7 @@ count = 2
 [router]
 args = ["--disaggregate-from=0"]
 """
+P2P_OVER_TLS = '{"kv_connector": "P2pConnector", "kv_connector_extra_config": {"tls_cert": "cert.pem"}}'
 
 
 def with_store(*stores: str, **settings: str) -> str:
@@ -98,6 +99,12 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
         (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
         (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
+        (("disaggregate-from=0", "tls-cert=cert.pem"), [], "TLS is not simulated: leave out --tls-cert"),
+        (
+            ("[engine]", f"[engine]\nkv_transfer_config = '{P2P_OVER_TLS}'"),
+            [],
+            "TLS is not simulated: leave out kv_connector_extra_config.tls_cert",
+        ),
         (("[engine]", with_store("valkey://127.0.0.1:6379")), [], "valkey.* is not simulated, only memory: and file:"),
         (("[engine]", with_store("file:/kv?codec=lossless")), [], "codec lossless, .* is not simulated"),
         (

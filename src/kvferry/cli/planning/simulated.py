@@ -17,6 +17,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transf
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.control.spec import Role, WantedFleet
+from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.kv import SimLayout
@@ -28,6 +29,7 @@ from kvferry.store.media.memory import MemoryStore
 from kvferry.store.table import StoreSpec
 
 _STORES = ("KVStoreConnector", "SharedStorageConnector", "OffloadingConnector")
+_NO_TLS = "TLS is not simulated: leave out {}; the figures are then those of the fleet without it"
 _NOT_SIMULATED = ("prefill_url", "decode_url", "instances_file", "registration", "declared", "workers", "tenants_file")
 """Settings of a router that say where its instances are and how many processes it has, or name files."""
 
@@ -49,6 +51,8 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
     """The deployment that a spec describes, with these times. Raises `ConfigError` for what is not simulated."""
     _require_simulated(fleet)
     told = flags_of_fleet(fleet, serve)
+    if complete(HttpAccess, told["access"]).tls_cert is not None:
+        raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
     specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times) for role in counts}
     router = complete(RouterConfig, told["router"])
@@ -110,6 +114,8 @@ def _simulated(config: KVTransferConfig, layout: SimLayout, backend: str) -> dic
         options = _store_settings(config, layout, backend)
         name = "KVStoreConnector"
     elif name == "P2pConnector":
+        if options.get("tls_cert"):
+            raise ConfigError(_NO_TLS.format("kv_connector_extra_config.tls_cert"))
         options = {key: value for key, value in options.items() if key not in ("transport", "lookup_buffer")}
     elif name != "MultiConnector":
         raise ConfigError(f"the connector {name} is not simulated, only P2pConnector, {', '.join(_STORES)}")
