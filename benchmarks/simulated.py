@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import subprocess
@@ -40,6 +41,8 @@ from served import kvferry, replicas
 
 MODEL = "kvferry/tiny-python"
 KV = ("--kv-cache-memory=256MiB", "--dtype=float32")
+DOCUMENTS, SMALL = 12, "12MiB"
+"""Beginnings that prompts share, and KV caches that have room for some of them."""
 VOCABULARY = 1000
 LATENCIES = ("ttft", "itl", "e2e")
 PERCENTILES = ("p50", "p99")
@@ -47,7 +50,8 @@ PERCENTILES = ("p50", "p99")
 
 @dataclass(frozen=True)
 class Configuration:
-    """A fleet and its traffic. `rate`: requests per second; `shared`: of all prompts, those that begin like others."""
+    """A fleet and its traffic. `rate`: requests per second; `shared`: of all prompts, those that begin like others,
+    with one of so many `documents`. `kv_memory`: of each KV cache; `stores`: beside P2P, their `{folder}` is new."""
 
     prefill: int = 0
     decode: int = 0
@@ -55,12 +59,25 @@ class Configuration:
     rate: float = 2.0
     chunk: int = 512
     shared: float = 0.0
+    documents: int = 1
+    kv_memory: str = ""
+    stores: tuple[str, ...] = ()
     router: tuple[str, ...] = ("--disaggregate-from=0",)
 
     @property
     def engine(self) -> tuple[str, ...]:
         """Flags of every instance."""
-        return (*KV, f"--max-num-batched-tokens={self.chunk}")
+        kv = KV if not self.kv_memory else (f"--kv-cache-memory={self.kv_memory}", *KV[1:])
+        return (*kv, f"--max-num-batched-tokens={self.chunk}")
+
+    def transfer(self, folder: str) -> str:
+        """The connectors' configuration; empty: the default."""
+        if not self.stores:
+            return ""
+        stores = [one.format(folder=folder) for one in self.stores]
+        store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": stores}}
+        options = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
+        return json.dumps({"kv_connector": "MultiConnector", "kv_connector_extra_config": options})
 
     def spec(self) -> dict[str, Any]:
         """As a fleet's TOML says it."""
@@ -69,7 +86,7 @@ class Configuration:
             "name": "simulated",
             "model": MODEL,
             "mode": "pooling",
-            "engine": {"args": list(self.engine)},
+            "engine": {"args": list(self.engine), "kv_transfer_config": self.transfer("kv")},
             "router": {"args": list(self.router if self.prefill else ())},
             "role": {role: {"count": number} for role, number in counts.items() if number},
         }
@@ -82,8 +99,10 @@ class Configuration:
                 yield url
             return
         counts = ("--prefill", str(self.prefill), "--decode", str(self.decode))
-        with kvferry("serve", MODEL, *counts, "--port", "0", *self.engine, *self.router) as url:
-            yield url
+        with tempfile.TemporaryDirectory() as folder:
+            transfer = ("--kv-transfer-config", self.transfer(folder)) if self.stores else ()
+            with kvferry("serve", MODEL, *counts, "--port", "0", *self.engine, *self.router, *transfer) as url:
+                yield url
 
 
 CONFIGURATIONS = {
@@ -98,6 +117,15 @@ CONFIGURATIONS = {
     "2 plain, chunks of 128": Configuration(both=2, chunk=128),
     "2P1D": Configuration(2, 1),
     "1P2D": Configuration(1, 2),
+    "1P1D, small KV caches": Configuration(1, 1, shared=0.9, documents=DOCUMENTS, kv_memory=SMALL),
+    "1P1D, small KV caches, stores": Configuration(
+        1,
+        1,
+        shared=0.9,
+        documents=DOCUMENTS,
+        kv_memory=SMALL,
+        stores=(f"memory:24MiB?name=benchmark-{os.getpid()}", "file:{folder}"),
+    ),
 }
 
 
@@ -111,8 +139,10 @@ def make_trace(configuration: Configuration, duration_s: float, seed: int) -> li
             return found
         prompt = min(1500, max(64, int(source.lognormvariate(5.7, 0.7))))
         blocks = -(-prompt // 512)
-        is_shared = source.random() < configuration.shared
-        ids = tuple(range(blocks)) if is_shared else tuple(1000 + 8 * len(found) + place for place in range(blocks))
+        first = 1000 + 8 * len(found)
+        if source.random() < configuration.shared:
+            first = -8 * source.randrange(configuration.documents) if configuration.documents > 1 else 0
+        ids = tuple(range(first, first + blocks))
         found.append(Arrival(now, prompt, source.randrange(8, 65), ids))
 
 
