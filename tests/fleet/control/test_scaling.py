@@ -42,7 +42,9 @@ class Traffic:
     """Requests of a fleet on which prefill takes 20 ms and 0.1 ms a token, and steps 20 ms and 0.5 ms a sequence; for a
     hundred seconds already, and as long as it is asked."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, late_share: float = 0.0) -> None:
+        """`late_share`: of the requests that have waited three seconds for their first token."""
+        self._late_share = late_share
         self.rate, self.waiting, self.began_at = rate, 0, time.time() - 100.0
         self.stopped_at: float | None = None
         random = Random(1)
@@ -59,7 +61,7 @@ class Traffic:
             streams=True,
             prefill_s=0.02 + 1e-4 * tokens,
             prefill_tokens=tokens,
-            first_s=0.1,
+            first_s=3.0 if random.random() < self._late_share else 0.1,
             hand_off_s=0.0,
             answer_s=length * (0.02 + 5e-4 * beside),
             output_tokens=length,
@@ -105,7 +107,7 @@ async def test_more_is_asked_for_and_more_is_started_and_all_say_so(tmp_path: Pa
 
 async def test_a_role_changes_before_anything_is_started(tmp_path: Path) -> None:
     made = Controlled(tmp_path, scaled(1, 3, can_be=True))
-    made.front.reported = Traffic(6.0)
+    made.front.reported = Traffic(6.0, late_share=0.5)
     async with made.running():
         await made.until(lambda: made.backend.assigned)
         await made.settled()

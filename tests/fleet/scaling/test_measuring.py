@@ -10,6 +10,7 @@ from fleet.scaling.exact import even
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.measuring import Measuring, lengths, phase_times, share_within
 from kvferry.fleet.scaling.predictor import LatencyTargets, Predictor, Topology
+from kvferry.fleet.scaling.scaler import Attained
 from kvferry.fleet.scaling.traffic import PhaseTimes
 
 NOW = 1_000_000.0
@@ -55,6 +56,27 @@ def some(number: int, from_s: float = -300.0, to_s: float = -10.0, **more: objec
 
 def report(requests: list[RequestObservation], arrived: int | None = None, waiting: int = 0) -> TrafficReport:
     return TrafficReport(NOW, len(requests) if arrived is None else arrived, waiting, requests)
+
+
+def test_what_was_kept_lately() -> None:
+    """Of those that arrived since then: one whose first token is late is known to have missed, whatever comes."""
+    targets = LatencyTargets(ttft_s=1.0, itl_s=0.05)
+    requests = [
+        seen(-90.0, first_s=5.0),  # before
+        seen(-50.0, first_s=0.5, answer_s=5.0, output_tokens=100.0),
+        seen(-40.0, first_s=0.5, answer_s=5.1, output_tokens=100.0),
+        seen(-30.0, first_s=1.1, answer_s=0.1, output_tokens=100.0),
+        seen(-20.0, state="running", first_s=0.5, answer_s=None),  # not known
+        seen(-15.0, state="running", first_s=1.5, answer_s=None),
+        seen(-10.0, state="running", first_s=None, answer_s=None),
+        seen(-0.5, state="running", first_s=None, answer_s=None),  # not known
+        seen(-5.0, streams=False, first_s=9.0),  # clients do not see its first token
+    ]
+    measuring = Measuring(10.0, NOW)
+    assert measuring.attained(targets, NOW - 60.0, NOW) == Attained(0.0, 0)
+    measuring.note({"r": report(requests)}, {}, NOW, 0.0)
+    assert measuring.attained(targets, NOW - 60.0, NOW) == Attained(1 / 5, 5)
+    assert measuring.attained(targets, NOW - 100.0, NOW) == Attained(1 / 6, 6)
 
 
 @pytest.mark.parametrize("step_s", [3600.0, -3600.0])

@@ -15,7 +15,7 @@ from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
-from kvferry.fleet.scaling.scaler import Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.scaler import Attained, Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
@@ -103,6 +103,35 @@ def test_an_instance_changes_its_role_before_one_is_started() -> None:
     assert (made.what, made.memory.counts) == ("role", Counts(2, 2))
     fixed = decide(replace(rules, switches=frozenset()), memory(1, 3), measured(6.0), Situation(Counts(1, 3)), 0.0)
     assert (fixed.what, fixed.memory.counts) == ("start", Counts(2, 3))
+
+
+def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
+    """What is predicted knows nothing of prompts that decode instances compute; what was measured does."""
+    rules, here = replace(RULES, deflect=False, switches=SWITCHES), Situation(Counts(1, 3))
+
+    def what(share: float, num: int = 500) -> str:
+        return decide(rules, memory(1, 3), replace(measured(6.0), attained=Attained(share, num)), here, 0.0).what
+
+    assert what(0.5) == "role"
+    assert what(0.93) == "start"  # the goal is 95 %, and no change of a role is clearly better
+    assert what(0.97) == "hold"
+    assert what(0.97, RULES.least_requests - 1) == "role"  # not known yet
+
+
+def test_a_role_is_not_changed_for_what_only_just_fits() -> None:
+    """Expected to be better with what comes, and as bad with a fifth more: a pool would be nearly full."""
+    rules = replace(RULES, deflect=False, switches=SWITCHES, budget=4, most=Counts(3, 3))
+    rates = [rate for rate in np.arange(2.0, 12.0, 0.25) if _predicted(rules, rate, Counts(2, 2)) > 0.9]
+    full, half = max(rates), max(rates) / 2
+    told = [replace(measured(rate), attained=Attained(0.3, 500)) for rate in (full, half)]
+    made = [decide(rules, memory(1, 3), one, Situation(Counts(1, 3)), 0.0) for one in told]
+    assert [one.memory.counts for one in made] == [Counts(1, 3), Counts(2, 2)]
+
+
+def _predicted(rules: Rules, rate: float, counts: Counts) -> float:
+    told = measured(rate)
+    assert told.workload is not None
+    return Outlook(rules, [told.workload], TIMES).best(counts).attained
 
 
 def test_what_starts_counts_as_there_and_is_not_started_twice() -> None:

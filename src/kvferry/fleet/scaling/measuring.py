@@ -10,7 +10,8 @@ import numpy as np
 
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
-from kvferry.fleet.scaling.scaler import Measured
+from kvferry.fleet.scaling.predictor import LatencyTargets
+from kvferry.fleet.scaling.scaler import Attained, Measured
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_answers, fit_line
 
 MOST_ASKED = 1024
@@ -113,6 +114,12 @@ class Measuring:
             self._bins.extend([self._num_in_bin * self._bin_s / elapsed] * number)
             self._bin_began_at, self._num_in_bin = now, 0.0
 
+    def attained(self, targets: LatencyTargets, since: float, now: float) -> Attained:
+        """What was kept of the requests that arrived since then, of which it is known."""
+        lately = [one for one in self._known.values() if one.arrived >= since and one.streams]
+        judged = [found for one in lately if (found := _is_within(one, targets, now)) is not None]
+        return Attained(sum(judged) / len(judged) if judged else 0.0, len(judged))
+
     def measured(self, kv_tokens: int, now: float, most_sequences: int = 256, hold_s: float = 900.0) -> Measured:
         """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known. `hold_s`: for how long a
         request counts."""
@@ -128,6 +135,17 @@ class Measuring:
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(one.state == "done" for one in warm)
         return Measured(demand, num_known, workload, times, now - self._last_arrival_at, self._num_waiting)
+
+
+def _is_within(one: RequestObservation, targets: LatencyTargets, now: float) -> bool | None:
+    """Whether a request met both targets; None: that will show."""
+    if one.first_s is None:
+        return False if now - one.arrived > targets.ttft_s else None
+    if one.first_s > targets.ttft_s:
+        return False
+    if one.state == "running":
+        return None
+    return (one.answer_s or 0.0) <= targets.itl_s * max(1.0, one.output_tokens)
 
 
 def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:

@@ -4,8 +4,8 @@ but what it is given, so the same facts give the same decision.
     nothing there     the first request brings one of each role
     no request        for long: nothing is kept, of either role
     too little known  nothing is changed
-    goal not kept     the cheapest change that keeps it: prompts are deflected to decode, instances change their role,
-                      new ones start
+    goal not kept     the cheapest change that keeps it: prompts are deflected to decode, instances change their role
+                      (if that is clearly better than what is kept as it is), new ones start
     out of reach      what is nearest to the goal for the least; and it is said
     goal kept         after a while, the cheapest that would have kept it for all that came lately, with some to spare
 
@@ -15,8 +15,10 @@ asked for and how long it takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -30,10 +32,13 @@ What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero",
 
 _DEFLECTED = (0.25, 0.5, 0.75, 0.9)
 """Shares of prompts that may be deflected."""
-_RECENT_S = 60.0
+RECENT_S = 60.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
 _STICKY = 0.002
 """How much better another threshold must be to replace the one that is used."""
+_CLEARLY, _MORE = 0.05, 1.2
+"""How much better another division of as many instances must be, even if so many times the requests came: predictions
+are off by some points, and by far more where a pool is nearly full."""
 _NEAREST = 0.005
 """How much nearer to a goal out of reach something must come to be worth an instance."""
 
@@ -54,9 +59,27 @@ class ScalingMemory(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Attained:
+    """The share of some requests that was within both targets. `num`: of how many it is known."""
+
+    share: float = 0.0
+    num: int = 0
+
+    def is_known(self, rules: Rules) -> bool:
+        """Whether these are enough requests to go by."""
+        return self.num >= max(1, rules.least_requests)
+
+    @property
+    def at_most(self) -> float:
+        """A standard deviation more, because what so few requests say is partly chance."""
+        return self.share + math.sqrt(self.share * (1.0 - self.share) / self.num)
+
+
+@dataclass(frozen=True)
 class Measured:
     """What is known of the requests. `workload`, `times`: None until `num_known` requests are enough. `idle_s`: since
-    the last one came. `num_waiting`: that wait for an instance to start."""
+    the last one came. `num_waiting`: that wait for an instance to start. `attained`: of those that came lately, since
+    the counts are what they are."""
 
     demand: Demand
     num_known: int = 0
@@ -64,6 +87,7 @@ class Measured:
     times: PhaseTimes | None = None
     idle_s: float = 0.0
     num_waiting: int = 0
+    attained: Attained = Attained()
 
 
 @dataclass(frozen=True)
@@ -104,7 +128,7 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
     memory, deflects = _threshold(memory, outlook, seen)
     expected = outlook.best(here)
     if expected.attained < rules.goal:
-        return _more(rules, memory, outlook, expected, now)
+        return _more(rules, memory, measured, outlook, expected, now)
     return _less(rules, memory, measured, seen, outlook, now) or ScalingDecision(
         memory,
         "deflect" if deflects else "hold",
@@ -116,7 +140,7 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
 def expected_workloads(workload: Workload, demand: Demand, starts_s: float) -> list[Workload]:
     """What an instance that starts now will have to serve: what came lately, all of it again, so that capacity for
     bursts is held while they recur; and what came last, at the rate that it will have grown to."""
-    recent_s = max(_RECENT_S, starts_s)
+    recent_s = max(RECENT_S, starts_s)
     return [workload, workload.last(recent_s).faster(demand.growth(recent_s, starts_s))]
 
 
@@ -149,6 +173,15 @@ class Outlook:
     def best(self, counts: Counts) -> Prediction:
         """The prediction for these counts with the best threshold."""
         return self.at(counts, self.best_threshold(counts))
+
+    def under_more(self, counts: Counts) -> float:
+        """The share that is attained if somewhat more requests come."""
+        topology = Topology(counts.prefill, counts.decode, self.best_threshold(counts))
+        return min(one.predict(topology).attained for one in self._faster)
+
+    @cached_property
+    def _faster(self) -> list[Predictor]:
+        return [Predictor(one.workload.faster(_MORE), one.times, one.targets) for one in self._predictors]
 
     def told(self, counts: Counts, expected: Prediction) -> str:
         """What is expected of these counts, in words."""
@@ -195,17 +228,27 @@ def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemor
     return msgspec.structs.replace(memory, from_tokens=from_tokens)
 
 
-def _more(rules: Rules, memory: ScalingMemory, outlook: Outlook, expected: Prediction, now: float) -> ScalingDecision:
-    """Decide what to do, as the goal is not kept."""
+def _more(
+    rules: Rules, memory: ScalingMemory, measured: Measured, outlook: Outlook, expected: Prediction, now: float
+) -> ScalingDecision:
+    """Decide what to do, as the goal is not expected to be kept."""
     here = memory.counts
     least = rules.price(here)
-    reachable = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
+    attained = measured.attained
+    clearly = _CLEARLY + (attained.at_most if attained.is_known(rules) else expected.attained)
+    there_is = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
+    reachable = [one for one in there_is if rules.price(one) > least or outlook.under_more(one) >= clearly]
     largest = rules.largest((*reachable, here))  # more of either role is never worse
     nearest = max(largest, key=lambda one: _rank(outlook.best(one)))
     most = outlook.best(nearest)
     found = _cheapest_that_holds(rules, outlook, here, reachable) if most.attained >= rules.goal else None
     if found is not None:
         instead = outlook.told(found, outlook.best(found))
+        if rules.price(found) > least and attained.is_known(rules) and attained.share >= rules.goal:
+            other = _cheapest_that_holds(rules, outlook, here, there_is)
+            if other is not None and rules.price(other) == least:  # nothing is started for what a role may do
+                why = f"{_percent(attained.share)} were kept: {outlook.told(here, expected)}"
+                return ScalingDecision(memory, "hold", why, expected.attained)
         what: What = "role" if rules.price(found) == least else "start"
         why = f"{instead}; {_percent(expected.attained)} with {here}"
         return _changed(memory, found, now, what, why, outlook.best(found).attained)

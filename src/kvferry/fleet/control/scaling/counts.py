@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -21,7 +22,7 @@ from kvferry.fleet.control.spec import MOST, MemberRole, RoleSpec, ScaleSpec, Wa
 from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import DECODE, NOTHING, PREFILL, Counts, Rules
-from kvferry.fleet.scaling.scaler import ScalingDecision, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.scaler import RECENT_S, ScalingDecision, ScalingMemory, Situation, decide
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +135,17 @@ class Scaling:
         if scale.recommend:
             there = counts_of(fleet)
             memory = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode)
-        measured = self._measuring.measured(kv_tokens, wall, hold_s=seconds(scale.hold))
+        rules = rules_of(fleet, scale)
+        since = max(memory.changed_at, wall - RECENT_S)
+        measured = replace(
+            self._measuring.measured(kv_tokens, wall, hold_s=seconds(scale.hold)),
+            attained=self._measuring.attained(rules.targets, since, wall),
+        )
         situation = Situation(
             ready=_counted(one for one in seen if one.phase is Phase.READY),
             draining=sum(one.phase is Phase.DRAINING for one in seen),
             starts_s=self._start_s(scale),
         )
-        rules = rules_of(fleet, scale)
         self._take(await asyncio.to_thread(decide, rules, memory, measured, situation, wall), scale)
 
     def _take(self, made: ScalingDecision, scale: ScaleSpec) -> None:
