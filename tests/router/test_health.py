@@ -10,12 +10,16 @@ import pytest
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health
-from kvferry.router.instances.instance import Absent, Unasked
+from kvferry.router.instances.instance import Absent, InstanceState, Unasked
 from kvferry.router.instances.pools import Pools
 from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
+from router.test_membership import KEY, holds, post
+
+HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 
 
 def a_config(prefill: str, decode: str, **settings: Any) -> RouterConfig:
@@ -46,6 +50,26 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
         await health.look(pools)
         assert prefill.usable
         assert isinstance(prefill.facts, Absent)
+
+
+@pytest.mark.parametrize("protocol", ["auto", "nixl"])
+async def test_a_router_is_no_instance(protocol: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A request that came back to the router that has sent it would be sent again, without end."""
+    d = Peer("decode", answer)
+    more = {"protocol": protocol, "health_interval_s": 0.05, "policy": "round_robin"}
+    async with (
+        instances(d),
+        routing([], [d.url], HTTP) as (_, other),
+        routing([], [d.url], HTTP, **more) as (router, url),
+    ):
+        for role, itself in (("prefill", url), ("decode", url), ("decode", other)):
+            added = router.membership.add(role, itself)
+            await holds(lambda: added.state is InstanceState.DOWN)  # noqa: B023
+            if role == "prefill":
+                router.membership.remove(itself, force=True)
+        for _ in range(6):
+            assert await post(url) == 200
+        assert "a router of kvferry's answers there, and no instance" in caplog.text
 
 
 async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:

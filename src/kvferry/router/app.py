@@ -36,6 +36,7 @@ from kvferry.router.edge.fleet_metrics import fleet_metrics
 from kvferry.router.edge.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
 from kvferry.router.edge.turns import Turns
 from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.facts import RouterHealth
 from kvferry.router.instances.health import Health
 from kvferry.router.instances.instance import Instance, SglangFacts, VllmFacts
 from kvferry.router.instances.membership import Membership
@@ -96,7 +97,7 @@ class Router:
         pools = self.services.pools
         counts = {"prefill": pools.prefill.num_alive, "decode": pools.decode.num_alive}
         status, code = ("ok", 200) if pools.decode.num_alive else ("unavailable", 503)
-        response.send_json(msgspec.json.encode({"status": status, "alive": counts}), code)
+        response.send_json(msgspec.json.encode(RouterHealth(status, counts)), code)
 
     async def show_metrics(self, request: HttpRequest, response: Response) -> None:
         """GET /metrics: the router's own metrics; with ?instances=all, those of all instances too."""

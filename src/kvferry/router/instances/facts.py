@@ -24,6 +24,13 @@ _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILIN
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
+class RouterHealth(msgspec.Struct):
+    """What a router answers to GET /health. `alive`: how many instances of each role."""
+
+    status: str
+    alive: dict[str, int]
+
+
 class _Version(msgspec.Struct):
     version: str
 
@@ -47,6 +54,18 @@ class _Models(msgspec.Struct):
 class _Engine(msgspec.Struct):
     engine_id: str
     worker_addr: dict[int, dict[int, str]]
+
+
+def is_router(health: bytes) -> bool:
+    """Whether who answers GET /health so is a router: what one router sends another may come back to it, and so on
+    without end."""
+    if not health.startswith(b"{"):
+        return False
+    try:
+        msgspec.json.decode(health, type=RouterHealth)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:

@@ -17,7 +17,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
-from kvferry.router.instances.facts import ask_about
+from kvferry.router.instances.facts import ask_about, is_router
 from kvferry.router.instances.instance import (
     LATE_BEFORE_DOWN,
     Absent,
@@ -101,12 +101,15 @@ class Health:
     async def _look_at(self, instance: Instance) -> None:
         timeout_s = self._config.health_timeout_s
         try:
-            status, _ = await self._connections.ask(instance, "GET", "/health", timeout_s)
+            status, health = await self._connections.ask(instance, "GET", "/health", timeout_s)
         except TransferTimeout:
             self._is_late(instance)
             return
         except TransferError as error:  # also where this process is out of descriptors, which is then told here
             instance.is_down(str(error))
+            return
+        if is_router(health):
+            instance.is_down("a router of kvferry's answers there, and no instance: name what is behind it")
             return
         if status != 200:
             instance.is_down(f"it answers GET /health with {status}")
