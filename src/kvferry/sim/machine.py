@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from kvferry.core.errors import StoreError
 from kvferry.sim.loop import SimLoop, SimProcess
@@ -71,33 +72,53 @@ _HERE = threading.local()
 """`.call`: the `_CallAside` that this thread makes, if it makes one."""
 
 
+def _closed_gate() -> threading.Lock:
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
+class _Thread:
+    """A thread that makes one call after the other: starting one takes longer than most calls."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self.may_go, self.has_stopped = _closed_gate(), _closed_gate()
+        self.call: _CallAside
+        _thread.start_new_thread(self._work, ())
+
+    def _work(self) -> None:
+        while True:
+            self.may_go.acquire()
+            _HERE.call = self.call
+            self.call.make()
+            del _HERE.call
+            self.idle.append(self)
+            self.has_stopped.release()
+
+
+os.register_at_fork(after_in_child=_Thread.idle.clear)
+
+
 class _CallAside:
     """A plain function on a thread of its own, which runs only while the simulation stands still for it: so it can
     pause in the middle, for virtual time."""
 
     def __init__(self, function: Callable[[], Any], loop: SimLoop) -> None:
         self._function, self._loop = function, loop
-        self._may_go, self._has_stopped = _closed_gate(), _closed_gate()
+        self._thread = _Thread.idle.pop() if _Thread.idle else _Thread()
+        self._thread.call = self
         self._pause_s: float | None = 0.0
-        self._is_ended = False
+        self._is_ended = self._is_over = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._is_over = False
-        _thread.start_new_thread(self._run, ())
 
     def go_on(self) -> float | None:
         """Let it run until it pauses, and return for how many seconds; None: it has ended."""
-        self._may_go.release()
-        self._has_stopped.acquire()
+        self._thread.may_go.release()
+        self._thread.has_stopped.acquire()
         return self._pause_s
-
-    def pause(self, seconds: float) -> None:
-        """Called by the function."""
-        self._pause_s = seconds
-        self._has_stopped.release()
-        self._may_go.acquire()
-        if self._is_ended:
-            raise _Ended
 
     def end(self) -> None:
         """The simulation goes on without it."""
@@ -105,23 +126,26 @@ class _CallAside:
             self._is_ended = True
             self.go_on()
 
-    def _run(self) -> None:
-        self._may_go.acquire()
-        if not self._is_ended:
-            _HERE.call = self
-            asyncio._set_running_loop(self._loop)
-            try:
+    # On the thread.
+
+    def pause(self, seconds: float) -> None:
+        """Called by the function."""
+        self._pause_s = seconds
+        self._thread.has_stopped.release()
+        self._thread.may_go.acquire()
+        if self._is_ended:
+            raise _Ended
+
+    def make(self) -> None:
+        """Call the function."""
+        asyncio._set_running_loop(self._loop)
+        try:
+            if not self._is_ended:
                 self.result = self._function()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
-                self.error = error
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+            self.error = error
+        asyncio._set_running_loop(None)
         self._pause_s, self._is_over = None, True
-        self._has_stopped.release()
-
-
-def _closed_gate() -> threading.Lock:
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
 
 
 class SimThreads(Threads):

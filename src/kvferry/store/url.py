@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -74,7 +75,7 @@ def _options(text: str, query: str) -> dict[str, str]:
 
 def read_options(url: StoreUrl, kind: type[Options]) -> Options:
     """A store's options with their types; names that end in `_bytes` take sizes such as 4GiB. Raises `ConfigError`."""
-    known = {one.name: one for one in msgspec.structs.fields(kind)}
+    known = _types(kind)
     values: dict[str, Any] = {}
     for name, value in url.options.items():
         if name not in known:
@@ -83,11 +84,17 @@ def read_options(url: StoreUrl, kind: type[Options]) -> Options:
             raise ConfigError(f"store {url}: unknown option {name!r}; {hint}")
         where = f"store {url}: {name}"
         given = parse_bytes(value, where) if name.endswith("_bytes") else value
-        values[name] = read_value(where, given, known[name].type)
+        values[name] = read_value(where, given, known[name])
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"store {url}: {error}") from error
+
+
+@cache
+def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The type of each option. Kept, as reading annotations takes longer than all else about a URL."""
+    return {one.name: one.type for one in msgspec.structs.fields(kind)}
 
 
 def _shown(text: str) -> str:

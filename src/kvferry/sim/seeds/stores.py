@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -53,5 +54,10 @@ def room_of(instance: SimInstanceSpec) -> int | None:
     """Bytes that the files of its store may take, if that is limited."""
     listed = instance.options.get("connectors", [{"kv_connector_extra_config": instance.options}])
     urls = [url for one in listed for url in one.get("kv_connector_extra_config", {}).get("store", ())]
-    options = (find_store(url).options for url in urls)
-    return next((one.max_bytes for one in options if isinstance(one, FileOptions)), None)
+    return next((found for found in map(_room, urls) if found is not None), None)
+
+
+@cache
+def _room(url: str) -> int | None:
+    options = find_store(url).options
+    return options.max_bytes if isinstance(options, FileOptions) else None
