@@ -48,6 +48,32 @@ def test_the_script_begins_there() -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str) -> None:
+    """What is opened later must not get their numbers: what is written to them would go there."""
+    code = """
+import os, sys
+import kvferry.cli.main
+from kvferry.cli import entry
+
+def run():
+    print("out", flush=True)
+    print("error", file=sys.stderr, flush=True)
+    return 7 if os.pipe()[0] > 2 and sys.stdin.read() == "" else 1
+
+kvferry.cli.main.main = run
+entry.main()
+"""
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$CODE" {closed}', sys.executable],
+        check=False,
+        env={**os.environ, "CODE": code},
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert done.returncode == 7
+
+
 def test_who_does_not_read_all_that_is_printed_sees_no_traceback(tmp_path: Path) -> None:
     """As with `kvferry fleet status | head -1`."""
     reader, writer = os.pipe()
