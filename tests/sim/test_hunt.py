@@ -90,3 +90,20 @@ def test_seeds_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["3", "--shrink"]) == 0
     assert "everything holds" in capsys.readouterr().out
     assert run(draw(3).only([], [])).outcomes == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["x"], "'x' is not a seed, or a range such as 1-200"),
+        (["5-1"], "'5-1' is not a seed, or a range such as 1-200"),
+        (["17", "--faults", "999"], "faults, which are counted from 0"),
+    ],
+)
+def test_what_cannot_be_run_is_said_and_is_no_success(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -19,7 +19,7 @@ _LONGEST = 1500
 def main(arguments: list[str]) -> int:
     """Returns 1 if something did not hold."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.sim", description=__doc__)
-    parser.add_argument("seeds", nargs="+", help="seeds, or ranges such as 1-200")
+    parser.add_argument("seeds", nargs="+", type=_range, help="seeds, or ranges such as 1-200")
     parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
     parser.add_argument("--fleet", action="store_true", help="of a fleet that a controller looks after")
     parser.add_argument("--log", action="store_true", help="print all events")
@@ -29,12 +29,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--requests", type=_numbers, help="only these of the seed's, such as 0,3, or none")
     parser.add_argument("--faults", type=_numbers, help="only these of the seed's, such as 0,3, or none")
     given = parser.parse_args(arguments)
-    seeds = [seed for one in given.seeds for seed in _range(one)]
+    seeds = [seed for one in given.seeds for seed in one]
     begun, num_failed = SYSTEM_CLOCK.monotonic(), 0
     if given.shrink or given.log or given.requests is not None or given.faults is not None:
         for seed in seeds:
             whole = draw_fleet(seed) if given.fleet else draw(seed, with_faults=not given.no_faults)
-            scenario = _part(whole, given.requests, given.faults)
+            try:
+                scenario = _part(whole, given.requests, given.faults)
+            except IndexError:
+                had = f"{len(whole.requests)} requests and {len(whole.faults)} faults"
+                parser.error(f"seed {seed} has {had}, which are counted from 0")
             if given.shrink:
                 num_failed += _shrink(scenario)
             else:
@@ -53,7 +57,13 @@ def main(arguments: list[str]) -> int:
 
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
+    try:
+        seeds = range(int(first), int(last or first) + 1)
+    except ValueError:
+        seeds = range(0)
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed, or a range such as 1-200")
+    return seeds
 
 
 def _numbers(text: str) -> list[int]:
