@@ -8,66 +8,28 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from conftest import ModelMaker
-from kvferry.core.sampling import SamplingParams
-from kvferry.engine.config import EngineConfig
-from kvferry.engine.engine import Engine
 from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
-from support.engines import run_prompts
-from support.fleets import PROMPTS, SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
+from support.fleets import Load, change_at_random, require_clean, use_state_in
 from support.processes import KvferryProcess, begun, run, until
+from support.ray_fleets import ACTOR, NAME, PROCESS, RayFleet, eventually, fleet_on, replaced
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
 
-NAME = "on-ray"
 NUM_CHANGES = max(4, int(os.environ.get("KVFERRY_FAULTS", "0")) // 4)
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
-ACTOR, PROCESS = 0, 1
-"""Of a member."""
 NUM_NODES = 3
-ON_RAY = """
-[backend]
-kind = "ray"
-address = "{address}"
-"""
-
-
-class RayFleet(Fleet):
-    """Also knows its processes."""
-
-    def __init__(self, folder: Path, nodes: Nodes) -> None:
-        super().__init__(folder, NAME)
-        self.nodes = nodes
-        self.pids: set[tuple[int, int]] = set()
-        """Every process that was seen of it, with its start time."""
-
-    def does(self, *command: str) -> None:
-        super().does(*command)
-        self.processes()
-
-    def processes(self) -> dict[str, tuple[int, int]]:
-        """Of each member: its actor's process, and its own."""
-        found = self.nodes.members()
-        for pair in found.values():
-            with suppress(OSError):
-                self.pids |= {(pid, started_at(pid)) for pid in pair}
-        return found
-
-    def is_gone(self) -> bool:
-        return not any(runs(*one) for one in self.pids)
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +42,6 @@ def nodes() -> Iterator[Nodes]:
 def short_lived() -> Iterator[Nodes]:
     with ray_nodes(2, cpus=3) as nodes:
         yield nodes
-
-
-@contextmanager
-def fleet_on(
-    nodes: Nodes, folder: Path, model: Path, more: str = "", prefill: str = "[role.prefill]"
-) -> Iterator[RayFleet]:
-    made = RayFleet(folder, nodes)
-    spec = SPEC.format(name=NAME, model=model).replace("count = 2\n", "").replace("[role.prefill]", prefill)
-    try:
-        made.apply(spec + ON_RAY.format(address=nodes.address) + more)
-        yield made
-    finally:
-        made.delete()
-    until(made.is_gone, 60, lambda: made.log)
 
 
 @pytest.fixture(autouse=True)
@@ -369,97 +317,9 @@ def test_serve_ends_although_the_control_service_hangs(
         until(lambda: not any(runs(*one) for one in actors), 60, lambda: served.log)
 
 
-RANKS_APART = """
-[backend.ray.prefill]
-cpus = 2
-ranks = "spread"
-"""
-"""No node has room for both ranks."""
-
-
-@pytest.fixture
-def apart(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[tuple[RayFleet, list[list[int]]]]:
-    """A fleet whose P has its two ranks on two nodes, and what one engine alone answers."""
-    with fleet_on(
-        nodes, tmp_path, model_maker("llama"), RANKS_APART, "[role.prefill]\ntensor_parallel_size = 2"
-    ) as made:
-        before = made.processes()
-        places = {name: psutil.Process(actor).ppid() for name, (actor, _) in before.items()}
-        assert places["prefill-0"] != places["prefill-0.rank-1"]
-        yield made, alone(model_maker("llama"))
-
-
-def alone(model: Path) -> list[list[int]]:
-    engine = Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", kv_cache_memory="32MiB"))
-    try:
-        sampling = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
-        return [answer.tokens for answer in run_prompts(engine, PROMPTS, sampling)]
-    finally:
-        engine.close()
-
-
-def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, list[list[int]]]) -> None:
-    """P hands over from both; a rank's process is killed, then its actor, and then the actor of rank 0."""
-    fleet, expected = apart
-    with Load(fleet.status.url) as load:
-        assert load.expected == expected
-        for rank, which in (1, PROCESS), (1, ACTOR), (0, ACTOR):
-            before, (name,) = fleet.processes(), fleet.names("prefill")
-            lost = [before[name], before[f"{name}.rank-1"]]
-            started = [started_at(pid) for _, pid in lost]
-            os.kill(lost[rank][which], signal.SIGKILL)
-            replaced(fleet, before, name, f"{name}.rank-1")
-            assert not any(runs(pid, at) for (_, pid), at in zip(lost, started, strict=True))
-            assert fleet.processes()["decode-0"] == before["decode-0"]
-        num_answers = load.num_answers
-        until(lambda: load.num_answers > num_answers + 5, 60)
-    assert load.wrong == []
-    handed_over = httpx.get(f"{fleet.status.url}/metrics").text
-    assert re.search(r"^kvferry_router_hand_offs_total\S* [1-9]", handed_over, re.MULTILINE), handed_over
-    require_clean(fleet)
-
-
-def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(apart: tuple[RayFleet, list[list[int]]]) -> None:
-    """No step ends without it. Until that is noticed, decode does both."""
-    fleet, expected = apart
-    with Load(fleet.status.url) as load:
-        before = fleet.processes()
-        lost = [(pid, started_at(pid)) for _, pid in (before["prefill-0"], before["prefill-0.rank-1"])]
-        os.kill(lost[1][0], signal.SIGSTOP)
-        eventually(fleet, lambda: not any(runs(*one) for one in lost), 150)
-        fleet.settle()
-        assert len(fleet.names("prefill")) == 1
-        assert fleet.processes()["decode-0"] == before["decode-0"]
-        num_answers = load.num_answers
-        until(lambda: load.num_answers > num_answers + 5, 60)
-        assert load.expected == expected
-    assert load.wrong == []
-    require_clean(fleet)
-
-
-def replaced(fleet: RayFleet, before: dict[str, tuple[int, int]], *names: str) -> None:
-    """Wait until others are in the place of these members, whatever their names, and all serve."""
-    lost = {before[name] for name in names}
-
-    def is_whole() -> bool:
-        found = fleet.processes().values()
-        return len(found) >= len(before) and lost.isdisjoint(found)
-
-    eventually(fleet, is_whole, 150)
-    fleet.settle()
-
-
 def on(fleet: RayFleet, node: Any) -> list[str]:
     """The members that serve on a node."""
     return [one.name for one in fleet.status.members if f"//{node.node_ip_address}:" in one.url]
-
-
-def eventually(fleet: RayFleet, holds: Callable[[], bool], within_s: float) -> None:
-    """As `until`, and shows what the controller has written meanwhile."""
-    try:
-        until(holds, within_s)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{[*map(str, fleet.status.members)]}\n{fleet.log}") from None
 
 
 def raylet_of(node: Any) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 _TESTS = Path(__file__).parents[1]
 LONG_FILES = (
     "end_to_end/test_fleet_ray.py",
+    "end_to_end/test_ranks_on_ray.py",
     "end_to_end/test_api_schema.py",
     "end_to_end/test_fuzz.py",
     "end_to_end/test_random_faults.py",
