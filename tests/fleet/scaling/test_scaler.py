@@ -118,22 +118,6 @@ def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
     assert what(0.97, RULES.least_requests - 1) == "role"  # not known yet
 
 
-def test_a_role_is_not_changed_for_what_only_just_fits() -> None:
-    """Expected to be better with what comes, and as bad with a fifth more: a pool would be nearly full."""
-    rules = replace(RULES, deflect=False, switches=SWITCHES, budget=4, most=Counts(3, 3))
-    rates = [rate for rate in np.arange(2.0, 12.0, 0.25) if _predicted(rules, rate, Counts(2, 2)) > 0.9]
-    full, half = max(rates), max(rates) / 2
-    told = [replace(measured(rate), attained=Attained(0.3, 500)) for rate in (full, half)]
-    made = [decide(rules, memory(1, 3), one, Situation(Counts(1, 3)), 0.0) for one in told]
-    assert [one.memory.counts for one in made] == [Counts(1, 3), Counts(2, 2)]
-
-
-def _predicted(rules: Rules, rate: float, counts: Counts) -> float:
-    told = measured(rate)
-    assert told.workload is not None
-    return Outlook(rules, [told.workload], TIMES).best(counts).attained
-
-
 def test_what_starts_counts_as_there_and_is_not_started_twice() -> None:
     rules = replace(RULES, deflect=False)
     first = decide(rules, memory(1, 1), measured(8.0), Situation(Counts(1, 1)), 0.0)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -36,9 +35,8 @@ RECENT_S = 60.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
 _STICKY = 0.002
 """How much better another threshold must be to replace the one that is used."""
-_CLEARLY, _MORE = 0.05, 1.2
-"""How much better another division of as many instances must be, even if so many times the requests came: predictions
-are off by some points, and by far more where a pool is nearly full."""
+_CLEARLY = 0.05
+"""How much better another division of as many instances must be: predictions are off by some points."""
 _NEAREST = 0.005
 """How much nearer to a goal out of reach something must come to be worth an instance."""
 
@@ -174,15 +172,6 @@ class Outlook:
         """The prediction for these counts with the best threshold."""
         return self.at(counts, self.best_threshold(counts))
 
-    def under_more(self, counts: Counts) -> float:
-        """The share that is attained if somewhat more requests come."""
-        topology = Topology(counts.prefill, counts.decode, self.best_threshold(counts))
-        return min(one.predict(topology).attained for one in self._faster)
-
-    @cached_property
-    def _faster(self) -> list[Predictor]:
-        return [Predictor(one.workload.faster(_MORE), one.times, one.targets) for one in self._predictors]
-
     def told(self, counts: Counts, expected: Prediction) -> str:
         """What is expected of these counts, in words."""
         targets = self.rules.targets
@@ -237,7 +226,7 @@ def _more(
     attained = measured.attained
     clearly = _CLEARLY + (attained.at_most if attained.is_known(rules) else expected.attained)
     there_is = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
-    reachable = [one for one in there_is if rules.price(one) > least or outlook.under_more(one) >= clearly]
+    reachable = [one for one in there_is if rules.price(one) > least or outlook.best(one).attained >= clearly]
     largest = rules.largest((*reachable, here))  # more of either role is never worse
     nearest = max(largest, key=lambda one: _rank(outlook.best(one)))
     most = outlook.best(nearest)
