@@ -44,8 +44,8 @@ class ScaledFleet:
     ) -> None:
         self._rule, self._start, self._arrivals, self._targets = rule, start, arrivals, targets
         self._instance = instance
-        self.answered: list[tuple[float, float]] = []
-        """(TTFT, ITL) of each request that was answered completely, in seconds."""
+        self.answered: list[tuple[float, float, float]] = []
+        """(arrival, TTFT, ITL) of each request that was answered completely, in seconds."""
         self._members: dict[str, Member] = {}
         self._wanted, self._number = start, 0
         self.instance_s = 0.0
@@ -81,8 +81,8 @@ class ScaledFleet:
         done = [one for one in results if one.outcome == "complete"]
         ttft = [one.first_s or 0.0 for one in done]
         itl = [((one.end_s or 0.0) - (one.first_s or 0.0)) / max(1, one.num_tokens - 1) for one in done]
-        self.answered = list(zip(ttft, itl, strict=True))
-        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for a, b in self.answered)
+        self.answered = [(one.spec.at_s - first_s, a, b) for one, a, b in zip(done, ttft, itl, strict=True)]
+        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for _, a, b in self.answered)
         return {
             "requests": len(results),
             "complete": len(done),

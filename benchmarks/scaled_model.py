@@ -211,7 +211,8 @@ class ScaledModel:
         instance: SimInstanceSpec = INSTANCE,
     ) -> None:
         self._rule, self._arrivals, self._targets, self._spec = rule, arrivals, targets, instance
-        self.answered: list[tuple[float, float]] = []
+        self.answered: list[tuple[float, float, float]] = []
+        """(arrival, TTFT, ITL) of each request that was answered, in seconds."""
         self._engines: dict[str, Engine] = {}
         self._number = self.num_starts = self.num_switches = 0
         self._wanted = self.most = start
@@ -262,15 +263,15 @@ class ScaledModel:
         for one in done:
             assert one.end_s is not None
             itl = (one.end_s - one.first_s) / max(1, one.arrival.answer_tokens - 1)
-            self.answered.append((one.first_s - one.arrival.at_s, itl))
-        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for a, b in self.answered)
+            self.answered.append((one.arrival.at_s, one.first_s - one.arrival.at_s, itl))
+        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for _, a, b in self.answered)
         number = len(self._arrivals)
         return {
             "requests": number,
             "complete": len(done),
             "within": within / number,
-            "ttft_within": sum(one <= self._targets.ttft_s for one, _ in self.answered) / number,
-            "itl_within": sum(one <= self._targets.itl_s for _, one in self.answered) / number,
+            "ttft_within": sum(one <= self._targets.ttft_s for _, one, _ in self.answered) / number,
+            "itl_within": sum(one <= self._targets.itl_s for _, _, one in self.answered) / number,
             "instance_s": self.instance_s,
             "most": [self.most.prefill, self.most.decode],
             "starts": self.num_starts,
