@@ -182,7 +182,8 @@ class SimThreads(Threads):
             if call.future.set_running_or_notify_cancel():
                 call.future.set_result(await self._called(call))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            call.future.set_exception(error)
+            # A real store waits for its calls when it closes; here they meet one that is closed.
+            call.future.set_exception(StoreError("the store is closed") if self._sim_closed else error)
         finally:
             if call.is_left:
                 self._sim_num_left -= 1
