@@ -537,6 +537,8 @@ class SimInstance:
         finally:
             await front.close()
             process.simulation.note(f"{process.name} has stopped")
+            if self.engine is engine:  # its process may go on, for as long as a disk hangs
+                self.engine = None
 
     def keep(self, prompt: Sequence[int], *, pin: bool) -> None:
         """Pin what its stores have of a prompt, or unpin it, as an operator does who gets no answer."""

@@ -43,7 +43,7 @@ class _Started:
         what, spec = self.what, self.spec
         if not what.process.is_alive:
             return self._in(MemberState.ENDED)
-        serves = what.engine is not None if isinstance(what, SimInstance) else what.router is not None
+        serves = what.front is not None if isinstance(what, SimInstance) else what.router is not None
         if not serves:
             return self._in(MemberState.STARTING)
         health = what.url if spec.role == "router" else ""

@@ -94,6 +94,8 @@ class RequestResult:
     ends: int = 0
     lost_router: bool = False
     """The router's process ended meanwhile, or there was none: nobody could give a reason."""
+    crossed: bool = False
+    """It met the end of an idle connection, which a router that shuts down had closed: a client sends it again."""
 
 
 class World:
@@ -256,9 +258,8 @@ class World:
             result.outcome = "left"
         except TransferError as error:
             result.outcome, result.why = "broken", repr(error)
-        # One that ends in stages closes connections on which, as far as it knows, nothing is asked any more.
-        crossed = router.is_ending and not result.status
-        result.lost_router = not was_up or crossed or router.num_processes != num_processes
+        result.crossed = router.is_ending and not result.status
+        result.lost_router = not was_up or result.crossed or router.num_processes != num_processes
         result.end_s = self.simulation.now - begun
         result.ends += 1
         self._num_unfinished -= 1
