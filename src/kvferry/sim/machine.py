@@ -85,15 +85,16 @@ class _Thread:
 
     def __init__(self) -> None:
         self.may_go, self.has_stopped = _closed_gate(), _closed_gate()
-        self.call: _CallAside
+        self.call: _CallAside | None = None
+        """The next one."""
         _thread.start_new_thread(self._work, ())
 
     def _work(self) -> None:
         while True:
             self.may_go.acquire()
-            _HERE.call = self.call
-            self.call.make()
-            del _HERE.call
+            _HERE.call, self.call = self.call, None
+            _HERE.call.make()
+            del _HERE.call  # an idle thread keeps nothing of a simulation
             self.idle.append(self)
             self.has_stopped.release()
 
