@@ -21,7 +21,7 @@ from conftest import ModelMaker
 from kvferry.fleet.places import ledger_of, running_folder
 from kvferry.fleet.process import PROGRAM
 from support.fleets import SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
-from support.processes import until
+from support.processes import is_running, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
@@ -152,7 +152,7 @@ def test_a_whole_unit_dies_at_once(
                 assert len(lost) == 2
                 for pid in lost.values():
                     _signal(pid, signal.SIGKILL)
-                until(lambda: not any(_runs(one) for one in lost.values()), 10)  # noqa: B023
+                until(lambda: not any(one is not None and is_running(one) for one in lost.values()), 10)  # noqa: B023
                 fleet.settle()
             num_answers = load.num_answers
             until(lambda: load.num_answers > num_answers + 10, 60, lambda: fleet.log)
@@ -198,10 +198,6 @@ def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(
         require_clean(fleet)
     finally:
         fleet.delete()
-
-
-def _runs(pid: int | None) -> bool:
-    return pid is not None and psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def _signal(pid: int | None, number: int) -> None:

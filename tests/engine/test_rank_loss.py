@@ -21,7 +21,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import group, rank_process
 from support import warm
-from support.processes import kvferry, until
+from support.processes import is_running, kvferry, until
 
 pytestmark = pytest.mark.processes
 
@@ -48,14 +48,6 @@ def pid_of(engine: Engine) -> int:
     [pid] = engine.executor.pids  # type: ignore[attr-defined]
     assert isinstance(pid, int)
     return pid
-
-
-def is_gone(pid: int) -> bool:
-    """Not there, or a zombie whose parent was killed."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def request(name: str, max_tokens: int = 2000) -> Request:
@@ -105,7 +97,7 @@ def test_a_rank_that_stands_still_is_not_waited_for_for_ever(model_maker: Any, m
     error = run_until_lost(engine)
     assert "did not take part in time" in str(error)
     assert bounded(engine.close) < SOON_S
-    assert is_gone(pid)
+    assert not is_running(pid)
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -138,7 +130,7 @@ async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
     with pytest.raises(Unavailable, match=r"the engine failed: rank 1 .* hangs: it was asked 6 times"):
         await anext(engine.generate(request("b")))
     await engine.close()
-    assert is_gone(pid)
+    assert not is_running(pid)
 
 
 def test_a_rank_lost_while_it_starts_is_named(model_maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +152,7 @@ def test_no_rank_outlives_rank_0(model_maker: Any, tmp_path: Path) -> None:
         pid = int(parent.output)
     finally:
         parent.process.kill()
-    until(lambda: is_gone(pid), SOON_S)
+    until(lambda: not is_running(pid), SOON_S)
 
 
 def test_an_instance_of_two_ranks_serves_and_ends_with_one_of_them(model_maker: Any, tmp_path: Path) -> None:
@@ -182,7 +174,7 @@ def test_ctrl_c_ends_all_ranks(model_maker: Any, tmp_path: Path) -> None:
         [pid] = children_of(instance.pid)
         os.kill(pid, signal.SIGINT)  # as the terminal does to all its processes
         instance.kill(signal.SIGINT)
-        until(lambda: instance.returncode is not None and is_gone(pid), SOON_S, instance.log)
+        until(lambda: instance.returncode is not None and not is_running(pid), SOON_S, instance.log)
         assert instance.returncode == 0
         assert "Traceback" not in instance.log
 

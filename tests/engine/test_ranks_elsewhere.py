@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.test_rank_loss import SOON_S, bounded, is_gone, run_until_lost
+from engine.test_rank_loss import SOON_S, bounded, run_until_lost
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
@@ -22,7 +22,7 @@ from support.certificates import member_options
 from support.engines import GREEDY, random_prompts, require_same, run_prompts
 from support.pairs import pair_of
 from support.ports import free_port
-from support.processes import until
+from support.processes import is_running, until
 
 pytestmark = pytest.mark.processes
 
@@ -39,7 +39,7 @@ def rank_coming(folder: Path) -> Iterator[tuple[dict[str, Any], warm.Program]]:
     program = warm.Program(RANK.format(address=address), folder / "rank")
     try:
         yield {"tensor_parallel_size": 2, "ranks_at": address, "block_size": 8}, program
-        until(lambda: is_gone(program.process.pid), SOON_S)
+        until(lambda: not is_running(program.process.pid), SOON_S)
     finally:
         program.process.kill()
 

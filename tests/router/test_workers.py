@@ -21,6 +21,7 @@ import pytest
 from kvferry.fleet.ready import InstanceReady, start_messages
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
 from support.certificates import Authority
+from support.processes import is_running
 
 SERVE = """
 import asyncio, json, sys
@@ -353,7 +354,7 @@ async def test_workers_end_with_their_parent() -> None:
     d = Peer("decode", answer, facts=DECODE)
     async with instances(d), workers([], [d.url]) as router:
         router.process.kill()
-        await until(lambda: not any(map(psutil.pid_exists, router.pids)))
+        await until(lambda: not any(map(is_running, router.pids)))
 
 
 async def test_a_second_router_on_the_same_port_is_refused() -> None:

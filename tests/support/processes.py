@@ -19,6 +19,7 @@ import httpx
 
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
 from kvferry.fleet.ready import InstanceReady, start_messages
+from kvferry.fleet.started import started_at
 from support.warm import Child, Program, run_command
 
 START_S = 120.0
@@ -125,6 +126,16 @@ def sum_of(metrics: str, name: str, **labels: str) -> float:
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     found = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
     return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(one in line for one in wanted))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended. What has lost its parent may stay, ended, for as long as
+    these tests run: some of them make their process the one that inherits children, as a fleet does."""
+    try:
+        started_at(pid)
+    except OSError:
+        return False
+    return True
 
 
 def until(holds: Callable[[], bool], within_s: float, context: str | Callable[[], str] = "") -> None:

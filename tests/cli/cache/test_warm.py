@@ -129,7 +129,7 @@ def test_with_an_engine_of_its_own_which_ends_with_it(model_maker: ModelMaker, t
     good, long, short, strange = warm(document, lines, *own, "--store", f"file:{folder}", code=1)
     assert good["num_pinned"] == good["num_blocks"] > 10
     assert "maximum context length" in long["error"]
-    assert "a block of KV is 16" in short["error"]
+    assert "less than a block of KV (16)" in short["error"]
     assert "out of vocabulary" in strange["error"]
     everything = psutil.process_iter(["cmdline"])  # which may end meanwhile
     assert not [one for one in everything if str(folder) in " ".join(one.info["cmdline"] or ())]
