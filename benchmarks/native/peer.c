@@ -193,7 +193,12 @@ static void asked(Peer *p, const char *role) {
         if (p->used < head + size)
             return;
         *end = 0;
-        const char *body = end + 4, *path = strchr(p->in, ' ') + 1;
+        const char *body = end + 4, *path = strchr(p->in, ' ');
+        if (!path++ || !strncmp(p->in, "PRI ", 4)) { /* HTTP/2: sglang-router asks whether this speaks gRPC */
+            p->used = 0;
+            shutdown(p->fd, SHUT_RDWR);
+            return;
+        }
         char kept = p->in[head + size];
         p->in[head + size] = 0;
         char facts[1024];

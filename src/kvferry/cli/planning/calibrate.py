@@ -34,7 +34,7 @@ from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 from kvferry.sim.times import MachineTimes, MediumTimes, write_times
 
-HANDED_OVER = 512
+HANDED_OVER = 64
 """During a calibration, prompts of at least this many tokens are handed off; shorter ones show what a router costs."""
 UNKNOWN_START_S = 5.0
 """Assumed for an instance that was already running, whose start could not be measured."""
@@ -59,7 +59,7 @@ def calibrate(
 ) -> int:
     """Measure how long steps, hand-offs, stores and the start of an instance take, and write them for the simulator.
 
-    Takes about a minute with a small model. Nothing else should run on the machine meanwhile:
+    Takes about three minutes with a small model. Nothing else should run on the machine meanwhile:
 
         kvferry calibrate kvferry/tiny-python --write times.json
 

@@ -34,8 +34,9 @@ PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = 24
 """Tokens of each timed stream."""
 REPEATS = 5
-HAND_OFFS = (512, 1024, 2048)
-"""Prompts that are handed over: as long as the router of a calibration hands over, or longer."""
+PAUSE_S = 0.2
+"""Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for long, by a
+third on some machines; and so it is under most traffic."""
 _TEXTS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py", "inspect.py", "argparse.py")
 
 
@@ -59,10 +60,6 @@ class InstanceLimits:
         """Lengths of prompts that are prefilled in one step."""
         most = min(self.max_num_batched_tokens, longest or self.max_num_batched_tokens)
         return [one for one in PROMPTS if one <= most and self._fits(one + 2, 1)]
-
-    def hand_offs(self) -> list[int]:
-        """Lengths of prompts that are handed over."""
-        return [one for one in HAND_OFFS if self._fits(one + 4, 1)]
 
     def _fits(self, length: int, number: int) -> bool:
         facts = self.facts
@@ -110,8 +107,7 @@ class Calibration:
         streams, prompts = list(self.limits.streams()), self.limits.prompts()
         if not streams or not prompts:
             raise ConfigError("the instance's KV cache, or its model's longest context, is too small to measure it")
-        hand_offs = self.limits.hand_offs() if self.router is not None else []
-        total = len(streams) + 2 * len(prompts) + len(hand_offs) + 1
+        total = len(streams) + 2 * len(prompts) + 1
         await self._prefill(prompts[0])  # the first of all is slow
         self.steps.clear()
         for number, context in streams:
@@ -123,9 +119,6 @@ class Calibration:
         for length in prompts[1:]:
             await self._beside(length)
             self._progress(total)
-        for length in hand_offs:
-            await self._hand_off(length)
-            self._progress(total)
         self.request_s, self.hop_s = await self._overheads()
         self.on_progress(1.0)
 
@@ -134,25 +127,37 @@ class Calibration:
         self.on_progress(self._num_done / total)
 
     async def _decode(self, number: int, context: int) -> None:
-        """The gaps of one of `number` streams, while all run."""
-        prompts = [self.texts.prompt(context) for _ in range(number)]
+        """The gaps of one of `number` streams, while all run; through the router, if there is one, so that they are
+        steps of an instance that waited for its KV."""
+        endpoint = self.router or self.instance
         tokens = TOKENS + 2 * number  # they begin one after the other
-        answers = await asyncio.gather(*(self.instance.ask(one, tokens) for one in prompts))
-        begins = max(one.token_times_s[0] for one in answers)
-        ends = min(one.token_times_s[-1] for one in answers)
-        gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
-        if len(gaps) >= TOKENS // 3:
+        found = []
+        for _ in range(REPEATS):
+            prompts = [self.texts.prompt(context) for _ in range(number)]
+            await asyncio.sleep(PAUSE_S)
+            answers = await asyncio.gather(*(endpoint.ask(one, tokens) for one in prompts))
+            begins = max(one.token_times_s[0] for one in answers)
+            ends = min(one.token_times_s[-1] for one in answers)
+            gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
+            if len(gaps) >= TOKENS // 3:
+                found.append(statistics.median(gaps))
+        if found:
             work = StepWork(0, 0.0, number, number * (context + tokens // 2))
-            self.steps.append(StepSample(work, statistics.median(gaps)))
+            self.steps.append(StepSample(work, statistics.median(found)))
 
     async def _prefill(self, length: int) -> None:
-        """The prefill of one prompt on an idle instance."""
-        seconds = []
+        """The prefill of one prompt on an idle instance, and the transfer of its KV, if there is a router."""
+        seconds, transfers = [], []
         for _ in range(REPEATS):
-            answer = await self.instance.ask(self.texts.prompt(length), 1)
+            await asyncio.sleep(PAUSE_S)
+            answer = await (self.router or self.instance).ask(self.texts.prompt(length), 2)
             seconds.append(_span(answer, "prefill_started", "prefill_done"))
+            if answer.timeline.transfer_done is not None:
+                transfers.append(_span(answer, "transfer_started", "transfer_done"))
         work = StepWork(length, length * (length + 1) / 2, 0, length)
         self.steps.append(StepSample(work, statistics.median(seconds)))
+        if transfers:
+            self.transfers.append((length * self.token_bytes, statistics.median(transfers)))
 
     async def _beside(self, length: int) -> None:
         """The prefill of a prompt in a step with others that decode: the longest gap of one of these."""
@@ -182,17 +187,6 @@ class Calibration:
         await asyncio.sleep(asked + TOKENS * (so_far[0] if so_far else 0.01) - SYSTEM_CLOCK.monotonic())
         return await self.instance.ask(self.texts.prompt(length), 1)
 
-    async def _hand_off(self, length: int) -> None:
-        """The transfer of one prompt's KV from P to D."""
-        assert self.router is not None
-        seconds = []
-        for _ in range(REPEATS):
-            answer = await self.router.ask(self.texts.prompt(length), 4)
-            if answer.timeline.transfer_done is not None:
-                seconds.append(_span(answer, "transfer_started", "transfer_done"))
-        if seconds:
-            self.transfers.append((length * self.token_bytes, statistics.median(seconds)))
-
     async def _overheads(self) -> tuple[float, float]:
         """What a short request takes besides its prefill: that of an instance alone, and that of each hop, one way,
         from what a router adds to it."""
@@ -205,6 +199,7 @@ class Calibration:
     async def _overhead(self, endpoint: Endpoint) -> float:
         seconds = []
         for _ in range(4 * REPEATS):
+            await asyncio.sleep(PAUSE_S)
             answer = await endpoint.ask(self.texts.prompt(PROMPTS[0]), 1)
             ttft_s = answer.token_times_s[0] - answer.asked_s
             seconds.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))
