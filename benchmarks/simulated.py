@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,8 @@ def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[
 def simulate(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
     """What the simulator says they would see."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
-    figures = TraceReplay(world_of(fleet_from(configuration.spec()), times), arrivals).run(Targets())
+    world = replace(world_of(fleet_from(configuration.spec()), times), num_cores=os.cpu_count() or 1)
+    figures = TraceReplay(world, arrivals).run(Targets())
     assert figures.complete == len(arrivals), figures.reasons
     return {name: msgspec.to_builtins(getattr(figures, name)) for name in LATENCIES}
 

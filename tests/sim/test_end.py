@@ -5,6 +5,7 @@ import gc
 import sys
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,10 +48,10 @@ def test_of_a_scenario_that_cannot_shut_down(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("seconds", [0.4, 1.3, 2.0, 4.0])
-@pytest.mark.parametrize("seed", [2, 7])
-def test_of_a_world_that_is_dropped_while_it_runs(seed: int, seconds: float) -> None:
+@pytest.mark.parametrize(("seed", "num_cores"), [(2, 0), (7, 0), (7, 1)])
+def test_of_a_world_that_is_dropped_while_it_runs(seed: int, num_cores: int, seconds: float) -> None:
     scenario = draw(seed)
-    world = World(scenario.world, seed)
+    world = World(replace(scenario.world, num_cores=num_cores), seed)
 
     def run_a_little() -> None:
         with world.running():

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.errors import StoreError
 from kvferry.sim.loop import SimProcess, Simulation
-from kvferry.sim.machine import SimMachine
+from kvferry.sim.machine import SimCore, SimMachine
 from kvferry.sim.network import Network, NetworkSpec
 from kvferry.sim.storage import Storage
 from kvferry.sim.times import MediumTimes, StoreTimes
@@ -163,3 +163,29 @@ def test_a_pin_that_was_given_up_while_the_disk_hung_is_not_made_afterwards() ->
 
     with place.simulation.running():
         place.run(place.process("a"), use)
+
+
+def test_steps_on_one_core_share_it() -> None:
+    place, ended = Place(), dict[str, float]()
+    core = SimCore(place.simulation)
+
+    def begin(name: str, at_s: float, seconds: float, crashes_at_s: float | None = None) -> None:
+        process = place.process(name)
+        loop = process.thread("engine")
+
+        async def compute() -> None:
+            await asyncio.sleep(at_s)
+            await core.compute(seconds)
+            ended[name] = loop.time()
+
+        loop.call_soon(lambda: loop.create_task(compute()))
+        if crashes_at_s is not None:
+            other = place.process(f"{name} is killed").thread("main")
+            other.call_at(crashes_at_s, process.crash)
+
+    begin("first", 0.0, 2.0)
+    begin("second", 1.0, 0.5)  # half as fast as alone: until 2
+    begin("killed", 2.0, 9.0, crashes_at_s=2.5)
+    begin("last", 4.0, 1.0)  # alone
+    place.simulation.run_until(lambda: len(ended) == 3, until=10.0)
+    assert ended == pytest.approx({"second": 2.0, "first": 2.75, "last": 5.0})

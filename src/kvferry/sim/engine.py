@@ -47,7 +47,7 @@ from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import TOKEN_BYTES, KVContents, SimLayout, counted_token, sample
 from kvferry.sim.loop import SimLoop, SimProcess
-from kvferry.sim.machine import SimMachine
+from kvferry.sim.machine import SimCore, SimMachine
 from kvferry.sim.storage import Storage
 from kvferry.sim.stretch import Batches, decode_at_once
 from kvferry.sim.times import StepTimes, StepWork, StoreTimes
@@ -168,8 +168,10 @@ class SimExecutor(Executor):
         transfer: KVTransferConfig,
         auth_token: str,
         machine: SimMachine,
+        core: SimCore | None = None,
     ) -> None:
-        self.spec = spec
+        """`core`: what its steps run on, if others' do too."""
+        self.spec, self.core = spec, core
         self.layout: SimLayout = spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
@@ -214,7 +216,7 @@ class SimExecutor(Executor):
         num_parts = self.spec.num_layers if saves else 1
         for part in range(num_parts):
             if seconds:
-                await asyncio.sleep(seconds / num_parts)
+                await (asyncio.sleep if self.core is None else self.core.compute)(seconds / num_parts)
             if saves:
                 self._save_layer(part)
         return self._end(chunks)
@@ -371,7 +373,7 @@ class SimEngine(SteppedEngine):
                 outputs = await self._step()
                 self.is_between_steps = True
                 self._hand_over(outputs)
-                if self._batches is not None:
+                if self._batches is not None and self._executor.core is None:
                     await self._decode_on(self._batches)
                 await self._rest()
         except Exception as failure:  # noqa: BLE001 - as in `AsyncEngine`
@@ -476,6 +478,8 @@ class SimInstance:
         self._storage = storage or Storage(process.simulation, StoreTimes())
         self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
         self.host = process.host
+        self.core: SimCore | None = None
+        """Of its machine, if it has none for itself."""
         self.process = process
         self.engine: EngineCore | None = None
         self.executor: SimExecutor | None = None
@@ -524,7 +528,7 @@ class SimInstance:
             **spec.engine,
         )
         machine = SimMachine(self._storage, process, spec.layout().true_bytes(), pauses=spec.has_contents)
-        executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine)
+        executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine, self.core)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
         front = SimEngine(engine, executor, process)
         front.start()

@@ -1,5 +1,5 @@
 """The machine of one simulated process: its threads are event loops of the simulation, its calls that block take
-virtual time, and its files and shared memory are those of `sim.storage`.
+virtual time, and its files and shared memory are those of `sim.storage`; and a core that several processes share.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 from kvferry.core.errors import StoreError
-from kvferry.sim.loop import SimLoop, SimProcess
+from kvferry.sim.loop import SimLoop, SimProcess, Simulation
 from kvferry.sim.storage import SimArena, SimDisk, Storage
 from kvferry.store.machine import Machine
 from kvferry.store.threads import MOST_LEFT, Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
+_NOTHING_S = 1e-9
 
 
 class SimTransferLoop(TransferLoop):
@@ -62,6 +64,50 @@ class SimTransferLoop(TransferLoop):
         for task in self._loop.process.tasks():
             if task.get_loop() is self._loop and task is not asyncio.current_task():
                 task.cancel()
+
+
+class SimCore:
+    """A core on which the steps of several instances run: where `n` of them compute, each takes `n` times as long."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._waiting: dict[asyncio.Event, SimLoop] = {}
+        self._served_s, self._at = 0.0, 0.0
+        """Seconds of computing that one that was always there has got, and when."""
+
+    async def compute(self, seconds: float) -> None:
+        """Compute for so long, on the loop that this is called on."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        assert isinstance(loop, SimLoop)
+        self._share(changed, loop)
+        loop.process.on_end[changed] = lambda: self._share(changed, None)
+        ends = self._served_s + seconds
+        try:
+            while (left_s := (ends - self._served_s) * len(self._waiting)) > _NOTHING_S:
+                changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await changed.wait()
+                self._serve()
+        finally:
+            if loop.process.on_end.pop(changed, None) is not None:
+                self._share(changed, None)
+
+    def _serve(self) -> None:
+        """Count what those that compute have got so far."""
+        now = self._simulation.now
+        if self._waiting:
+            self._served_s += (now - self._at) / len(self._waiting)
+        self._at = now
+
+    def _share(self, one: asyncio.Event, loop: SimLoop | None) -> None:
+        """One more computes on this loop, or (None) one fewer, which the others are told."""
+        self._serve()
+        self._waiting.pop(one, None)
+        for other, where in self._waiting.items():
+            where.call_soon_threadsafe(other.set)
+        if loop is not None:
+            self._waiting[one] = loop
 
 
 class _Ended(BaseException):

@@ -29,6 +29,7 @@ from kvferry.router.instances.membership import Declared
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
 from kvferry.sim.kv import counted_token, right_tokens
 from kvferry.sim.loop import Simulation
+from kvferry.sim.machine import SimCore
 from kvferry.sim.network import Network, NetworkSpec, SimHost
 from kvferry.sim.router import SimRouter
 from kvferry.sim.storage import Storage
@@ -71,6 +72,9 @@ class WorldSpec:
     network: NetworkSpec = field(default_factory=NetworkSpec)
     store: StoreTimes = field(default_factory=StoreTimes)
     router: dict[str, Any] = field(default_factory=dict)
+    num_cores: int = 0
+    """Cores of the machine that all instances are on; where they are fewer, instances share them. 0: each has its
+    own."""
     patience_s: float = 900.0
     has_log: bool = True
 
@@ -149,6 +153,10 @@ class World:
         for role, number in counts.items():
             for place in range(number):
                 self._add_instance(f"{role}{place}", role)
+        if self.spec.num_cores:
+            cores = [SimCore(self.simulation) for _ in range(self.spec.num_cores)]
+            for place, instance in enumerate(self.instances):
+                instance.core = cores[place % len(cores)] if len(self.instances) > len(cores) else None
         for place in range(self.spec.num_routers):
             self._add_router(f"router{place}" if place else "router")
         loop = self.network.host("clients").process("clients").thread("clients")

@@ -70,6 +70,18 @@ def test_json_with_measured_times(spec: Path, trace: Path, tmp_path: Path, capsy
     assert found["itl"]["p50"] > 0.1
 
 
+def test_instances_that_share_cores_are_slower(spec: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def simulated(*more: str) -> float:
+        assert main(["simulate", str(spec), "--trace", str(trace), "--speed=20", "--json", *more]) == 0
+        e2e = json.loads(capsys.readouterr().out)["e2e"]["mean"]
+        assert isinstance(e2e, float)
+        return e2e
+
+    alone = simulated()
+    assert simulated("--cores=3") == alone  # for three instances
+    assert simulated("--cores=1") > 1.1 * alone
+
+
 @pytest.mark.parametrize("stores", [("memory:1GiB",), ("file:/kv",), ("memory:256MiB", "file:/kv?max_bytes=1GiB")])
 def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts that come again when the prefix caches have forgotten them are found in the store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -26,6 +26,7 @@ from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic
 
 SPEED = Bounds(0, 1e6, above=True)
 SEED = Bounds(0, 2**63 - 1)
+CORES = Bounds(0, 4096)
 
 TraceFile = Annotated[
     Path, Parameter(help="Recorded requests: JSON lines in Mooncake's format, or CSV in that of Azure's traces.")
@@ -57,6 +58,13 @@ def simulate(
     from_s: FromFlag = 0.0,
     for_s: LastsFlag = None,
     speed: RateFlag = 1.0,
+    cores: Annotated[
+        int,
+        Parameter(
+            help="Cores of the one machine that all instances are on; if they are fewer, instances share them, as those"
+            " of `kvferry serve` do. Default: each instance has its own."
+        ),
+    ] = 0,
     json: JsonFlag = False,
 ) -> int:
     """Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
@@ -70,10 +78,11 @@ def simulate(
     """
     part = TracePart(trace, from_s, for_s, speed)
     SEED.require("--seed", seed)
+    CORES.require("--cores", cores)
     fleet, targets = read_fleet(spec), parse_targets(slo)
     measured = times_of(times)
     arrivals = part.read()
-    world = world_of(fleet, measured)
+    world = replace(world_of(fleet, measured), num_cores=cores)
     with progress(f"{len(arrivals)} requests") as on_progress:
         figures = TraceReplay(world, arrivals, seed=seed).run(targets, on_progress)
     if json:
