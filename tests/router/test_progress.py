@@ -33,6 +33,14 @@ def test_pieces_of_any_size(size: int) -> None:
     assert (told.token_ids, told.seed, told.created, told.num_cached_tokens) == ([11, 12, 13], 5, 7, 3)
 
 
+@pytest.mark.parametrize("last", [[], [14], [14, 15, 16]])
+def test_tokens_are_counted_from_the_second_to_the_last(last: list[int]) -> None:
+    progress = Progress()
+    stream = [*STREAM[:3], (Mark(tokens=last, last=True), STREAM[3][1])]
+    progress.take(b"".join(mark.encode() + event for mark, event in stream) + DONE)
+    assert progress.count_tokens() == 2 + len(last)
+
+
 def test_many_marks_are_kept_as_numbers() -> None:
     progress = Progress()
     progress.take(STREAM[0][0].encode() + STREAM[0][1])

@@ -498,25 +498,25 @@ class SimInstance:
         """Where it serves."""
         return f"http://{self.host.address}:{self.port}"
 
-    def start(self) -> None:
-        """Begin serving, after the time that a start takes."""
+    def start(self, after_s: float = 0.0) -> None:
+        """Begin serving, after this time."""
         loop = self._server_loop = self.process.thread("server")
-        loop.call_soon(lambda: loop.create_task(self._serve(loop)))
+        loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
 
     def crash(self) -> None:
         """End at once, as a process that is killed."""
         self.process.crash()
 
     def start_again(self) -> None:
-        """Start a new process, after the last one has ended."""
+        """Start a new process, after the last one has ended. It serves after the time that a start takes."""
         self._number += 1
         self.engine = self.executor = self.front = self.server = None
         self.host.is_up = True
         self.process = self.host.process(f"{self.name}.{self._number}")
-        self.start()
+        self.start(self.spec.start_s)
 
-    async def _serve(self, loop: SimLoop) -> None:
-        await asyncio.sleep(self.spec.start_s if self._number else 0.0)
+    async def _serve(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
         process, spec = self.process, self.spec
         transfer = spec.transfer(self.role, self.host.address)
         config = EngineConfig(
@@ -558,6 +558,8 @@ class SimInstance:
         loop.call_soon(lambda: loop.create_task(ask()))
 
     def stop(self) -> None:
-        """Shut down as at SIGTERM."""
+        """Shut down as at SIGTERM, which ends at once what does not serve yet."""
         if self.server is not None:
             self.server.stop()
+        else:
+            self.process.crash()

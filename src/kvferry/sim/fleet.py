@@ -27,6 +27,7 @@ from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
 
 _LOOKS_EVERY_S = 0.05
 _COMES_UP_S = 120.0
+_ROUTER_STARTS_S = 1.0
 _GRACE_S = 30.0
 
 
@@ -88,6 +89,7 @@ class SimBackend(FleetBackend):
         until, process = loop.time() + grace_s, started.what.process
         if process.is_alive and not started.is_stopping:
             started.is_stopping = True
+            self._world.changes(started)
             started.what.stop()
         while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(_LOOKS_EVERY_S)
@@ -99,7 +101,7 @@ class SimBackend(FleetBackend):
         """Note its role."""
         started = self._world.started.get(name)
         if started is not None:
-            started.spec = replace(started.spec, role=role)
+            self._world.changes(started, role)
             self.changed.set()
 
     async def close(self) -> None:
@@ -110,8 +112,11 @@ class FleetWorld(World):
     """A deployment that a controller brings up and looks after. `router` of the spec are settings of its routers."""
 
     def __init__(self, spec: WorldSpec, fleet: WantedFleet, seed: int, *, keep_log: bool = False) -> None:
-        super().__init__(replace(spec, num_prefill=0, num_decode=0, num_routers=0), seed, keep_log=keep_log)
+        none = replace(spec, num_prefill=0, num_decode=0, num_both=0, num_routers=0, num_units=0)
+        super().__init__(none, seed, keep_log=keep_log)
         self.started: dict[str, _Started] = {}
+        self.before_change: Callable[[SimInstance], None] = lambda _: None
+        """Called with an instance before it stops or has another role."""
         self._fleet = fleet
         self._last: dict[str, SimInstance | SimRouter] = {}
         self.ledger: Ledger
@@ -129,7 +134,7 @@ class FleetWorld(World):
 
     def _start(self) -> None:
         self.start_controller()
-        self.run_until(lambda: self.is_settled, _COMES_UP_S)
+        self.run_until(lambda: self.is_settled, _COMES_UP_S + self.spec.instance.start_s)
         super()._start()
 
     # The controller.
@@ -185,23 +190,32 @@ class FleetWorld(World):
         if spec.name in self.started:
             raise NotStarted(f"{spec.name} is here")
         self.simulation.note(f"{spec.name} is started")
-        last = self._last.get(spec.name)
-        if isinstance(last, SimRouter) or (last is not None and last.role == spec.role):
-            last.start_again()
-            what = last
+        what = self._last.get(spec.name)
+        if what is not None:
+            if isinstance(what, SimInstance) and spec.role != "router":
+                what.role = spec.role  # it may have changed it when it ran last
+            what.start_again()
         elif spec.role == "router":
             config = RouterConfig(declared=True, **self.spec.router)
-            what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=self.spec.instance.start_s)
+            after_s = min(_ROUTER_STARTS_S, self.spec.instance.start_s)
+            what = SimRouter(self.network.host(spec.name), PORT, config, TOKEN, after_s=after_s)
         else:
-            process = self.network.host(spec.name).process(spec.name)
-            what = SimInstance(spec.name, spec.role, self.spec.instance, process, PORT, TOKEN, self.storage)
-            what.start()
+            process, kind = self.network.host(spec.name).process(spec.name), self.spec.instance_of(spec.role)
+            what = SimInstance(spec.name, spec.role, kind, process, PORT, TOKEN, self.storage)
+            what.start(kind.start_s)
         self.started[spec.name] = _Started(spec, what)
         self._last[spec.name] = what
         if isinstance(what, SimRouter):
             self.routers.append(what)
         else:
             self.instances.append(what)
+
+    def changes(self, started: _Started, role: MemberRole | None = None) -> None:
+        """A member is about to be stopped, or to have another role, for the backend."""
+        if isinstance(started.what, SimInstance):
+            self.before_change(started.what)
+            if role is not None and role != "router":
+                started.spec, started.what.role = replace(started.spec, role=role), role
 
     def forget_member(self, name: str) -> None:
         """End a member's process if it still runs, for the backend, and forget the member."""

@@ -6,12 +6,18 @@ Owns the figures of one run. What runs is `sim.world`; what it costs in time, `s
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.sim.engine import Role
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.traffic import Decided
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.sim.engine import Role, SimInstance
+from kvferry.sim.fleet import FleetWorld
+from kvferry.sim.loop import EPOCH_S, SimProcess
 from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
@@ -45,11 +51,14 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class RoleFigures(msgspec.Struct, frozen=True):
-    """The instances of one role. `busy`: share of the time in which they computed; `kv_mean`, `kv_peak`: share of
-    their KV caches in use, by requests or held for peers; `prefix_hits`: share of the tokens that were looked for in
-    the prefix cache and found."""
+    """The instances of one role. `instances`, `fewest`: there were at a time, at most and at least; `instance_s`: their
+    seconds, those in which they start and drain included; `busy`: share of it in which they computed; `kv_mean`,
+    `kv_peak`: share of their KV caches in use, by requests or held for peers; `prefix_hits`: share of the tokens that
+    were looked for in the prefix cache and found."""
 
     instances: int
+    fewest: int
+    instance_s: float
     busy: float
     kv_mean: float
     kv_peak: float
@@ -60,7 +69,7 @@ class RoleFigures(msgspec.Struct, frozen=True):
 class ReplayFigures(msgspec.Struct, frozen=True):
     """What came of a trace. Times in seconds, of requests that were answered completely; `within`: the share of all
     requests that were, and met the targets; `goodput`: how many of these a second; `instance_s`: seconds of instances,
-    from the first arrival to the last end."""
+    from the first arrival to the last end; `most_instances`: of all roles, at a time."""
 
     requests: int
     complete: int
@@ -75,6 +84,9 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     hand_offs: int
     roles: dict[str, RoleFigures]
     instance_s: float
+    most_instances: int
+    decisions: list[Decided]
+    """What `[scale]` has decided, as routers show it; `at`: seconds since the first arrival."""
     digest: str
     simulated_in_s: float
     """CPU time that the simulation took."""
@@ -97,38 +109,72 @@ class Answered:
 
 
 @dataclass
-class _Usage:
-    """How full the KV caches of a role were, over all looks at them."""
+class _RoleUse:
+    """What is seen of one role. `kv`: how full the KV caches were, over `looks` at one; `counted`: by all instances,
+    for as long as they had this role."""
 
-    number: int = 0
-    total: float = 0.0
-    peak: float = 0.0
+    fewest: int
+    most: int = 0
+    instance_s: float = 0.0
+    looks: int = 0
+    kv_total: float = 0.0
+    kv_peak: float = 0.0
+    counted: dict[str, float] = field(default_factory=dict)
 
-    def note(self, share: float) -> None:
+    def note(self, number: int, for_s: float) -> None:
+        """There were so many instances, for this long."""
+        self.fewest, self.most = min(self.fewest, number), max(self.most, number)
+        self.instance_s += number * for_s
+
+    def note_kv(self, share: float) -> None:
         """Count one more look at one instance."""
-        self.number += 1
-        self.total += share
-        self.peak = max(self.peak, share)
+        self.looks += 1
+        self.kv_total += share
+        self.kv_peak = max(self.kv_peak, share)
+
+    def figures(self) -> RoleFigures:
+        """What came of it."""
+        counted = self.counted
+        return RoleFigures(
+            instances=self.most,
+            fewest=self.fewest,
+            instance_s=self.instance_s,
+            busy=counted.get("busy_s", 0.0) / max(self.instance_s, 1e-9),
+            kv_mean=self.kv_total / max(1, self.looks),
+            kv_peak=self.kv_peak,
+            prefix_hits=counted.get("hits", 0.0) / max(1.0, counted.get("queries", 0.0)),
+            preemptions=int(counted.get("preemptions", 0)),
+        )
 
 
 class TraceReplay:
-    """One run of a trace."""
+    """One run of a trace. `fleet`: its controller brings it up and looks after it; otherwise, the instances of `spec`
+    are there all the time."""
 
-    def __init__(self, spec: WorldSpec, arrivals: Sequence[Arrival], *, seed: int = 0) -> None:
-        self._spec, self._arrivals, self._seed = spec, arrivals, seed
-        self._kv: dict[Role, _Usage] = {}
+    def __init__(
+        self, spec: WorldSpec, arrivals: Sequence[Arrival], *, seed: int = 0, fleet: WantedFleet | None = None
+    ) -> None:
+        self._spec, self._arrivals, self._seed, self._fleet = spec, arrivals, seed, fleet
+        self._roles: dict[Role, _RoleUse] = {}
+        self._most = 0
+        self._before: dict[SimProcess, dict[str, float]] = {}
+        """What each process had counted when that was last added to its role's."""
         self.answered: list[Answered] = []
         self.gaps_s: Sequence[float] = ()
 
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
-        """Let it happen. `on_progress` gets the share of requests that have ended."""
+        """Let it happen. `on_progress` gets the share of requests that have ended. Raises `ConfigError` if the fleet
+        does not come up."""
         begun = time.process_time()
-        world = World(self._spec, self._seed)
+        world = self._world()
         with world.running():
             first_s = world.simulation.now
+            _require_up(world)
             world.submit(self._requests(first_s))
             duration_s = self._run(world, first_s, on_progress)
-            roles = self._roles(world, duration_s)
+            for instance in world.instances:
+                self._count(instance)
+            decisions = _decisions(world, first_s)
             world.end()
         self.gaps_s = world.gaps_s
         for one in world.results:
@@ -147,15 +193,24 @@ class TraceReplay:
             e2e=Spread.of([one.e2e_s for one in self.answered]),
             within=met / len(results),
             goodput=met / duration_s,
-            hand_offs=self._num_hand_offs,
-            roles=roles,
-            instance_s=duration_s * len(world.instances),
+            hand_offs=self._counted("hand_offs"),
+            roles={role: one.figures() for role, one in self._roles.items()},
+            instance_s=sum(one.instance_s for one in self._roles.values()),
+            most_instances=self._most,
+            decisions=decisions,
             digest=world.simulation.log.digest(),
             simulated_in_s=time.process_time() - begun,
-            stores=self._stores,
+            stores={name: self._counted(name) for name in _OF_STORES},
             reasons=_reasons(results),
             errors=world.logged[:_REASONS],
         )
+
+    def _world(self) -> World:
+        if self._fleet is None:
+            return World(self._spec, self._seed)
+        world = FleetWorld(self._spec, self._fleet, self._seed)
+        world.before_change = self._count
+        return world
 
     def _requests(self, first_s: float) -> Iterator[RequestSpec]:
         vocab_size = self._spec.instance.vocab_size
@@ -167,37 +222,58 @@ class TraceReplay:
         """Returns how long it took, in virtual seconds."""
         until = first_s + self._arrivals[-1].at_s + self._spec.patience_s
         while not world.is_done and world.simulation.now < until:
+            before = world.simulation.now
             world.run_until(lambda: world.is_done, _LOOK_EVERY_S)
-            self._look(world)
+            self._look(world, world.simulation.now - before)
             on_progress(world.num_ended / len(self._arrivals))
         return world.simulation.now - first_s
 
-    def _look(self, world: World) -> None:
+    def _look(self, world: World, for_s: float) -> None:
+        numbers = Counter[Role](one.role for one in world.instances)
+        self._most = max(self._most, numbers.total())
+        for role in (*numbers, *(one for one in self._roles if one not in numbers)):
+            self._role(role, numbers[role]).note(numbers[role], for_s)
         for one in world.instances:
             if one.engine is not None:
-                self._kv.setdefault(one.role, _Usage()).note(one.engine.pool.statistics().usage())
+                self._role(one.role).note_kv(one.engine.pool.statistics().usage())
 
-    def _roles(self, world: World, duration_s: float) -> dict[str, RoleFigures]:
-        found: dict[str, RoleFigures] = {}
-        self._num_hand_offs, self._stores = 0, dict.fromkeys(_OF_STORES, 0)
-        for role in dict.fromkeys(one.role for one in world.instances):
-            members = [one for one in world.instances if one.role == role]
-            snapshots = [one.engine.statistics() for one in members if one.engine is not None]
-            self._num_hand_offs += sum(_counted(one.connector, "fetches") for one in snapshots)
-            for name in _OF_STORES:
-                self._stores[name] += sum(_counted(one.connector, f"{name}_blocks") for one in snapshots)
-            busy_s = sum(one.executor.busy_s for one in members if one.executor is not None)
-            kv = self._kv.get(role, _Usage())
-            queries = sum(one.scheduler.num_prefix_queries for one in snapshots)
-            found[role] = RoleFigures(
-                instances=len(members),
-                busy=busy_s / (duration_s * len(members)),
-                kv_mean=kv.total / max(1, kv.number),
-                kv_peak=kv.peak,
-                prefix_hits=sum(one.scheduler.num_prefix_hits for one in snapshots) / max(1, queries),
-                preemptions=sum(one.scheduler.num_preemptions for one in snapshots),
-            )
-        return found
+    def _role(self, role: Role, number: int = 0) -> _RoleUse:
+        return self._roles.setdefault(role, _RoleUse(fewest=number))
+
+    def _count(self, one: SimInstance) -> None:
+        """Add what an instance has counted since this was called last to its role's."""
+        if one.engine is None or one.executor is None:
+            return
+        figures = one.engine.statistics()
+        counted = {
+            "busy_s": one.executor.busy_s,
+            "queries": figures.scheduler.num_prefix_queries,
+            "hits": figures.scheduler.num_prefix_hits,
+            "preemptions": figures.scheduler.num_preemptions,
+            "hand_offs": _counted(figures.connector, "fetches"),
+            **{name: _counted(figures.connector, f"{name}_blocks") for name in _OF_STORES},
+        }
+        before, total = self._before.get(one.process, {}), self._role(one.role).counted
+        for name, value in counted.items():
+            total[name] = total.get(name, 0.0) + value - before.get(name, 0.0)
+        self._before[one.process] = counted
+
+    def _counted(self, name: str) -> int:
+        return int(sum(one.counted.get(name, 0.0) for one in self._roles.values()))
+
+
+def _require_up(world: World) -> None:
+    if isinstance(world, FleetWorld) and not world.is_settled:
+        seen = world.ledger.status()
+        why = "; ".join(seen.trouble) if seen is not None else ""
+        raise ConfigError(f"the fleet does not come up: {why or 'its instances are not ready'}")
+
+
+def _decisions(world: World, first_s: float) -> list[Decided]:
+    if not isinstance(world, FleetWorld):
+        return []
+    noted = (one for one in world.ledger.history() if one.what in ("scale", "recommend"))
+    return [Decided(one.at - EPOCH_S - first_s, one.name, one.why) for one in noted]
 
 
 def _counted(figures: Mapping[str, float], name: str) -> int:

@@ -78,6 +78,10 @@ class WorldSpec:
     patience_s: float = 900.0
     has_log: bool = True
 
+    def instance_of(self, role: Role) -> SimInstanceSpec:
+        """What instances of this role are."""
+        return self.by_role.get(role, self.instance)
+
 
 @dataclass(slots=True)
 class RequestResult:
@@ -180,8 +184,7 @@ class World:
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
-        spec = self.spec.by_role.get(role, self.spec.instance)
-        instance = SimInstance(name, role, spec, process, PORT, TOKEN, self.storage)
+        instance = SimInstance(name, role, self.spec.instance_of(role), process, PORT, TOKEN, self.storage)
         self.instances.append(instance)
         instance.start()
 
@@ -361,7 +364,8 @@ class _Reader:
         """Read more of the stream."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
-            self._take(event.removeprefix(b"data: "))
+            if not event.startswith(b":"):  # a comment, for one who waits
+                self._take(event.removeprefix(b"data: "))
 
     def _take(self, event: bytes) -> None:
         result, now = self._result, self._world.simulation.now

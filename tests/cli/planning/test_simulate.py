@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,28 @@ args = ["--max-num-batched-tokens=512"]
 count = 2
 [router]
 args = ["--disaggregate-from=0"]
+"""
+SCALED = """
+name = "chat"
+model = "kvferry/tiny-python"
+mode = "pooling"
+[role.prefill]
+min = 1
+max = 3
+can_be = ["decode"]
+[role.decode]
+min = 1
+max = 2
+can_be = ["prefill"]
+[scale]
+ttft = "1500ms"
+itl = "50ms"
+attainment = 0.9
+interval = "1s"
+cool_down = "5s"
+hold = "20s"
+warm = "0s"
+least_requests = 5
 """
 P2P_OVER_TLS = '{"kv_connector": "P2pConnector", "kv_connector_extra_config": {"tls_cert": "cert.pem"}}'
 
@@ -82,6 +105,77 @@ def test_instances_that_share_cores_are_slower(spec: Path, trace: Path, capsys: 
     assert simulated("--cores=1") > 1.1 * alone
 
 
+@pytest.fixture
+def burst(tmp_path: Path) -> Path:
+    """A request every two seconds, and for twenty seconds three a second, each of which a prefill instance of `slow`
+    computes in 0.6 s."""
+    path = tmp_path / "burst.jsonl"
+    at_s = [*range(0, 20, 2), *(20 + number / 3 for number in range(60)), *range(40, 90, 2)]
+    write_trace(path, (TraceRequest(1000.0 * at, 600, 8, [2 * n, 2 * n + 1]) for n, at in enumerate(at_s)))
+    return path
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    path = tmp_path / "times.json"
+    step = StepTimes(base_s=0.005, prefill_token_s=1e-3)
+    write_times(path, msgspec.structs.replace(ASSUMED, measured="today", step=step, start_s=2.0))
+    return path
+
+
+def _scaled(spec: Path, burst: Path, slow: Path, said: pytest.CaptureFixture[str], **keys: object) -> Any:
+    """What comes of a spec with `[scale]`, and with these keys in it, in JSON."""
+    spec.write_text(SCALED + "".join(f"{name} = {json.dumps(value)}\n" for name, value in keys.items()))
+    assert main(["simulate", str(spec), "--trace", str(burst), "--times", str(slow), "--json"]) == 0
+    found = json.loads(said.readouterr().out)
+    assert (found["complete"], found["errors"]) == (95, [])
+    return found
+
+
+def test_a_fleet_follows_a_burst_and_keeps_its_bounds(
+    spec: Path, burst: Path, slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _scaled(spec, burst, slow, capsys)
+    prefill, decode = found["roles"]["prefill"], found["roles"]["decode"]
+    assert (prefill["fewest"], prefill["instances"]) == (1, 3)
+    assert 1 == decode["fewest"] <= decode["instances"] <= 2
+    started = [one["at"] for one in found["decisions"] if one["what"] == "start"]
+    released = [one["at"] for one in found["decisions"] if one["what"] == "release"]
+    assert 20 < started[0] < 30 < released[-1] < 90
+    assert found["instance_s"] == pytest.approx(prefill["instance_s"] + decode["instance_s"])
+    assert 2 * found["duration_s"] < found["instance_s"] < found["most_instances"] * found["duration_s"]
+    assert _scaled(spec, burst, slow, capsys)["digest"] == found["digest"]
+
+
+def test_recommended_counts_are_not_carried_out(
+    spec: Path, burst: Path, slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _scaled(spec, burst, slow, capsys, recommend=True)
+    assert (found["most_instances"], found["roles"]["prefill"]["instances"]) == (2, 1)
+    assert "1 P + 1 D → 2 P + 1 D" in str(found["decisions"])
+
+
+def test_a_fleet_that_stopped_everything_starts_again(
+    spec: Path, burst: Path, slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec.write_text(SCALED.replace("min = 1", "min = 0").replace("max", "count = 0\nmax") + 'idle = "5s"\n')
+    assert main(["simulate", str(spec), "--trace", str(burst), "--times", str(slow)]) == 0
+    said = capsys.readouterr().out
+    assert "wake: 0 for both phases → 1 P + 1 D" in said
+    assert "95 of 95 requests" in said
+
+
+def test_the_targets_of_scale_unless_others_are_given(
+    spec: Path, burst: Path, slow: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec.write_text(SCALED)
+    arguments = ["simulate", str(spec), "--trace", str(burst), "--times", str(slow), "--for-s", "10"]
+    assert main(arguments) == main([*arguments, "--slo", "e2e=9s"]) == 0
+    said = capsys.readouterr().out
+    assert "requests within ttft=1.5s,itl=50ms" in said
+    assert "requests within e2e=9s" in said
+
+
 @pytest.mark.parametrize("stores", [("memory:1GiB",), ("file:/kv",), ("memory:256MiB", "file:/kv?max_bytes=1GiB")])
 def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts that come again when the prefix caches have forgotten them are found in the store."""
@@ -109,6 +203,11 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
         (("chat", "chat"), ["--from-s", "1000"], "no request between 1000 s"),
         (("[role.decode]", "[role.decoder]"), [], "did you mean 'decode'"),
         (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
+        ((SPEC, SCALED), ["--cores=2"], "--cores is not simulated with .scale."),
+        ((SPEC, f"{SCALED}[roll]\npause = true"), [], "a fleet that is paused is not scaled; leave out"),
+        ((SPEC, f'{SCALED}[failure]\nstart = "4s"'), [], "failure.start = 4s: instances take 5 s to start"),
+        ((SPEC, f'{SCALED}[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        ((SPEC, SCALED.replace("max = 3", "")), [], "role.prefill needs max, or .scale. a budget"),
         (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
         (("disaggregate-from=0", "tls-cert=cert.pem"), [], "TLS is not simulated: leave out --tls-cert"),

@@ -17,13 +17,15 @@ from rich.table import Table
 
 from kvferry.cli.bars import make_bars
 from kvferry.cli.planning.simulated import ASSUMED, world_of
+from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
-from kvferry.fleet.control.spec import read_fleet
+from kvferry.fleet.control.spec import WantedFleet, read_fleet, seconds
 from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
 from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.times import MachineTimes, read_times
 from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic
 
+DEFAULT_SLO = "ttft=2s,itl=50ms"
 SPEED = Bounds(0, 1e6, above=True)
 SEED = Bounds(0, 2**63 - 1)
 CORES = Bounds(0, 4096)
@@ -31,13 +33,11 @@ CORES = Bounds(0, 4096)
 TraceFile = Annotated[
     Path, Parameter(help="Recorded requests: JSON lines in Mooncake's format, or CSV in that of Azure's traces.")
 ]
-SloFlag = Annotated[
-    str,
-    Parameter(
-        help="Targets, such as ttft=2s,itl=50ms: time to the first token, mean time between two tokens of an answer,"
-        " and e2e, time to the last token. A request is within them if it meets all."
-    ),
-]
+_SLO = (
+    "Targets, such as ttft=2s,itl=50ms: time to the first token, mean time between two tokens of an answer, and e2e,"
+    " time to the last token. A request is within them if it meets all."
+)
+SloFlag = Annotated[str, Parameter(help=_SLO)]
 SeedFlag = Annotated[int, Parameter(help="Decides everything that is random; the same seed gives the same events.")]
 TimesFlag = Annotated[
     Path | None, Parameter(help="Measured times of the model on the machine, a file of `kvferry calibrate`.")
@@ -52,7 +52,9 @@ def simulate(
     spec: Annotated[Path, Parameter(help="The fleet's file (TOML), as `kvferry fleet apply` takes it.")],
     *,
     trace: TraceFile,
-    slo: SloFlag = "ttft=2s,itl=50ms",
+    slo: Annotated[
+        str | None, Parameter(help=f"{_SLO} Default: those of the spec's [scale]; without it, {DEFAULT_SLO}.")
+    ] = None,
     times: TimesFlag = None,
     seed: SeedFlag = 0,
     from_s: FromFlag = 0.0,
@@ -70,7 +72,8 @@ def simulate(
     """Run a recorded trace on a fleet's spec, on a virtual clock, and show which latencies its clients would see.
 
     The router, the servers, the engine's scheduler, its blocks and the connector are kvferry's own code; the forward
-    pass, bytes on a wire and the start of a process only take the time that was measured:
+    pass, bytes on a wire and the start of a process only take the time that was measured. With a table [scale] in the
+    spec, the fleet's own controller changes the counts while the trace runs:
 
         kvferry calibrate MODEL --write times.json
 
@@ -79,20 +82,33 @@ def simulate(
     part = TracePart(trace, from_s, for_s, speed)
     SEED.require("--seed", seed)
     CORES.require("--cores", cores)
-    fleet, targets = read_fleet(spec), parse_targets(slo)
+    fleet = read_fleet(spec)
+    targets = targets_of(fleet, slo)
+    if cores and fleet.scale is not None:
+        raise ConfigError("--cores is not simulated with [scale], whose instances come and go; leave one of them out")
     measured = times_of(times)
     arrivals = part.read()
     world = replace(world_of(fleet, measured), num_cores=cores)
     with progress(f"{len(arrivals)} requests") as on_progress:
-        figures = TraceReplay(world, arrivals, seed=seed).run(targets, on_progress)
+        replay = TraceReplay(world, arrivals, seed=seed, fleet=None if fleet.scale is None else fleet)
+        figures = replay.run(targets, on_progress)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
         return 0
     console = Console(highlight=False)
     console.print(_latencies(figures, targets))
     console.print(_roles(figures))
+    for one in figures.decisions:
+        console.print(f"{one.at:7.0f} s  {one.what}: {one.why}", soft_wrap=True)
     console.print(in_words(figures), soft_wrap=True)
     return 0
+
+
+def targets_of(fleet: WantedFleet, slo: str | None) -> Targets:
+    """The targets by which a fleet is judged. Raises `ConfigError`."""
+    if slo is None and fleet.scale is not None:
+        return Targets(ttft=seconds(fleet.scale.ttft), itl=seconds(fleet.scale.itl))
+    return parse_targets(DEFAULT_SLO if slo is None else slo)
 
 
 def times_of(path: Path | None) -> MachineTimes:
@@ -164,7 +180,8 @@ def _roles(figures: ReplayFigures) -> Table:
         table.add_column(name, justify="left" if name == "role" else "right")
     for role, one in figures.roles.items():
         shares = (f"{share:.1%}" for share in (one.busy, one.kv_mean, one.kv_peak, one.prefix_hits))
-        table.add_row(role, str(one.instances), *shares, str(one.preemptions))
+        number = str(one.instances) if one.fewest == one.instances else f"{one.fewest} to {one.instances}"
+        table.add_row(role, number, *shares, str(one.preemptions))
     return table
 
 
@@ -174,9 +191,14 @@ def in_words(figures: ReplayFigures) -> str:
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
     stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())
     kept = f" blocks of stores: {stores};" if any(figures.stores.values()) else ""
+    scaled = ""
+    if figures.decisions:
+        by_role = ", ".join(f"{one.instance_s:.0f} {role}" for role, one in figures.roles.items())
+        fixed_s = figures.most_instances * figures.duration_s
+        scaled = f" ({by_role}; {fixed_s:.0f} with {figures.most_instances} instances all the time)"
     wrong = "".join(f"\nkvferry logged an error: {line}" for line in figures.errors)
     return (
         f"{answered} in {figures.duration_s:.0f} s, {figures.goodput:.2f} a second within the targets;"
-        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds;{kept}"
+        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds{scaled};{kept}"
         f" simulated in {figures.simulated_in_s:.1f} s of CPU time{failed}{wrong}"
     )

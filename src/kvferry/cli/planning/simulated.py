@@ -16,7 +16,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import Role, WantedFleet
+from kvferry.fleet.control.spec import Role, WantedFleet, seconds
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec
@@ -49,12 +49,13 @@ _TOKENS_AT_ONCE = 16
 
 def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
     """The deployment that a spec describes, with these times. Raises `ConfigError` for what is not simulated."""
-    _require_simulated(fleet)
+    _require_simulated(fleet, times)
     told = flags_of_fleet(fleet, serve)
     if complete(HttpAccess, told["access"]).tls_cert is not None:
         raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
-    specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times) for role in counts}
+    roles = [role for role, number in counts.items() if number or fleet.scale is not None]
+    specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times, role) for role in roles}
     router = complete(RouterConfig, told["router"])
     default = RouterConfig()
     changed = {
@@ -83,15 +84,22 @@ def _counts(fleet: WantedFleet) -> dict[Role, int]:
         counts = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
     else:
         counts = {role: one.count for role, one in fleet.role.items() if role != "router"}
-    if not sum(counts.values()):
+    if not (sum(counts.values()) or fleet.scale is not None):
         raise ConfigError("the spec has no instance")
-    return {role: number for role, number in counts.items() if number}
+    return counts
 
 
-def _require_simulated(fleet: WantedFleet) -> None:
+def _require_simulated(fleet: WantedFleet, times: MachineTimes) -> None:
     """Raise `ConfigError` for what the simulator does not have."""
     if fleet.engine.kind != "kvferry":
         raise ConfigError(f'engine.kind = "{fleet.engine.kind}" is not simulated; the simulator runs kvferry\'s engine')
+    if fleet.scale is not None and fleet.roll.pause:
+        raise ConfigError("roll.pause: a fleet that is paused is not scaled; leave out roll.pause or [scale]")
+    if fleet.scale is not None and times.start_s >= seconds(fleet.failure.start):
+        raise ConfigError(
+            f"failure.start = {fleet.failure.start}: instances take {times.start_s:g} s to start, so that the fleet"
+            " would never come up; set a longer time"
+        )
 
 
 def _transfer(fleet: WantedFleet, layout: SimLayout) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
     return store_url("memory:", {**options, "num_blocks": store.num_slots})
 
 
-def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes) -> SimInstanceSpec:
+def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, role: Role) -> SimInstanceSpec:
     if times.measured and engine.tensor_parallel_size != times.tensor_parallel_size:
         raise ConfigError(
             f"the times are of {times.tensor_parallel_size} ranks an instance, and the spec has"
@@ -175,6 +183,7 @@ def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes) -> 
         layer_bytes=max(4, kv.token_bytes // kv.num_layers),
         times=times.step,
         start_s=times.start_s,
+        takes_any_role=role in fleet.role and bool(fleet.role[role].can_be),
         has_contents=False,
         tokens_at_once=_TOKENS_AT_ONCE,
         empty_step_s=0.0,

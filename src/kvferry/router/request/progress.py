@@ -66,7 +66,7 @@ class EventPassage(ABC):
         `OverflowError` if the marks of the last instance were invalid."""
 
     def count_tokens(self) -> int:
-        """The number of tokens of the answer so far; 0 if the stream does not tell."""
+        """The number of tokens behind the first one, once `closing` has come; 0 if the stream does not tell."""
         return 0
 
     def restart(self) -> None:
@@ -142,7 +142,7 @@ class Progress(EventPassage):
 
     def __init__(self) -> None:
         super().__init__(InstanceFacts)
-        self._first = b""
+        self._first = self._last = b""
         self._marks: list[bytes] = []
         self._tokens = array("i")
 
@@ -153,6 +153,7 @@ class Progress(EventPassage):
             return self._refuse(event)
         mark, _, event = event.partition(b"\n")
         if mark.endswith(LAST_MARK):
+            self._last = mark
             return self._hold(event)
         if not self.begun:
             self.begun, self._first = True, mark
@@ -179,9 +180,9 @@ class Progress(EventPassage):
             self._marks.clear()
 
     def count_tokens(self) -> int:
-        """The number of tokens of the answer so far."""
+        self._marks.append(self._last)
         self._compact()
-        return len(self._tokens)
+        return max(0, len(self._tokens) - 1)
 
     def _read_marks(self) -> None:
         for mark in self._marks:
