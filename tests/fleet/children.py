@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvferry.fleet.process import ProcessSpec
 
@@ -145,3 +145,8 @@ def child(name: str, program: str, *arguments: str, **settings: object) -> Proce
     assert isinstance(environment, Mapping)
     command = (sys.executable, "-c", _BEGIN + program, *arguments)
     return ProcessSpec(name=name, command=command, environment=environment, **settings)  # type: ignore[arg-type]
+
+
+def is_program(command: Sequence[str]) -> bool:
+    """Whether a process with this command line runs one of them."""
+    return any(argument.startswith(_BEGIN) for argument in command)

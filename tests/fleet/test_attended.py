@@ -43,6 +43,8 @@ from kvferry.fleet.places import running_folder
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.started import started_at
 
+pytestmark = pytest.mark.usefixtures("leaves_nobody")
+
 TESTS = Path(__file__).parents[1]
 
 

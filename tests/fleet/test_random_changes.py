@@ -37,7 +37,12 @@ from kvferry.fleet.control.spec import Backend, MemberRole, WantedFleet, fleet_f
 from kvferry.fleet.process import ProcessSpec
 from support.warm import Program
 
-pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(4 * 3600)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.full,
+    pytest.mark.timeout(4 * 3600),
+    pytest.mark.usefixtures("leaves_nobody"),
+]
 
 NUM_CHANGES = max(100, int(os.environ.get("KVFERRY_FAULTS", "0")))
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))

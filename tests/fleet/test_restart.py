@@ -20,6 +20,8 @@ from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.restart import RestartPolicy
 from support.certificates import Authority
 
+pytestmark = pytest.mark.usefixtures("leaves_nobody")
+
 
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"hang_timeout_s": -0.1}, {"hang_timeout_s": float("nan")}])
 def test_wrong_settings(wrong: dict[str, float]) -> None:

@@ -33,6 +33,8 @@ from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.started import started_at
 from kvferry.http.server.listen import BACKLOG, reserve
 
+pytestmark = pytest.mark.usefixtures("leaves_nobody")
+
 TESTS = Path(__file__).parents[3]
 HANGS_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,13 +70,12 @@ async def backend(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Whatever is left in it at the end is killed."""
+async def folder(tmp_path: Path) -> AsyncIterator[Path]:
+    """Whatever is left in it at the end is ended, by a last backend, which also finds what has just been started."""
     yield tmp_path
-    for one in (tmp_path / "members").glob("*"):
-        if (pid := MemberFolder(one).pid()) is not None:
-            os.killpg(pid, signal.SIGKILL)
-            reaped(pid)
+    async with backend(tmp_path) as (last, _):
+        for member in last.members():
+            await last.stop(member.name, 0.0)
 
 
 def named(one: LocalBackend, name: str) -> Member:
