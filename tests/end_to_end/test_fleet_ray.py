@@ -22,7 +22,7 @@ from kvferry.fleet.places import ledger_of
 from kvferry.fleet.started import started_at
 from support.fleets import Load, change_at_random, require_clean, use_state_in
 from support.processes import KvferryProcess, begun, run, until
-from support.ray_fleets import ACTOR, NAME, PROCESS, RayFleet, eventually, fleet_on, replaced
+from support.ray_fleets import ACTOR, NAME, PROCESS, RayFleet, SharedFleet, eventually, fleet_on, replaced
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
@@ -38,21 +38,94 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
+@pytest.fixture(scope="module")
+def shared(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory, model_maker: ModelMaker) -> Iterator[SharedFleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch:
+        use_state_in(folder, patch)
+        one = SharedFleet(lambda: fleet_on(nodes, folder, model_maker("llama")))
+        yield one
+        one.end()
+
+
 @pytest.fixture
-def short_lived() -> Iterator[Nodes]:
+def fleet(shared: SharedFleet) -> Iterator[RayFleet]:
+    """One P and one D. Their names are those that were free."""
+    with shared.borrowed() as made:
+        yield made
+
+
+@pytest.fixture
+def free_nodes(shared: SharedFleet, nodes: Nodes) -> Nodes:
+    """The cluster, without the fleet."""
+    shared.end()
+    return nodes
+
+
+@pytest.fixture
+def short_lived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    use_state_in(tmp_path, monkeypatch)
     with ray_nodes(2, cpus=3) as nodes:
         yield nodes
 
 
-@pytest.fixture(autouse=True)
-def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_state_in(tmp_path, monkeypatch)
+@contextmanager
+def served_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[KvferryProcess]:
+    """`kvferry serve`, once it serves."""
+    engine = ("--dtype=float32", "--kv-cache-memory=32MiB", "--served-model-name=m", "--grace-s=5")
+    where = ("--prefill=1", "--decode=1", "--backend=ray", f"--address={nodes.address}")
+    with begun("serve", str(model), *engine, *where, log=folder / "log", ends_cleanly=False, start_s=400) as ready:
+        served = ready()
+        assert sorted(nodes.members()) == ["decode-0", "prefill-0", "router-0", "router-1"]
+        yield served
 
 
-@pytest.fixture
-def fleet(nodes: Nodes, tmp_path: Path, model_maker: ModelMaker) -> Iterator[RayFleet]:
-    with fleet_on(nodes, tmp_path, model_maker("llama")) as made:
-        yield made
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_serve_is_the_whole_command_and_leaves_nothing(
+    number: signal.Signals, free_nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
+) -> None:
+    """It is asked to end, or is killed."""
+    with served_on(free_nodes, tmp_path, model_maker("llama")) as served:
+        started = {(pid, started_at(pid)) for pair in free_nodes.members().values() for pid in pair}
+        assert len(served.complete("a prompt")["choices"][0]["token_ids"]) == 12
+        if number == signal.SIGTERM:
+            assert served.stop() == 0, served.log
+        else:
+            served.kill()
+        until(lambda: not any(runs(*one) for one in started), 60, lambda: served.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_although_the_control_service_hangs(
+    number: signal.Signals, free_nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
+) -> None:
+    """Its members are gone when it ends, and their actors once the service answers again. It takes longer than three
+    seconds, after which Ray would abort a process that has received SIGTERM."""
+    service = psutil.Process(free_nodes.head.all_processes["gcs_server"][0].process.pid)
+    with served_on(free_nodes, tmp_path, model_maker("llama")) as served:
+        pairs = free_nodes.members().values()
+        actors, members = ({(pair[which], started_at(pair[which])) for pair in pairs} for which in (ACTOR, PROCESS))
+        service.suspend()
+        try:
+            served.kill(number)
+            assert served.wait() == 0, served.log
+            assert not any(runs(*one) for one in members)
+        finally:
+            service.resume()
+        until(lambda: not any(runs(*one) for one in actors), 60, lambda: served.log)
+
+
+def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model_maker: ModelMaker) -> None:
+    with fleet_on(short_lived, tmp_path, model_maker("llama")) as fleet:
+        with Load(fleet.status.url) as load:
+            service = short_lived.head.all_processes["gcs_server"][0].process
+            service.kill()
+            service.wait()
+            until(lambda: "control service (GCS) has not answered" in fleet.log, 60, lambda: fleet.log)
+            num_answers = load.num_answers
+            until(lambda: load.num_answers > num_answers + 20, 30, lambda: fleet.log)
+        assert load.wrong == []
+        short_lived.cluster.shutdown()
 
 
 def test_it_is_scaled_and_instances_change_their_roles(fleet: RayFleet) -> None:
@@ -68,13 +141,13 @@ def test_it_is_scaled_and_instances_change_their_roles(fleet: RayFleet) -> None:
 
 
 def test_an_actor_and_a_controller_are_killed(fleet: RayFleet) -> None:
-    before = fleet.processes()
+    before, (name,) = fleet.processes(), fleet.names("decode")
     with Load(fleet.status.url) as load:
-        actor, pid = before["decode-0"]
+        actor, pid = before[name]
         started = started_at(pid)
         os.kill(actor, signal.SIGKILL)
         until(lambda: not runs(pid, started), 10, lambda: fleet.log)
-        replaced(fleet, before, "decode-0")
+        replaced(fleet, before, name)
         os.kill(fleet.status.pid, signal.SIGKILL)
         until(lambda: not ledger_of(NAME).has_controller, 10)
         num_answers, there = load.num_answers, fleet.processes()
@@ -106,12 +179,14 @@ def test_a_node_hangs(fleet: RayFleet, nodes: Nodes) -> None:
     node = a_node(fleet, nodes)
     raylet = psutil.Process(raylet_of(node))
     hung = [raylet, *raylet.children(recursive=True)]
+    num_events = len([*ledger_of(NAME).history()])
     with Load(fleet.status.url) as load:
         for one in hung:
             one.suspend()
         try:
             eventually(fleet, lambda: not on(fleet, node), 60)
-            assert any(one.what == "stop" and "GET /health" in one.why for one in ledger_of(NAME).history())
+            events = [*ledger_of(NAME).history()][num_events:]
+            assert any(one.what == "stop" and "GET /health" in one.why for one in events)
             fleet.settle()
         finally:
             for one in hung:
@@ -124,22 +199,10 @@ def test_a_node_hangs(fleet: RayFleet, nodes: Nodes) -> None:
     require_clean(fleet)
 
 
-def test_the_control_service_is_killed(short_lived: Nodes, tmp_path: Path, model_maker: ModelMaker) -> None:
-    with fleet_on(short_lived, tmp_path, model_maker("llama")) as fleet:
-        with Load(fleet.status.url) as load:
-            service = short_lived.head.all_processes["gcs_server"][0].process
-            service.kill()
-            service.wait()
-            until(lambda: "control service (GCS) has not answered" in fleet.log, 60, lambda: fleet.log)
-            num_answers = load.num_answers
-            until(lambda: load.num_answers > num_answers + 20, 30, lambda: fleet.log)
-        assert load.wrong == []
-        short_lived.cluster.shutdown()
-
-
 def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
     """What serves goes on, nothing is started nor held against anybody, the fleet says why, and recovers."""
     fleet.scale("decode=2")
+    stays, lost = fleet.names("decode")
     service = psutil.Process(nodes.head.all_processes["gcs_server"][0].process.pid)
     with Load(fleet.status.url) as load:
         before = fleet.processes()
@@ -147,8 +210,8 @@ def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
         try:
             eventually(fleet, lambda: any("control service" in one for one in fleet.status.trouble), 60)
             assert "control service (GCS) has not answered" in run("fleet", "status", NAME).stdout
-            os.kill(before["decode-1"][PROCESS], signal.SIGKILL)
-            eventually(fleet, lambda: fleet.names("decode") == ["decode-0"], 30)
+            os.kill(before[lost][PROCESS], signal.SIGKILL)
+            eventually(fleet, lambda: fleet.names("decode") == [stays], 30)
             num_answers = load.num_answers
             until(lambda: load.num_answers > num_answers + 10, 30, lambda: fleet.log)
         finally:
@@ -156,7 +219,7 @@ def test_the_control_service_hangs(nodes: Nodes, fleet: RayFleet) -> None:
         fleet.settle()
         assert fleet.status.trouble == ()
         assert len(fleet.names("decode")) == 2
-        assert fleet.processes()["decode-0"] == before["decode-0"]
+        assert fleet.processes()[stays] == before[stays]
     assert load.wrong == []
     require_clean(fleet)
 
@@ -178,15 +241,17 @@ def test_a_router_is_killed_and_the_other_goes_on(fleet: RayFleet) -> None:
 def test_all_routers_are_killed_at_once_and_the_next_ones_hear_of_all_instances(fleet: RayFleet) -> None:
     """Nobody holds the address any more: the next routers have another one, with which clients go on."""
     before, url = fleet.processes(), fleet.status.url
-    for name in ("router-0", "router-1"):
+    routers = fleet.names("router")
+    assert len(routers) == 2
+    for name in routers:
         os.kill(before[name][ACTOR], signal.SIGKILL)
-    replaced(fleet, before, "router-0", "router-1")
+    replaced(fleet, before, *routers)
     assert fleet.status.url != url
     with Load(fleet.status.url) as load:
         until(lambda: load.num_answers > 10, 60, lambda: fleet.log)
     assert load.wrong == []
     after = fleet.processes()
-    assert [after[name] for name in ("prefill-0", "decode-0")] == [before[name] for name in ("prefill-0", "decode-0")]
+    assert all(after[name] == before[name] for name in before if name not in routers)
     require_clean(fleet)
 
 
@@ -195,7 +260,7 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
 ) -> None:
     """They keep what they know apart, as on two machines. The one that acts is killed; the next one is stopped, and
     finds out when it goes on that it is too late. Nothing is started twice."""
-    states = [tmp_path / "state", tmp_path / "other state"]
+    states = [fleet.folder / "state", tmp_path / "other state"]
 
     @contextmanager
     def on(machine: int) -> Iterator[None]:
@@ -223,7 +288,7 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
     with Load(fleet.status.url) as load:
         try:
             with on(1):
-                fleet.does("apply", str(tmp_path / "spec.toml"), "--wait-s=0")
+                fleet.does("apply", str(fleet.folder / "spec.toml"), "--wait-s=0")
             until(lambda: waits(1, 1), 60)
             pids.append(pid(1))
             before = fleet.processes()
@@ -237,8 +302,9 @@ def test_of_two_controllers_one_acts_and_the_other_takes_over(
             os.kill(pids[0], signal.SIGSTOP)
             until(lambda: acts(0), 90, lambda: fleet.log)
             assert fleet.processes() == before
-            os.kill(before["decode-0"][PROCESS], signal.SIGKILL)
-            replaced(fleet, before, "decode-0")
+            (name,) = fleet.names("decode")
+            os.kill(before[name][PROCESS], signal.SIGKILL)
+            replaced(fleet, before, name)
             between = fleet.processes()
             os.kill(pids[0], signal.SIGCONT)
             until(lambda: waits(1, 2), 60)
@@ -269,52 +335,6 @@ def test_random_changes(fleet: RayFleet, nodes: Nodes) -> None:
             nodes.add()
 
     change_at_random(fleet, dice, NUM_CHANGES, strike, lose_node)
-
-
-@contextmanager
-def served_on(nodes: Nodes, folder: Path, model: Path) -> Iterator[KvferryProcess]:
-    """`kvferry serve`, once it serves."""
-    engine = ("--dtype=float32", "--kv-cache-memory=32MiB", "--served-model-name=m", "--grace-s=5")
-    where = ("--prefill=1", "--decode=1", "--backend=ray", f"--address={nodes.address}")
-    with begun("serve", str(model), *engine, *where, log=folder / "log", ends_cleanly=False, start_s=400) as ready:
-        served = ready()
-        assert sorted(nodes.members()) == ["decode-0", "prefill-0", "router-0", "router-1"]
-        yield served
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_serve_is_the_whole_command_and_leaves_nothing(
-    number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
-) -> None:
-    """It is asked to end, or is killed."""
-    with served_on(nodes, tmp_path, model_maker("llama")) as served:
-        started = {(pid, started_at(pid)) for pair in nodes.members().values() for pid in pair}
-        assert len(served.complete("a prompt")["choices"][0]["token_ids"]) == 12
-        if number == signal.SIGTERM:
-            assert served.stop() == 0, served.log
-        else:
-            served.kill()
-        until(lambda: not any(runs(*one) for one in started), 60, lambda: served.log)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_ends_although_the_control_service_hangs(
-    number: signal.Signals, nodes: Nodes, tmp_path: Path, model_maker: ModelMaker
-) -> None:
-    """Its members are gone when it ends, and their actors once the service answers again. It takes longer than three
-    seconds, after which Ray would abort a process that has received SIGTERM."""
-    service = psutil.Process(nodes.head.all_processes["gcs_server"][0].process.pid)
-    with served_on(nodes, tmp_path, model_maker("llama")) as served:
-        pairs = nodes.members().values()
-        actors, members = ({(pair[which], started_at(pair[which])) for pair in pairs} for which in (ACTOR, PROCESS))
-        service.suspend()
-        try:
-            served.kill(number)
-            assert served.wait() == 0, served.log
-            assert not any(runs(*one) for one in members)
-        finally:
-            service.resume()
-        until(lambda: not any(runs(*one) for one in actors), 60, lambda: served.log)
 
 
 def on(fleet: RayFleet, node: Any) -> list[str]:

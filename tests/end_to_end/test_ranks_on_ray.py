@@ -21,7 +21,7 @@ from kvferry.fleet.started import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, Load, require_clean, use_state_in
 from support.processes import until
-from support.ray_fleets import ACTOR, PROCESS, RayFleet, eventually, fleet_on, replaced
+from support.ray_fleets import ACTOR, PROCESS, RayFleet, SharedFleet, eventually, fleet_on, replaced
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.full, pytest.mark.timeout(900)]
@@ -40,19 +40,30 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
+@pytest.fixture(scope="module")
+def shared(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory, model_maker: ModelMaker) -> Iterator[SharedFleet]:
+    """A fleet whose P has its two ranks on two nodes."""
+    folder, prefill = tmp_path_factory.mktemp("fleet"), "[role.prefill]\ntensor_parallel_size = 2"
+    with pytest.MonkeyPatch.context() as patch:
+        use_state_in(folder, patch)
+        one = SharedFleet(lambda: fleet_on(nodes, folder, model_maker("llama"), RANKS_APART, prefill))
+        yield one
+        one.end()
+
+
 @pytest.fixture
-def apart(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_maker: ModelMaker
-) -> Iterator[tuple[RayFleet, list[list[int]]]]:
-    """A fleet whose P has its two ranks on two nodes, and what one engine alone answers."""
-    use_state_in(tmp_path, monkeypatch)
-    with fleet_on(
-        nodes, tmp_path, model_maker("llama"), RANKS_APART, "[role.prefill]\ntensor_parallel_size = 2"
-    ) as made:
-        before = made.processes()
-        places = {name: psutil.Process(actor).ppid() for name, (actor, _) in before.items()}
-        assert places["prefill-0"] != places["prefill-0.rank-1"]
-        yield made, alone(model_maker("llama"))
+def fleet(shared: SharedFleet) -> Iterator[RayFleet]:
+    with shared.borrowed() as made:
+        (prefill,) = made.names("prefill")
+        places = {name: psutil.Process(actor).ppid() for name, (actor, _) in made.processes().items()}
+        assert places[prefill] != places[f"{prefill}.rank-1"]
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(model_maker: ModelMaker) -> list[list[int]]:
+    """What one engine alone answers."""
+    return alone(model_maker("llama"))
 
 
 def alone(model: Path) -> list[list[int]]:
@@ -64,9 +75,9 @@ def alone(model: Path) -> list[list[int]]:
         engine.close()
 
 
-def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, list[list[int]]]) -> None:
+def test_ranks_on_two_nodes_live_and_end_as_one_instance(fleet: RayFleet, expected: list[list[int]]) -> None:
     """P hands over from both; a rank's process is killed, then its actor, and then the actor of rank 0."""
-    fleet, expected = apart
+    (decode,) = fleet.names("decode")
     with Load(fleet.status.url) as load:
         assert load.expected == expected
         for rank, which in (1, PROCESS), (1, ACTOR), (0, ACTOR):
@@ -76,7 +87,7 @@ def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, 
             os.kill(lost[rank][which], signal.SIGKILL)
             replaced(fleet, before, name, f"{name}.rank-1")
             assert not any(runs(pid, at) for (_, pid), at in zip(lost, started, strict=True))
-            assert fleet.processes()["decode-0"] == before["decode-0"]
+            assert fleet.processes()[decode] == before[decode]
         num_answers = load.num_answers
         until(lambda: load.num_answers > num_answers + 5, 60)
     assert load.wrong == []
@@ -85,17 +96,17 @@ def test_ranks_on_two_nodes_live_and_end_as_one_instance(apart: tuple[RayFleet, 
     require_clean(fleet)
 
 
-def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(apart: tuple[RayFleet, list[list[int]]]) -> None:
+def test_a_rank_that_hangs_is_noticed_and_its_instance_replaced(fleet: RayFleet, expected: list[list[int]]) -> None:
     """No step ends without it. Until that is noticed, decode does both."""
-    fleet, expected = apart
+    (prefill,), (decode,) = fleet.names("prefill"), fleet.names("decode")
     with Load(fleet.status.url) as load:
         before = fleet.processes()
-        lost = [(pid, started_at(pid)) for _, pid in (before["prefill-0"], before["prefill-0.rank-1"])]
+        lost = [(pid, started_at(pid)) for _, pid in (before[prefill], before[f"{prefill}.rank-1"])]
         os.kill(lost[1][0], signal.SIGSTOP)
         eventually(fleet, lambda: not any(runs(*one) for one in lost), 150)
         fleet.settle()
         assert len(fleet.names("prefill")) == 1
-        assert fleet.processes()["decode-0"] == before["decode-0"]
+        assert fleet.processes()[decode] == before[decode]
         num_answers = load.num_answers
         until(lambda: load.num_answers > num_answers + 5, 60)
         assert load.expected == expected

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvferry.fleet.started import started_at
-from support.fleets import SPEC, Fleet
+from support.fleets import SPEC, Fleet, require_clean
 from support.processes import until
 from support.ray_nodes import Nodes, runs
 
@@ -44,6 +44,40 @@ class RayFleet(Fleet):
 
     def is_gone(self) -> bool:
         return not any(runs(*one) for one in self.pids)
+
+    def restore(self) -> None:
+        """Have one P and one D again, on which nothing is kept, and wait until nothing runs of all that was before."""
+        self.settle()
+        self.scale("prefill=1", "decode=1")
+        require_clean(self)
+        here = {pid for pair in self.processes().values() for pid in pair}
+        until(lambda: not any(runs(*one) for one in self.pids if one[0] not in here), 60, lambda: self.log)
+
+
+class SharedFleet:
+    """One fleet for the tests of a module. It is made for the first test that borrows it, and made anew after one that
+    has not left it as it was."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[RayFleet]]) -> None:
+        self._make, self._ends = make, ExitStack()
+        self._fleet: RayFleet | None = None
+
+    @contextmanager
+    def borrowed(self) -> Iterator[RayFleet]:
+        """The fleet, for one test."""
+        if self._fleet is None:
+            self._fleet = self._ends.enter_context(self._make())
+        yield self._fleet
+        try:
+            self._fleet.restore()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Delete it, for a test that wants to be alone on the cluster."""
+        self._fleet = None
+        self._ends.close()
 
 
 @contextmanager
