@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.http.server import http_server
+from kvferry.http.server import connection, http_server
 from kvferry.http.server.listen import listen
 
 from .running import Handlers, request, running, wire
@@ -37,9 +37,35 @@ async def test_running_requests_may_end_and_idle_connections_are_closed() -> Non
             assert (await stream.to_end()).endswith(b"data: last\n\n\r\n0\r\n\r\n")
 
 
-async def test_a_request_that_comes_while_draining() -> None:
+async def test_who_had_connected_before_the_end_gets_an_answer() -> None:
+    """A router of a fleet ends while others go on at its address: no client may notice."""
+    async with running(Handlers(), shutdown_grace_s=60.0) as served:
+        async with wire(served.port) as nothing_sent, wire(served.port) as half_sent:
+            half_sent.send(request("/ok")[:9])
+            served.server.stop()
+            await until_refused(served.port)
+            half_sent.send(request("/ok")[9:])
+            nothing_sent.send(request("/ok"))
+            for one in (nothing_sent, half_sent):
+                reply = await one.reply()
+                assert (reply.status, reply.headers["connection"]) == (200, "close")
+                assert await one.to_end() == b""
+
+
+async def test_who_had_connected_before_the_end_and_sends_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_ON_ITS_WAY_S", 0.0)
+    async with running(Handlers(), shutdown_grace_s=600.0) as served, wire(served.port) as client:
+        served.server.stop()
+        assert await client.to_end() == b""
+
+
+async def test_a_further_request_that_comes_while_draining() -> None:
     handlers = Handlers()
     async with running(handlers) as served, wire(served.port) as client:
+        client.send(request("/ok"))
+        await client.reply()
         served.server.lifecycle.drain()
         client.send(request("/health"))
         reply = await client.reply()

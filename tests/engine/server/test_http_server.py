@@ -83,11 +83,14 @@ async def test_aborting_needs_no_patience(tokenizer: Any) -> None:
         assert b"shutting down" in await response.read()
 
 
-async def test_while_draining_no_request_is_taken(tokenizer: Any) -> None:
+async def test_while_draining_a_connection_brings_no_further_request(tokenizer: Any) -> None:
     engine = ScriptedEngine(tokenizer, [LAST])
     async with running(engine) as server, aiohttp.ClientSession(server.url) as client:
-        server.context.lifecycle.drain()
         for path, request in (("/v1/completions", client.post), ("/health", client.get)):
+            server.context.lifecycle.draining = False
+            async with client.get("/health") as response:
+                assert response.status == 200
+            server.context.lifecycle.drain()
             async with request(path, **({"json": BODY} if "v1" in path else {})) as response:
                 assert response.status == 503
                 assert (await response.json())["error"]["code"] == "unavailable"

@@ -34,6 +34,8 @@ _PARSED_AT_ONCE, _BODY_AT_ONCE = 4096, 65536
 """Bytes after which it is seen how many requests wait: a client may send hundreds ahead of their turn."""
 _PAUSE_WAITING = 8
 _LINGER_BYTES = 4 * 1024 * 1024
+_ON_ITS_WAY_S = 2.0
+"""How long a server that ends waits for a request that may be on its way: its client has only just connected."""
 
 
 class ServerConnection(asyncio.Protocol):
@@ -143,6 +145,8 @@ class ServerConnection(asyncio.Protocol):
         self._writer = ClientWriter(cast(asyncio.Transport, transport))
         self._enter("opened")
         self._task = self._service.loop.create_task(self._serve())
+        if self._service.lifecycle.draining:
+            self.end_idle()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests have arrived."""
@@ -225,6 +229,7 @@ class ServerConnection(asyncio.Protocol):
         request = HttpRequest(
             method, asked, path_of(asked), headers, first, body, id_of(first), self.client, self._caller, now
         )
+        request.opens = self._parser.num_heads == 1
         if (declared := first.get(b"content-length")) is not None:
             body.declare(int(declared.lstrip(b"0") or b"0"))  # int() refuses thousands of digits
         lifecycle, is_1_0 = self._service.lifecycle, version == "1.0"
@@ -270,9 +275,11 @@ class ServerConnection(asyncio.Protocol):
             self._close_lingering()
 
     def end_idle(self) -> None:
-        """Close the connection if no request is running on it; otherwise it closes after the answer."""
-        if self._turn is None and not self._waiting and self._state != "handshake":
+        """Close the connection if no request is on it, nor on its way; otherwise it closes after the answer."""
+        if self._state == "idle":
             self._close()
+        elif self._state in ("opened", "head"):
+            self._deadline = min(self._deadline, self._service.loop.time() + _ON_ITS_WAY_S)
 
     def abort_request(self) -> None:
         """End the running request with the reason."""

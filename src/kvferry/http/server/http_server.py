@@ -1,6 +1,6 @@
 """A server: its listeners, its connections, and its shutdown in stages.
 
-    drain   no new connections or requests are accepted; idle connections are closed; running requests may finish
+    drain   no new connections are accepted; idle ones are closed; running requests may finish, and those on their way
     abort   after the grace period, or at a second signal: running requests end with an error that gives the reason
     close   connections that are still open are cut, and handlers awaited
 

@@ -31,7 +31,7 @@ class HttpRequest(msgspec.Struct, eq=False):
     prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
     in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
     has the first value of each header. `caller` is the address until it is known better, before the handler is
-    called."""
+    called. `opens`: it is the first request of its connection."""
 
     method: str
     target: str
@@ -44,6 +44,7 @@ class HttpRequest(msgspec.Struct, eq=False):
     caller: Caller
     arrived: float
     rest: str = ""
+    opens: bool = False
 
     @property
     def query(self) -> str:

@@ -39,6 +39,8 @@ class RequestParser(MessageParser):
         super().__init__(httptools.HttpRequestParser, limits.http_header_bytes)
         self._limits, self._begin, self._end = limits, begin, end
         self._url = b""
+        self.num_heads = 0
+        """Requests whose head has arrived."""
         self.body: Body | None = None
         """The body of the request whose head has arrived and whose end has not."""
 
@@ -68,6 +70,7 @@ class RequestParser(MessageParser):
         if (error := head_error(version, self._url, headers)) is not None:
             raise error
         self.num_overhead, self.in_head = 0, False
+        self.num_heads += 1
         parser = self._parser
         self.body = self._begin(parser.get_method().decode(), self._url, headers, version, parser.should_keep_alive())
 

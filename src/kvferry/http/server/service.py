@@ -34,7 +34,7 @@ class ConnectedClient(Protocol):
         """Enforce the client's deadlines."""
 
     def end_idle(self) -> None:
-        """Close it if no request is running on it; otherwise it closes after the answer."""
+        """Close it if no request is on it, nor on its way; otherwise it closes after the answer."""
 
     def abort_request(self) -> None:
         """End the running request with the reason."""
@@ -100,9 +100,10 @@ class Service:
         self.note_quiet()
 
     def handler_of(self, request: HttpRequest, side: Side, transport: asyncio.BaseTransport) -> Handler:
-        """The handler of a request that came in by `transport`. Raises `RequestError`."""
+        """The handler of a request that came in by `transport`. Raises `RequestError`. While the server drains, clients
+        whose connection it had accepted before, and who could not know, still get an answer to their first request."""
         self._num_served += 1
-        if self.lifecycle.draining:
+        if self.lifecycle.draining and not request.opens:
             raise self.lifecycle.refusal()
         if request.path == CHALLENGE_PATH and request.method == "GET":
             return self.guard.challenge
