@@ -113,7 +113,7 @@ class Controller:
     ) -> None:
         self._ledger, self._backend, self._display = ledger, backend, display
         self._clock, self._attended, self._grace_s = clock, attended, grace_s
-        self._observer, self._hangs = Observer(front), HangWatch(clock, self._on_hung)
+        self._observer, self._hangs = Observer(front), HangWatch(self._on_hung)
         self._scaling = Scaling(ledger, clock)
         self._failures: list[Failure] = []
         self._last_failed: Member | None = None

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvferry.core.clock import Clock
 from kvferry.fleet.asking import ask_health
 from kvferry.fleet.control.backend import Member, MemberState
 
@@ -24,8 +23,8 @@ OnHung = Callable[[str, str], Coroutine[Any, Any, None]]
 class HangWatch:
     """Checks the health of each member that serves; owns a task for each."""
 
-    def __init__(self, clock: Clock, on_hung: OnHung) -> None:
-        self._clock, self._on_hung = clock, on_hung
+    def __init__(self, on_hung: OnHung) -> None:
+        self._on_hung = on_hung
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, members: Sequence[Member], timeout_s: float, group: asyncio.TaskGroup) -> None:
@@ -44,19 +43,27 @@ class HangWatch:
         self._asking.clear()
 
     async def _ask(self, member: Member, timeout_s: float, group: asyncio.TaskGroup) -> None:
-        """Report the member once its health checks have failed for `timeout_s`. A member without a `health_url` must
-        have answered once before, since its health may be served elsewhere. Only time spent in checks counts, so that
-        a machine that was suspended does not blame its members for the pause."""
+        """Report the member once it has answered nothing for `timeout_s`. Each check may take as long, beside the next
+        ones: a member that is slow does not hang. One without a `health_url` must have answered once before, since its
+        health may be served elsewhere. Only the pauses between checks count, so that a machine that was suspended does
+        not blame its members for it."""
         every_s = min(_ASK_EVERY_S, timeout_s / _ASKS_PER_TIMEOUT)
         silent_s, has_answered = 0.0 if member.health_url else float("-inf"), False
-        while silent_s < timeout_s:
-            await asyncio.sleep(every_s)
-            begun = self._clock.monotonic()
-            if await ask_health(member.health_url or member.url, every_s):
-                if silent_s or not has_answered:
-                    logger.debug("%s answers GET /health", member.name)
-                silent_s, has_answered = 0.0, True
-            else:
-                silent_s += every_s + min(every_s, self._clock.monotonic() - begun)
+        checks: set[asyncio.Task[int]] = set()
+        try:
+            while silent_s < timeout_s:
+                checks.add(asyncio.create_task(ask_health(member.health_url or member.url, timeout_s)))
+                await asyncio.sleep(every_s)
+                ended = {one for one in checks if one.done()}
+                checks -= ended
+                if any(one.result() for one in ended):
+                    if silent_s or not has_answered:
+                        logger.debug("%s answers GET /health", member.name)
+                    silent_s, has_answered = 0.0, True
+                else:
+                    silent_s += every_s
+        finally:
+            for one in checks:
+                one.cancel()
         # In a task of its own: this one is cancelled as soon as the member is being stopped.
         group.create_task(self._on_hung(member.name, f"has not answered GET /health for {silent_s:.0f} s"))
