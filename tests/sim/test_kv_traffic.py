@@ -57,6 +57,10 @@ def test_hand_offs_in_the_busiest_ten_seconds() -> None:
     assert hand_off_rate(TURNS, 1000) == pytest.approx((1024 + 1300) * 1000 / 10)
 
 
+def test_the_busiest_ten_seconds_begin_anywhere() -> None:
+    assert hand_off_rate([Arrival(9.0, 300, 1), Arrival(11.0, 200, 1), Arrival(19.0, 1, 1)], 10) == 500 * 10 / 10
+
+
 def test_a_store_that_keeps_all_of_it() -> None:
     found = store_use(TURNS, 5 * BLOCK, TIMES, 2048)
     assert found.found == pytest.approx(2048 / (3 * 1024 + 1300))

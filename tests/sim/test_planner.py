@@ -67,16 +67,47 @@ def test_blocks_that_were_there_before_are_not_asked_for_again() -> None:
 
 
 def test_only_what_may_keep_up_is_tried() -> None:
-    needs = Estimate(prefill_s=2.5, decode_s=0.8, alone=0.0)
+    needs = Estimate(prefill_s=2.5, decode_s=0.8, alone=0.0, fewest=(2.5, 0.8, 3.3))
     assert needs.busy(Candidate(both=4)) == pytest.approx(0.825)
     assert needs.busy(Candidate(prefill=2, decode=2)) == pytest.approx(1.25)
-    assert candidates(3, needs, 8192) == []
-    assert [str(one) for one in candidates(4, needs, 8192)] == [
+    assert candidates(3, needs, TIMES) == []
+    assert [str(one) for one in candidates(4, needs, TIMES)] == [
         "4 plain, chunks of 512",
         "4 plain, chunks of 2048",
         "3P + 1D, chunks of 2048",
     ]
-    assert len(candidates(16, needs, 8192)) == 2 + 3
+    assert len(candidates(16, needs, TIMES)) == 2 + 3
+
+
+def test_no_chunk_is_smaller_than_a_full_batch_of_decodes() -> None:
+    times = msgspec.structs.replace(TIMES, settings={"max_num_seqs": "4096"})
+    needs = estimate([Arrival(0.0, 100, 5)], times, Targets(ttft=1.0))
+    assert {one.chunk for one in candidates(4, needs, times)} == {4096}
+
+
+LONG_ANSWER = [Arrival(0.0, 100, 2000)]
+BURST = [Arrival(0.0, 990, 1)] * 10
+"""Each prompt takes a second."""
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "targets", "share", "fewest"),
+    [
+        (LONG_ANSWER, Targets(ttft=1.0, itl=0.012), 0.99, 1),  # 22 s of steps, in 25 s
+        (BURST, Targets(e2e=10.5), 0.99, 1),  # nobody waits for a first token
+        (BURST, Targets(itl=1.0), 0.99, 1),
+        (BURST, Targets(ttft=5.6), 0.5, 1),  # the others may be late
+        (BURST, Targets(ttft=5.6), 0.99, 2),
+    ],
+)
+def test_only_what_cannot_keep_the_share_is_ruled_out(
+    arrivals: list[Arrival], targets: Targets, share: float, fewest: int
+) -> None:
+    needs = estimate(arrivals, TIMES, targets, share)
+    assert bool(candidates(1, needs, TIMES)) == (fewest == 1)
+    found = _plan(arrivals, targets, share=share)[1]
+    assert found.holds
+    assert found.chosen.candidate.num_instances == fewest
 
 
 def test_one_instance_is_enough_and_cannot_be_divided() -> None:
@@ -116,7 +147,12 @@ def test_where_answers_may_wait_plain_instances_are_as_good() -> None:
 def test_targets_that_no_number_of_instances_reaches() -> None:
     _, found = _plan([Arrival(2.0 * number, 1000, 5) for number in range(10)], Targets(ttft=0.5), budget=2)
     assert not found.holds
-    assert "100.0% of the prompts take longer than the target" in found.unreachable()
+    assert "100.0% of the requests would miss a target even on an idle instance" in found.unreachable()
+
+
+@pytest.mark.parametrize("targets", [Targets(itl=0.0109), Targets(e2e=0.53)])
+def test_no_instance_decodes_faster_than_alone(targets: Targets) -> None:
+    assert estimate([Arrival(0.0, 490, 5)], TIMES, targets).alone == 1.0  # 0.5 s, and four steps of 11 ms
 
 
 def test_requests_that_no_instance_takes() -> None:
@@ -126,6 +162,9 @@ def test_requests_that_no_instance_takes() -> None:
     _, found = _plan(arrivals, Targets(ttft=500.0), budget=1)
     assert not found.holds
     assert found.unreachable().startswith("50.0% of the requests are longer")
+    none = _plan([Arrival(0.0, 70_000, 40_000)], Targets(ttft=500.0), budget=1)[1]
+    assert "answer no request (refused 400" in none.reason()
+    assert none.chosen.tail(none.targets) == float("inf")
 
 
 def test_what_is_found_first_is_the_cheapest() -> None:
@@ -178,8 +217,29 @@ def test_other_settings_are_taken_only_if_they_are_clearly_better(tight: Finding
     assert choose(within, p99) == default.candidate
 
 
+def test_what_keeps_the_share_is_better_than_what_does_not(tight: Findings) -> None:
+    plain, split = tight.plain, tight.split
+    assert plain is not None
+    assert split is not None
+
+    def choose(plain_within: float, split_within: float, split_p99: float) -> bool:
+        ttft = msgspec.structs.replace(split.figures.ttft, p99=split_p99)
+        itl = msgspec.structs.replace(split.figures.itl, p99=0.0)
+        one = replace(plain, figures=msgspec.structs.replace(plain.figures, within=plain_within))
+        other = replace(split, figures=msgspec.structs.replace(split.figures, within=split_within, ttft=ttft, itl=itl))
+        found = replace(tight, plain=one, split=other, by_router=[])
+        assert found.holds
+        return found.chosen is other
+
+    assert not choose(0.951, 0.949, 0.0)  # shorter tails do not make up for it
+    assert choose(0.949, 0.951, 1e9)
+
+
 def test_the_busiest_part_of_a_trace() -> None:
-    arrivals = [Arrival(at_s, 1, 1) for at_s in (0.0, 10.0, 20.0, 20.1, 20.2, 30.0)]
-    assert busiest(arrivals, 3) == pytest.approx((20.0, 10.0))
-    first_s, lasts_s = busiest(arrivals, 10)
-    assert (first_s, lasts_s) == pytest.approx((0.0, 30.0), abs=1e-3)
+    arrivals = [Arrival(at_s, 1, 1) for at_s in (5.0, 10.0, 20.0, 20.1, 20.2)]
+    first_s, part = busiest(arrivals, 3)
+    assert first_s == 20.0
+    assert [one.at_s for one in part] == pytest.approx([0.0, 0.1, 0.2])
+    first_s, part = busiest(arrivals, 10)
+    assert (first_s, len(part), part[-1].at_s) == (5.0, 5, pytest.approx(15.2))
+    assert busiest([Arrival(7.0, 1, 1)] * 9, 4) == (7.0, [Arrival(0.0, 1, 1)] * 4)

@@ -67,6 +67,14 @@ def test_the_share_within_the_targets() -> None:
     assert _run(PLAIN, long, Targets(itl=0.005)).within == 0.0
 
 
+def test_an_answer_that_goes_on_is_waited_for() -> None:
+    slow = replace(PLAIN, instance=replace(INSTANCE, times=StepTimes(base_s=2.0)))
+    found = _run(slow, [Arrival(0.0, 10, 600)], Targets(e2e=1300.0))
+    assert (found.complete, found.within) == (1, 1.0)
+    assert found.duration_s > 2 * PLAIN.patience_s * 0.6
+    assert found.roles["both"].busy <= 1.0
+
+
 def test_requests_that_fit_nowhere_are_counted_with_the_reason() -> None:
     found = _run(PLAIN, [Arrival(0.0, 20000, 4), *SEPARATE])
     assert (found.complete, found.refused, found.requests) == (5, 1, 6)

@@ -18,6 +18,7 @@ def test_targets_are_read_and_written() -> None:
         ("ttft", "ttft has no value"),
         ("ttft=2", "'2' is not a duration"),
         ("ttft=2s,ttft=3s", "twice"),
+        ("ttft=2s,itl=0ms", "--slo: itl must be more than 0"),
         ("", "known: ttft, itl, e2e"),
     ],
 )

@@ -74,3 +74,5 @@ def test_what_is_no_file_of_times(content: bytes, tmp_path: Path) -> None:
         read_times(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_times(tmp_path / "none")
+    with pytest.raises(ConfigError, match="--times /dev/zero has more than 16 MiB"):
+        read_times(Path("/dev/zero"))

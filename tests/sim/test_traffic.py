@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gzip
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,33 @@ def test_azures_format(tmp_path: Path) -> None:
     assert second.at_s == pytest.approx(0.052, abs=1e-6)
     assert second.answer_tokens == 1  # every answer has a token
     assert third.at_s == pytest.approx(2.02004, abs=1e-6)
+
+
+def test_azures_format_of_2024(tmp_path: Path) -> None:
+    text = AZURE.replace("23:59:59.9799600", "23:59:59.979960+00:00").replace("00:00:02", "00:00:02+00:00")
+    assert read_traffic(_written(tmp_path, text)) == read_traffic(_written(tmp_path, AZURE))
+
+
+@pytest.mark.parametrize("text", [AZURE, MOONCAKE])
+def test_what_other_programs_write_before_and_between_lines(text: str, tmp_path: Path) -> None:
+    plain = read_traffic(_written(tmp_path, text))
+    for changed in (f"\ufeff{text}", text.replace("\n", "\r\n"), f"\ufeff\n\n{text}" if text is MOONCAKE else text):
+        (tmp_path / "trace").write_bytes(changed.encode())
+        assert read_traffic(tmp_path / "trace") == plain
+
+
+def test_a_trace_that_is_no_text(tmp_path: Path) -> None:
+    for content in (gzip.compress(MOONCAKE.encode()), AZURE.encode("utf-16")):
+        (tmp_path / "trace").write_bytes(content)
+        with pytest.raises(ConfigError, match="no text in UTF-8; a compressed one has to be decompressed"):
+            read_traffic(tmp_path / "trace")
+
+
+def test_a_trace_that_can_be_read_only_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="it must be a file, as it is read twice"):
+            read_traffic(path)
 
 
 def test_mooncakes_format_begins_at_its_first_request(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ async def run_alongside(name: str, told: Told, job: Job) -> None:
     working = asyncio.create_task(_when_up(up, job))
     try:
         await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        if fleet.was_asked or not working.done():  # instances that end let a job fail
             if await serving in (0, 130):
                 raise KeyboardInterrupt
             raise Unavailable("the engine exited; its last log lines give the reason")

@@ -82,6 +82,11 @@ class AttendedFleet:
             self._controller.end(self._was_asked)
 
     @property
+    def was_asked(self) -> bool:
+        """Whether a signal, or `stop`, has asked it to end."""
+        return self._was_asked is not None
+
+    @property
     def hangs(self) -> bool:
         """Whether the end of `run` has left something behind that does not end."""
         return self._backend is not None and self._backend.hangs

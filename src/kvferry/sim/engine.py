@@ -479,7 +479,7 @@ class SimInstance:
         self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
         self.host = process.host
         self.core: SimCore | None = None
-        """Of its machine, if it has none for itself."""
+        """The core of its machine that it shares; None: it has one for itself."""
         self.process = process
         self.engine: EngineCore | None = None
         self.executor: SimExecutor | None = None

@@ -4,7 +4,7 @@ find, read and write. Computed from the block hashes; nothing is simulated.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,11 +56,16 @@ class StoreUse:
 
 
 def peak_rate(tokens: Iterable[tuple[float, float]], token_bytes: int) -> float:
-    """Bytes a second in the busiest of all windows of ten seconds, of (second, tokens)."""
-    windows = defaultdict[int, float](float)
+    """Bytes a second in the busiest of all windows of ten seconds, of (second, tokens) in the order of their time."""
+    window = deque[tuple[float, float]]()
+    here = most = 0.0
     for at_s, number in tokens:
-        windows[int(at_s / WINDOW_S)] += number
-    return max(windows.values(), default=0.0) * token_bytes / WINDOW_S
+        window.append((at_s, number))
+        here += number
+        while window[0][0] <= at_s - WINDOW_S:
+            here -= window.popleft()[1]
+        most = max(most, here)
+    return most * token_bytes / WINDOW_S
 
 
 def hand_off_rate(arrivals: Sequence[Arrival], token_bytes: int) -> float:

@@ -8,6 +8,8 @@ the other kind, as there may be no reason to disaggregate. Settings of the route
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,9 +27,6 @@ MOST_SPLITS = 3
 """Number of ways to divide instances into P and D that are simulated, the most balanced first."""
 POLICIES = ("least_loaded", "prefix")
 """Policies that are tried beside `cost`, the router's own `prefix` is tried where prompts of the trace begin alike."""
-MOST_SEQUENCES = 128
-KEEPS_UP = 1.0
-"""Share of its time that an instance may be busy by the estimate."""
 BETTER_SHARE, BETTER_TAIL = 0.005, 0.9
 """P/D is preferred to as many plain instances if this much more of the requests is within the targets, or as many and
 its tail is under this share of theirs; so are other settings of the router to its own."""
@@ -87,7 +86,9 @@ class Tried:
         return met / self.figures.requests
 
     def tail(self, targets: Targets) -> float:
-        """The worst P99, as a multiple of its target."""
+        """The worst P99, as a multiple of its target; infinite if nothing was answered."""
+        if not self.answered:
+            return math.inf
         pairs = (
             (targets.ttft, self.figures.ttft.p99),
             (targets.itl, self.figures.itl.p99),
@@ -99,12 +100,14 @@ class Tried:
 @dataclass(frozen=True)
 class Estimate:
     """What a trace asks for, in seconds of instances per second, from the times of steps alone. `alone`: share of the
-    requests whose first token would be late even on an idle instance; `too_long`: of those that no instance takes."""
+    requests that would miss a target even on an idle instance; `too_long`: of those that no instance takes. `fewest`:
+    instances without which the share cannot be kept, for prefill, for decoding, and for both on the same ones."""
 
     prefill_s: float
     decode_s: float
     alone: float
     too_long: float = 0.0
+    fewest: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def busy(self, candidate: Candidate) -> float:
         """Share of the time in which the busiest role computes; more than 1: it cannot keep up."""
@@ -112,39 +115,72 @@ class Estimate:
             return max(self.prefill_s / candidate.prefill, self.decode_s / candidate.decode)
         return (self.prefill_s + self.decode_s) / candidate.both
 
+    def keeps_up(self, candidate: Candidate) -> bool:
+        """Whether each role has as many instances as it takes at least."""
+        prefill, decode, both = self.fewest
+        if candidate.is_split:
+            return prefill <= candidate.prefill and decode <= candidate.decode
+        return both <= candidate.both
 
-def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets) -> Estimate:
+
+def estimate(arrivals: Sequence[Arrival], times: MachineTimes, targets: Targets, share: float = 1.0) -> Estimate:
     """What a trace asks for at least: blocks that were there before are not computed again, and as many sequences
-    decode together as the target between two tokens and the KV cache allow."""
+    decode together as the target between two tokens and the KV cache allow. `share`: of the requests that are to be
+    within the targets."""
     step, seen = times.step, set[int]()
-    prefill_s = 0.0
+    answers = sum(one.answer_tokens for one in arrivals)
+    context = sum((one.prompt_tokens + one.answer_tokens / 2) * one.answer_tokens for one in arrivals) / answers
+    sequence_s = step.decode_sequence_s + step.context_token_s * context
+    together = min(times.max_num_seqs, max(1, int(times.kv.num_tokens / max(1.0, context))))
+    if targets.itl is not None and sequence_s:
+        together = max(1, min(together, int((targets.itl - step.base_s) / sequence_s)))
+    token_s = step.base_s / together + sequence_s
+    ttft_s, itl_s, e2e_s = (math.inf if one is None else one for one in (targets.ttft, targets.itl, targets.e2e))
+    prefills, decodes = list[tuple[float, float]](), list[tuple[float, float]]()
     num_late = num_too_long = 0
     for one in arrivals:
         known = sum(1 for block in one.block_ids if block in seen)
         seen.update(one.block_ids)
         left = max(1, one.prompt_tokens - known * BLOCK_TOKENS)
-        prefill_s += prefill_seconds(step, left, PREFILL_CHUNK)
-        alone_s = prefill_seconds(step, left, PREFILL_CHUNK) + 4 * times.transfer.latency_s
-        num_late += targets.ttft is not None and alone_s > targets.ttft
+        seconds = prefill_seconds(step, left, PREFILL_CHUNK)
+        prefills.append((one.at_s + min(ttft_s, e2e_s), seconds))
+        decodes.append((one.at_s + min(ttft_s + itl_s * one.answer_tokens, e2e_s), one.answer_tokens * token_s))
+        first_s = seconds + 4 * times.transfer.latency_s
+        step_s = step.base_s + step.decode_sequence_s + step.context_token_s * one.prompt_tokens
+        num_late += not targets.met_by(first_s, first_s + step_s * (one.answer_tokens - 1), one.answer_tokens)
         num_too_long += one.prompt_tokens + one.answer_tokens > min(times.max_model_len, times.kv.num_tokens)
-    answers = sum(one.answer_tokens for one in arrivals)
-    context = sum((one.prompt_tokens + one.answer_tokens / 2) * one.answer_tokens for one in arrivals) / answers
-    sequence_s = step.decode_sequence_s + step.context_token_s * context
-    together = min(MOST_SEQUENCES, max(1, int(times.kv.num_tokens / max(1.0, context))))
-    if targets.itl is not None and sequence_s:
-        together = max(1, min(together, int((targets.itl - step.base_s) / sequence_s)))
-    decode_s = answers * (step.base_s / together + sequence_s)
+    misses = len(arrivals) - math.ceil(share * len(arrivals) - 1e-9)
+    fewest = _fewest(prefills, misses), _fewest(decodes, misses), _fewest([*prefills, *decodes], 2 * misses)
     span_s = max(arrivals[-1].at_s, 1.0) + (targets.ttft or 0.0)
-    return Estimate(prefill_s / span_s, decode_s / span_s, num_late / len(arrivals), num_too_long / len(arrivals))
+    prefill_s, decode_s = (sum(seconds for _, seconds in jobs) / span_s for jobs in (prefills, decodes))
+    return Estimate(prefill_s, decode_s, num_late / len(arrivals), num_too_long / len(arrivals), fewest)
 
 
-def candidates(number: int, needs: Estimate, max_model_len: int) -> list[Candidate]:
-    """Candidates of `number` instances that may keep up: all chunk sizes if plain, else the most balanced splits."""
-    chunks = sorted({min(one, max(MOST_SEQUENCES, max_model_len)) for one in PLAIN_CHUNKS})
+def _fewest(jobs: Iterable[tuple[float, float]], misses: int) -> float:
+    """The instances that all but `misses` of these jobs take at least. Each is (second until which it is to be done,
+    seconds of an instance), and none begins before second 0."""
+    longest: list[float] = []
+    fewest = asked_s = 0.0
+    for until_s, seconds in sorted(jobs):
+        heapq.heappush(longest, seconds)
+        if len(longest) > misses:
+            asked_s += heapq.heappop(longest)
+        fewest = max(fewest, asked_s / max(until_s, 1e-9))
+    return fewest
+
+
+def candidates(number: int, needs: Estimate, times: MachineTimes) -> list[Candidate]:
+    """Candidates of `number` instances that may keep up: all chunk sizes if plain, else the most balanced splits. No
+    chunk is smaller than a full batch of decodes."""
+    chunks = sorted({max(times.max_num_seqs, min(one, times.max_model_len)) for one in PLAIN_CHUNKS})
     plain = [Candidate(both=number, chunk=chunk) for chunk in chunks]
-    splits = [Candidate(count, number - count) for count in range(1, number)]
-    splits.sort(key=needs.busy)
-    return [one for one in (*plain, *splits[:MOST_SPLITS]) if needs.busy(one) <= KEEPS_UP]
+    return [one for one in (*plain, *_splits(number, needs, times)[:MOST_SPLITS]) if needs.keeps_up(one)]
+
+
+def _splits(number: int, needs: Estimate, times: MachineTimes) -> list[Candidate]:
+    """All divisions into P and D, the most balanced first."""
+    chunk = max(times.max_num_seqs, PREFILL_CHUNK)
+    return sorted((Candidate(count, number - count, chunk=chunk) for count in range(1, number)), key=needs.busy)
 
 
 @dataclass
@@ -163,8 +199,8 @@ class Planner:
 
     def search(self, budget: int) -> Findings:
         """The cheapest deployment of at most `budget` instances that keeps the share; if none does, the best."""
-        needs = estimate(self.arrivals, self.times, self.targets)
-        keeping = [n for n in range(1, budget + 1) if candidates(n, needs, self.times.max_model_len)]
+        needs = estimate(self.arrivals, self.times, self.targets, self.share)
+        keeping = [n for n in range(1, budget + 1) if candidates(n, needs, self.times)]
         failed, number = 0, keeping[0] if keeping else budget
         while not self._holds(number, needs) and number < budget:
             failed, number = number, min(budget, number + max(1, number // 4))
@@ -191,8 +227,11 @@ class Planner:
         return any(one.figures.within >= self.share for one in self._try_all(number, needs))
 
     def _try_all(self, number: int, needs: Estimate) -> list[Tried]:
-        chosen = candidates(number, needs, self.times.max_model_len)
-        return [self._try(one) for one in chosen or _least_busy(number, needs)]
+        chosen = candidates(number, needs, self.times)
+        if not chosen:  # the best of both kinds, to say how far off they are
+            plain = Candidate(both=number, chunk=max(self.times.max_num_seqs, PREFILL_CHUNK))
+            chosen = [plain, *_splits(number, needs, self.times)[:1]]
+        return [self._try(one) for one in chosen]
 
     def _try(self, candidate: Candidate) -> Tried:
         if candidate not in self.tried:
@@ -211,12 +250,6 @@ class Planner:
 
     def _best(self, found: Iterable[Tried]) -> Tried | None:
         return max(found, key=lambda one: (one.figures.within, -one.tail(self.targets)), default=None)
-
-
-def _least_busy(number: int, needs: Estimate) -> list[Candidate]:
-    """Where nothing keeps up by the estimate: the best of both kinds, to say how far off they are."""
-    splits = [Candidate(count, number - count) for count in range(1, number)]
-    return [Candidate(both=number), *sorted(splits, key=needs.busy)[:1]]
 
 
 def _order(one: Tried) -> tuple[int, bool, Candidate]:
@@ -257,6 +290,9 @@ class Findings:
 
     def _is_better(self, one: Tried, other: Tried) -> bool:
         gain = one.figures.within - other.figures.within
+        keeps = one.figures.within >= self.share
+        if keeps != (other.figures.within >= self.share):
+            return keeps
         if abs(gain) >= BETTER_SHARE:
             return gain > 0
         return one.tail(self.targets) < BETTER_TAIL * other.tail(self.targets)
@@ -295,6 +331,8 @@ class Findings:
 
     def _about(self, one: Tried) -> str:
         figures = one.figures
+        if not one.answered:
+            return f"{one.candidate} answer no request ({', '.join(figures.reasons)})"
         return (
             f"{one.candidate} keep {figures.within:.1%} within {self.targets} (P99: {figures.ttft.p99 * 1e3:.0f} ms to"
             f" the first token, {figures.itl.p99 * 1e3:.1f} ms between tokens; {_busiest(figures)})"
@@ -312,8 +350,8 @@ class Findings:
         if self.needs.alone <= 1 - self.share:
             return ""
         return (
-            f"{self.needs.alone:.1%} of the prompts take longer than the target until the first token even on an idle"
-            " instance: no number of instances changes that"
+            f"{self.needs.alone:.1%} of the requests would miss a target even on an idle instance: no number of"
+            " instances changes that"
         )
 
     def grid(self) -> Iterator[tuple[float, list[tuple[float, float | None, float | None]]]]:
@@ -336,9 +374,11 @@ def _busiest(figures: ReplayFigures) -> str:
     return ", ".join(f"{role} {one.busy:.0%} busy" for role, one in figures.roles.items())
 
 
-def busiest(arrivals: Sequence[Arrival], most: int) -> tuple[float, float]:
-    """When the busiest `most` requests in a row begin, and how long they arrive, in seconds; all of a shorter trace."""
-    if len(arrivals) <= most:
-        return 0.0, arrivals[-1].at_s + 1e-6
-    first = min(range(len(arrivals) - most), key=lambda place: arrivals[place + most].at_s - arrivals[place].at_s)
-    return arrivals[first].at_s, arrivals[first + most].at_s - arrivals[first].at_s
+def busiest(arrivals: Sequence[Arrival], most: int) -> tuple[float, list[Arrival]]:
+    """When the `most` requests in a row begin that come the fastest, and these, at times since then; all of a shorter
+    trace."""
+    most = min(most, len(arrivals))
+    places = range(len(arrivals) - most + 1)
+    first = min(places, key=lambda place: arrivals[place + most - 1].at_s - arrivals[place].at_s)
+    first_s = arrivals[first].at_s
+    return first_s, [replace(one, at_s=one.at_s - first_s) for one in arrivals[first : first + most]]

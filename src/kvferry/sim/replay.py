@@ -139,7 +139,7 @@ class _RoleUse:
             instances=self.most,
             fewest=self.fewest,
             instance_s=self.instance_s,
-            busy=counted.get("busy_s", 0.0) / max(self.instance_s, 1e-9),
+            busy=min(1.0, counted.get("busy_s", 0.0) / max(self.instance_s, 1e-9)),  # a step counts from its beginning
             kv_mean=self.kv_total / max(1, self.looks),
             kv_peak=self.kv_peak,
             prefix_hits=counted.get("hits", 0.0) / max(1.0, counted.get("queries", 0.0)),
@@ -220,11 +220,13 @@ class TraceReplay:
 
     def _run(self, world: World, first_s: float, on_progress: Callable[[float], None]) -> float:
         """Returns how long it took, in virtual seconds."""
-        until = first_s + self._arrivals[-1].at_s + self._spec.patience_s
+        last, until = 0, first_s + self._arrivals[-1].at_s + self._spec.patience_s
         while not world.is_done and world.simulation.now < until:
             before = world.simulation.now
             world.run_until(lambda: world.is_done, _LOOK_EVERY_S)
             self._look(world, world.simulation.now - before)
+            if (seen := world.num_ended + len(world.gaps_s)) != last:  # it goes on, however long it takes
+                last, until = seen, max(until, world.simulation.now + self._spec.patience_s)
             on_progress(world.num_ended / len(self._arrivals))
         return world.simulation.now - first_s
 

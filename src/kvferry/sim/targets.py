@@ -46,4 +46,6 @@ def parse_targets(text: str) -> Targets:
             found[name] = seconds(value.strip())
         except ConfigError as error:
             raise ConfigError(f"--slo: {name}: {error}") from error
+        if not found[name]:
+            raise ConfigError(f"--slo: {name} must be more than 0")
     return Targets(**found)

@@ -14,6 +14,8 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import read_options
+from kvferry.core.settings.toml_file import read_whole
+from kvferry.engine.config import EngineConfig
 from kvferry.engine.step import Chunk
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -157,6 +159,12 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: list[StepSample] = []
     """The steps that were measured, to which `step` was fitted."""
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that an instance runs at the same time."""
+        told = self.settings.get("max_num_seqs", "")
+        return int(told) if told.isdecimal() else EngineConfig.max_num_seqs
+
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "step": StepTimes,
@@ -170,9 +178,9 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 def read_times(path: Path) -> MachineTimes:
     """The times in a file that `write_times` has written. Raises `ConfigError` that names the key."""
     try:
-        given = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise ConfigError(f"--times {path}: {error.strerror or error}") from error
+        given = msgspec.json.decode(read_whole(path), type=dict[str, object])
+    except ConfigError as error:
+        raise ConfigError(f"--times {error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--times {path} is no file of `kvferry calibrate`: {error}") from error
     try:

@@ -4,7 +4,8 @@ Two formats are read, and told apart by how the file begins: JSON lines as Moonc
 (`store.trace.records`), and CSV as Azure does:
 
     TIMESTAMP,ContextTokens,GeneratedTokens
-    2023-11-16 18:17:03.9799600,4808,10
+    2023-11-16 18:17:03.9799600,4808,10            in the traces of 2023
+    2024-05-10 00:00:00.009930+00:00,2162,5        in those of 2024
 
 Traces hold no text. The tokens of a prompt follow from a seed and from the names of its blocks, where the trace has
 them, so that prompts share their prefixes as they did when they were recorded.
@@ -12,10 +13,11 @@ them, so that prompts share their prefixes as they did when they were recorded.
 
 from __future__ import annotations
 
+import codecs
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import overload
 
@@ -30,7 +32,7 @@ BLOCK_TOKENS = 512
 """Tokens of a block in traces of Mooncake's format."""
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOST_TOKENS = 2**31
-_LONGEST_LINE = 4096
+_LONGEST_LINE = _BEGIN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,15 @@ class Arrival:
 
 def read_traffic(path: Path) -> list[Arrival]:
     """The requests of a trace. Raises `ConfigError` that names the file and the line with what is wrong."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"cannot read the trace {path}: it must be a file, as it is read twice")
     try:
         with path.open("rb") as file:
-            begin = file.read(1)
+            begin = file.read(_BEGIN)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    found = list(_mooncake(path) if begin == b"{" else _azure(path))
+    is_json = begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    found = list(_mooncake(path) if is_json else _azure(path))
     if not found:
         raise ConfigError(f"the trace {path} has no request")
     first_s = found[0].at_s
@@ -104,14 +109,17 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not empty, with their line numbers."""
 
     def lines() -> Iterator[str]:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(_LONGEST_LINE):
                 yield line
 
     try:
         reader = csv.reader(lines(), strict=True)
         yield from ((reader.line_num, row) for row in reader if row)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        what = "it is no text in UTF-8; a compressed one has to be decompressed"
+        raise ConfigError(f"cannot read the trace {path}: {what}") from error
+    except (OSError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
 
 
@@ -125,12 +133,11 @@ def _require_columns(where: str, row: list[str]) -> None:
 
 
 def _time(where: str, text: str) -> float:
-    """Seconds since the epoch. Azure writes seven digits after the point, of which Python accepts six."""
-    whole, _, fraction = text.partition(".")
+    """Seconds since the epoch. Azure writes seven digits after the point, or six and +00:00; six are read."""
     try:
-        moment = datetime.strptime(f"{whole}+0000", "%Y-%m-%d %H:%M:%S%z").timestamp()
-        return moment + (float(f"0.{int(fraction):0{len(fraction)}d}") if fraction else 0.0)
-    except ValueError as error:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {text[:40]!r} is not a time such as 2023-11-16 18:17:03.9799600") from error
 
 

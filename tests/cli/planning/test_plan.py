@@ -97,11 +97,33 @@ def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
         (["--share", "1.5"], "--share must be between"),
         (["--plot", "grid.pdf"], "--plot grid.pdf: the name must end in .svg or .png"),
         (["--slo", "ttft=fast"], "--slo: ttft: 'fast' is not a duration"),
-        (["--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: No such file"),
+        (["--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: there is no folder /nowhere"),
+        (["--write", "/tmp"], "--write /tmp: this is a folder"),
+        (["--times", "/dev/zero"], "--times /dev/zero has more than 16 MiB"),
     ],
 )
-def test_what_is_wrong_is_said(
-    arguments: list[str], said: str, trace: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_wrong_is_said_before_the_trace_is_read(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(trace), *arguments]) == 2
+    assert main(["plan", str(tmp_path / "none"), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_settings_of_the_measured_engine_are_kept(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More sequences than the tokens of a small chunk, and ranks."""
+    settings = {"max_num_seqs": "1024", "max_num_batched_tokens": "4096", "tensor_parallel_size": "2"}
+    times = msgspec.structs.replace(ASSUMED, measured="today", tensor_parallel_size=2, settings=settings)
+    write_times(tmp_path / "times.json", times)
+    assert main(["plan", str(trace), "--times", str(tmp_path / "times.json"), "--json", "--budget", "2"]) == 0
+    fleet = fleet_from(tomllib.loads(json.loads(capsys.readouterr().out)["spec"]))
+    assert fleet.engine.args == ("--max-num-seqs=1024",)
+    assert (fleet.role["both"].tensor_parallel_size, fleet.role["both"].args) == (2, ("--max-num-batched-tokens=1024",))
+
+
+def test_more_requests_at_once_than_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "burst.jsonl"
+    write_trace(path, (TraceRequest(0.0, 100, 4, [number]) for number in range(30)))
+    assert main(["plan", str(path), "--requests", "10", "--budget", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tried"][0]["figures"]["requests"] == 10

@@ -93,4 +93,10 @@ def test_too_little_is_no_verdict() -> None:
 def test_what_was_measured_is_said_beside() -> None:
     found = judged(1.0, 100, 50, Counts(1, 1), LatencyTargets(2.0, 0.05))
     assert found.measured == 1.0
+    told = report(1.0, 100, 50)[0]
+    for one in told.requests[:150]:
+        one.state = "failed"
+    some = judge(told, Counts(1, 1), LatencyTargets(2.0, 0.05))
+    assert some is not None
+    assert (some.num_requests, some.measured) == (450, 0.75)
     assert found.workload.rate == pytest.approx(1.0, rel=0.15)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.toml_file import require_writable
 from kvferry.store.trace.comparison import Comparison
 
 ENDINGS = (".svg", ".png")
@@ -15,8 +16,7 @@ def check_plot(path: Path) -> None:
     """Raise `ConfigError` before any work is done when this plot cannot be written."""
     if path.suffix.lower() not in ENDINGS:
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(ENDINGS)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    require_writable("--plot", path)
     require_library("--plot", "matplotlib", "plot", ["matplotlib"])
 
 

@@ -26,6 +26,7 @@ from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.settings.toml_file import require_writable
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
@@ -69,8 +70,7 @@ def calibrate(
         kvferry calibrate http://10.0.0.3:8001 --max-num-batched-tokens 1024
     """
     SEED.require("--seed", seed)
-    if not write.absolute().parent.is_dir():
-        raise ConfigError(f"--write {write}: there is no folder {write.absolute().parent}")
+    require_writable("--write", write)
     folder = store_folder or Path(tempfile.gettempdir())
     if not folder.is_dir():
         raise ConfigError(f"--store-folder {folder}: there is no such folder")

@@ -30,16 +30,19 @@ from kvferry.cli.planning.simulate import (
 from kvferry.cli.planning.simulated import world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
-from kvferry.core.settings.toml_file import to_toml
+from kvferry.core.settings.toml_file import require_writable, to_toml
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv
 from kvferry.sim.planner import Candidate, Findings, Planner, busiest
 from kvferry.sim.targets import parse_targets
 from kvferry.sim.times import MachineTimes
-from kvferry.sim.traffic import Arrival, part_of
+from kvferry.sim.traffic import Arrival
 
 BUDGET, SHARE, REQUESTS = Bounds(1, 256), Bounds(0, 1, above=True), Bounds(1, 10**6)
-_KEPT = ("kv_cache_memory", "dtype", "block_size", "max_num_seqs", "num_threads")
+_KEPT = (
+    *("kv_cache_memory", "dtype", "block_size", "max_num_seqs", "num_threads", "max_model_len"),
+    *("device", "trust_remote_code", "batch_invariant", "prefix_caching", "prefix_cache_eviction"),
+)
 """Settings of the engine that was measured which a plan keeps."""
 _MOST_MEMORY = 2**40
 """Bytes of a store that may be in the memory of one machine."""
@@ -85,12 +88,13 @@ def plan(
         bounds.require(f"--{name}", value)
     SEED.require("--seed", seed)
     targets = parse_targets(slo)
+    if write is not None:
+        require_writable("--write", write)
     if plot_file is not None:
         check_plot(plot_file)
     measured = times_of(times)
     arrivals = part.read()
-    first_s, lasts_s = busiest(arrivals, requests)
-    chosen = part_of(arrivals, first_s=first_s, last_s=first_s + lasts_s)
+    first_s, chosen = busiest(arrivals, requests)
     with progress("planning") as on_progress:
         planner = Planner(
             chosen,
@@ -121,11 +125,8 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
     kept = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
     chunk = [f"--max-num-batched-tokens={candidate.chunk}"]
     counts = {"prefill": candidate.prefill, "decode": candidate.decode, "both": candidate.both}
-    roles = {
-        role: {"count": number, **({"args": chunk} if role != "decode" else {})}
-        for role, number in counts.items()
-        if number
-    }
+    ranks = {} if times.tensor_parallel_size == 1 else {"tensor_parallel_size": times.tensor_parallel_size}
+    roles = {role: {"count": number, **ranks, "args": chunk} for role, number in counts.items() if number}
     return {
         "name": "planned",
         "model": model or times.model,

@@ -102,7 +102,7 @@ def judge(
         workload=workload,
         times=times,
         num_requests=len(known),
-        measured=share_within(known, targets.ttft_s, targets.itl_s),
+        measured=share_within(report.requests, targets.ttft_s, targets.itl_s),
         now=Arrangement(counts, outlook.best(counts)),
         split=_best_split(outlook, total),
         whole=_whole(outlook, total),

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,8 @@ def _lines(path: Path) -> Iterator[bytes]:
     """The file's lines; those that are too long are cut."""
     try:
         with path.open("rb") as file:
+            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
             while line := file.readline(MAX_LINE_BYTES + 1):
                 yield line
     except OSError as error:
