@@ -54,7 +54,7 @@ INSTANCE = SimInstanceSpec(num_blocks=8192, max_model_len=32768, times=STEP, has
 LASTS_S, WARM_S, PHASE_S = 360.0, 120.0, 120.0
 RATES = [1.06**place for place in range(8, 46)]
 """From 1.6 to 14 requests a second."""
-KINDS = ("steady", "changing")
+KINDS, SEEDS = ("steady", "changing"), [13]
 LONG, SHORT, MIXED = ((8.2, 0.5), (4.4, 0.5)), ((6.4, 0.7), (6.0, 0.5)), ((7.6, 0.8), (5.3, 0.6))
 """Prompts and answers: mean and deviation of the logarithms of their lengths."""
 
@@ -228,7 +228,7 @@ def main() -> None:
     """The grid, or a part of it in the simulator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traffic", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[13])
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument(
         "--simulator", action="store_true", help="three cells of the grid that is kept, in the simulator"
     )
@@ -236,6 +236,7 @@ def main() -> None:
     options = parser.parse_args()
     scaled_rules.INSTANCE = INSTANCE  # what the scaler is told of an instance
     print_machine()
+    name = "goodput" if options.seeds == SEEDS else "goodput_" + "_".join(map(str, options.seeds))
     settings = {
         "instances": NUM_INSTANCES,
         "goal": GOAL,
@@ -256,10 +257,10 @@ def main() -> None:
         else:
             print("| TTFT, ITL: | " + " | ".join(f"{1e3 * one:g} ms" for one in ITL_S) + " |")
             found = grid(Runs(kind, options.seeds))
-            print(save("goodput", settings, {**earlier("goodput", {}), kind: found}))
+            print(save(name, settings, {**earlier(name, {}), kind: found}))
         print(f"{time.process_time() - begun:.0f} s of CPU time")
-    path = RESULTS / f"goodput.{processor()}.png"
-    plot(earlier("goodput", {}), path)
+    path = RESULTS / f"{name}.{processor()}.png"
+    plot(earlier(name, {}), path)
     print(path)
 
 

@@ -146,7 +146,8 @@ class ScaledFleet:
             for name, one in self._members.items()
             if one.serves
         ]  # fmt: skip
-        plan = FleetPlan({}, disaggregate_from=self._rule.from_tokens)
+        targets = self._rule.targets or LatencyTargets(0.0, 0.0)
+        plan = FleetPlan({}, self._rule.from_tokens, ttft_s=targets.ttft_s, itl_s=targets.itl_s)
         text = msgspec.json.encode(plan).decode()
         self._world.routers[0].operate("declares", lambda membership: membership.declare(declared, text))
 

@@ -20,6 +20,8 @@ from typing import Any
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts
+from kvferry.router.choice.cost import Line
+from kvferry.router.choice.disaggregation import keeps_itl
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
 from scaled_rules import DRAIN_S, INSTANCE, INTERVAL_S, START_S, Clairvoyant, Rule, Seen
@@ -220,6 +222,7 @@ class ScaledModel:
         self._order = count()
         self._requests: list[Request] = []
         self._answer_tokens = 256.0
+        self._decode = Line(base=0.02, slope=2e-5, reach=32)
         self._num_over = 0
         self.instance_s = self._counted_until = 0.0
 
@@ -303,14 +306,16 @@ class ScaledModel:
                 seen.prefill_s = now - one.began_s
                 self._at(now + HAND_OFF_S, "answer", one)
         for one in over:
-            self._over(now, one)
+            self._over(now, one, engine)
         self._arm(engine)
 
-    def _over(self, now: float, request: Request) -> None:
+    def _over(self, now: float, request: Request, about: Engine) -> None:
         request.end_s = max(now, request.first_s)
         request.seen.state, request.seen.answer_s = "done", request.end_s - request.first_s
         request.seen.output_tokens = float(request.arrival.answer_tokens)
         self._num_over += 1
+        request.seen.beside = (request.seen.beside + about.num_answers) / 2
+        self._decode.add(request.seen.beside, request.seen.answer_s / request.arrival.answer_tokens)
         self._answer_tokens += 0.05 * (request.arrival.answer_tokens - self._answer_tokens)
 
     # The router.
@@ -336,7 +341,15 @@ class ScaledModel:
             stalled = 1 + decode.num_answers
             alone = token_s * (decode.queued_tokens + whole_left + whole_left * stalled)
             apart = token_s * (left + prefill.queued_tokens) + HAND_OFF_S + FIRST_S
-            is_whole = len(self._requests) >= FEWEST_HAND_OFFS and alone < apart
+            is_whole = alone < apart
+            if self._rule.targets is not None:
+                first_s = token_s * (decode.queued_tokens + whole_left)
+                step_s = self._decode.at(decode.num_answers + 1)
+                is_whole = is_whole or first_s <= self._rule.targets.ttft_s < apart
+                is_whole = is_whole and keeps_itl(
+                    self._rule.targets.itl_s, step_s, self._answer_tokens, decode.num_answers, first_s
+                )
+            is_whole = is_whole and len(self._requests) >= FEWEST_HAND_OFFS
         engine, tokens = (decode, whole_left) if is_whole else (prefill, left)
         seen = RequestObservation(
             now, arrival.prompt_tokens, int(tokens), streams=True, decode=decode.name,

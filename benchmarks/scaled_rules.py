@@ -65,9 +65,11 @@ class Seen:
 
 
 class Rule:
-    """Decides counts, and from how many tokens prompts are disaggregated (None: the router does)."""
+    """Decides counts, and from how many tokens prompts are disaggregated (None: the router does). `targets`: what the
+    router is told of them."""
 
     from_tokens: int | None = None
+    targets: LatencyTargets | None = None
 
     def decide(self, seen: Seen) -> Counts:
         """The counts that are wanted now."""
@@ -88,7 +90,7 @@ class Kvferry(Rule):
     """`fleet.scaling`."""
 
     def __init__(self, start: Counts, rules: Rules = RULES) -> None:
-        self._rules = rules
+        self._rules, self.targets = rules, rules.targets
         self._memory = ScalingMemory(start.prefill, start.decode)
         self._measuring: Measuring | None = None
         self.said: list[str] = []

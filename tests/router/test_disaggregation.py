@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from kvferry.core.messages.traffic import FleetPlan
 from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
+from kvferry.router.choice.policies.base import Asked
 from kvferry.testing.policy import Fleet, prompt
 
 LONG = prompt(*range(500, 580))
@@ -63,3 +66,29 @@ def test_a_busy_prefill_pool_is_passed_over() -> None:
     fleet.index.cleared(fleet.decodes[0])
     fleet.prefills[0].load.prefill_tokens = 500_000
     assert fleet.choose(LONG, None).reason == "prefill_busy"
+
+
+def test_targets_decide_what_is_computed_beside_answers() -> None:
+    """A prompt that would wait too long for prefill goes to decode, as long as the answers there keep their target."""
+    fleet = measured(Fleet("cost", 1, 1, fixed=None))
+    fleet.decodes[0].load.num_decodes = 10
+    fleet.prefills[0].load.prefill_tokens = 30_000
+    for _ in range(200):
+        fleet.estimates.decoded(10, 200, 200 * 0.03)
+
+    def reason(asked: Asked, ttft_s: float, itl_s: float) -> str:
+        fleet.directions.follow(msgspec.json.encode(FleetPlan({}, ttft_s=ttft_s, itl_s=itl_s)).decode())
+        fleet.index.cleared(fleet.decodes[0])
+        fleet.index.cleared(fleet.prefills[0])
+        return fleet.choose(asked).reason
+
+    assert reason(LONG, 0.0, 0.0) == "split", "ten answers would wait, which is longer than the queue"
+    assert reason(LONG, 1.0, 0.1) == "prefill_busy"
+    assert reason(LONG, 10.0, 0.1) == "split", "it is in time"
+    assert reason(LONG, 0.5, 0.1) == "split", "it would be late there too"
+    assert reason(LONG, 1.0, 0.032) == "split", (
+        "one or more of ten answers with 0.4 s to spare would miss because of 0.8 s"
+    )
+    fleet.decodes[0].load.num_decodes = 0
+    assert reason(prompt(1), 0.0, 0.0) == "short_prompt"
+    assert reason(prompt(1), 1.0, 0.02) == "split", "answers are too slow there as it is"

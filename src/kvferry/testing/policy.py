@@ -26,6 +26,7 @@ from kvferry.router.choice.policies.base import Asked, Choice, Options, Policy, 
 from kvferry.router.choice.policies.table import find_policy, make_policy, read_settings
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
+from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.load import InstanceLoad, LoadTable
 
 
@@ -57,7 +58,8 @@ class Fleet:
         self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
     ) -> None:
         self.clock, self.index, self.estimates = ManualClock(), PrefixIndex(), Estimates()
-        self.threshold = Threshold(self.estimates, self.index, fixed)
+        self.directions = Directions()
+        self.threshold = Threshold(self.estimates, self.index, fixed, self.directions)
         context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
         self.policy: Policy = make_policy(policy, context, options)
         self.prefills, self.decodes = instances("prefill", num_prefill), instances("decode", num_decode)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from fleet.control.test_controller import DECODE, PREFILL, Controlled, pooling, ticks
+from fleet.scaling.exact import observed, poisson
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.traffic import RequestObservation, TrafficReport
+from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.controller import LetGo
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling.counts import rules_of
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.scaling.predictor import Topology
+from kvferry.fleet.scaling.traffic import PhaseTimes
 
 SCALE = {
     "ttft": "1500ms",
@@ -44,29 +47,16 @@ class Traffic:
 
     def __init__(self, rate: float, late_share: float = 0.0) -> None:
         """`late_share`: of the requests that have waited three seconds for their first token."""
-        self._late_share = late_share
         self.rate, self.waiting, self.began_at = rate, 0, time.time() - 100.0
         self.stopped_at: float | None = None
+        times = PhaseTimes(0.02, 1e-4, 0.02, 5e-4)
+        asked = poisson(1, rate, int(100 * rate), prompt=2000, output=150)
+        self._requests = observed(times, Topology(6, 6), asked, self.began_at)
         random = Random(1)
-        self._requests = [self._request(random, number / rate) for number in range(int(100 * rate))]
-
-    def _request(self, random: Random, after_s: float) -> RequestObservation:
-        tokens, beside = 16 + random.expovariate(1 / 2000), random.uniform(1, 16)
-        length = 8 + int(random.expovariate(1 / 150))
-        return RequestObservation(
-            self.began_at + after_s,
-            int(tokens),
-            int(tokens),
-            state="done",
-            streams=True,
-            prefill_s=0.02 + 1e-4 * tokens,
-            prefill_tokens=tokens,
-            first_s=3.0 if random.random() < self._late_share else 0.1,
-            hand_off_s=0.0,
-            answer_s=length * (0.02 + 5e-4 * beside),
-            output_tokens=length,
-            beside=beside,
-        )
+        for one in self._requests:
+            if random.random() < late_share:
+                assert one.prefill_s is not None
+                one.first_s, one.hand_off_s = 3.0, 3.0 - one.prefill_s
 
     def __call__(self) -> TrafficReport:
         now = time.time()

@@ -1,5 +1,6 @@
-"""A simulation of the model that the predictor approximates, event by event: prompts queue at prefill instances, and
-answers get a token in each step of their decode instance, which may compute chunks of prompts in the same steps."""
+"""A simulation of the model that the predictor approximates, event by event: prompts queue at prefill instances, whose
+steps compute parts of several of them, and answers get a token in each step of their decode instance, which may compute
+chunks of prompts in the same steps."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import heapq
 from dataclasses import dataclass, field
 from random import Random
 
+from kvferry.core.messages.traffic import RequestObservation
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
@@ -16,6 +18,9 @@ class Request:
     arrived: float
     prompt: float
     output: int
+    prefill: str = ""
+    decode: str = ""
+    began_at: float = 0.0
     first_at: float = 0.0
     last_at: float = 0.0
     given: int = 0
@@ -23,7 +28,50 @@ class Request:
 
 
 @dataclass
+class PrefillInstance:
+    name: str
+    times: PhaseTimes
+    queue: list[Request] = field(default_factory=list)
+    free_at: float = 0.0
+
+    @property
+    def left(self) -> float:
+        return sum(one.uncomputed for one in self.queue)
+
+    def advance(self, until: float) -> list[Request]:
+        """Make the steps that begin before this time; returns the requests whose prompts they complete."""
+        over = []
+        while self.queue and self.free_at < until:
+            room, seconds, ended = float(self.times.chunk_tokens), 0.0, []
+            for one in self.queue:
+                if room <= 0:
+                    break
+                if one.uncomputed == one.prompt:
+                    one.began_at = self.free_at
+                    seconds += self.times.prefill_base_s
+                tokens = min(room, one.uncomputed)
+                one.uncomputed -= tokens
+                room -= tokens
+                seconds += tokens * self.times.prefill_token_s
+                if one.uncomputed <= 0:
+                    ended.append(one)
+            self.free_at += seconds
+            self.queue = self.queue[len(ended) :]
+            for one in ended:
+                one.first_at = self.free_at
+            over += ended
+        return over
+
+    def add(self, request: Request) -> None:
+        if not self.queue:
+            self.free_at = max(self.free_at, request.arrived)
+        request.prefill = self.name
+        self.queue.append(request)
+
+
+@dataclass
 class DecodeInstance:
+    name: str
     times: PhaseTimes
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
@@ -69,43 +117,70 @@ class DecodeInstance:
         return over
 
 
-def simulate(
-    times: PhaseTimes,
-    targets: LatencyTargets,
-    topology: Topology,
-    requests: list[tuple[float, float, int]],
-) -> tuple[float, float, float]:
-    """Shares of requests within both targets, within that of TTFT, and within that of ITL. `requests`: arrival, prompt
-    tokens, output tokens."""
-    decodes = [DecodeInstance(times) for _ in range(topology.decode)]
-    free_at = [0.0] * topology.prefill
-    events: list[tuple[float, int, Request]] = []
-    for number, (at, prompt, output) in enumerate(requests):
-        request = Request(at, prompt, output, uncomputed=prompt)
-        if topology.prefill and prompt >= topology.from_tokens:
-            begins = max(at, min(free_at))
-            request.first_at = begins + times.prefill_base_s + times.prefill_token_s * prompt
-            free_at[free_at.index(min(free_at))] = request.first_at
-            request.uncomputed = 0.0
-            heapq.heappush(events, (request.first_at, number, request))
+def serve(times: PhaseTimes, topology: Topology, requests: list[tuple[float, float, int]]) -> list[Request]:
+    """All requests, in the order of their arrival, when they are over. Each is given as arrival, prompt tokens, output
+    tokens."""
+    decodes = [DecodeInstance(f"d-{number}", times) for number in range(topology.decode)]
+    prefills = [PrefillInstance(f"p-{number}", times) for number in range(topology.prefill)]
+    made = [Request(at, prompt, output, uncomputed=prompt) for at, prompt, output in requests]
+    comes = []
+    for one in made:
+        if prefills and one.prompt >= topology.from_tokens:
+            comes += [each for p in prefills for each in p.advance(one.arrived)]
+            min(prefills, key=lambda p: max(0.0, p.free_at - one.arrived) + times.prefill_token_s * p.left).add(one)
         else:
-            heapq.heappush(events, (at, number, request))
-    over: list[Request] = []
-    while len(over) < len(requests):
+            comes.append(one)
+    comes += [each for p in prefills for each in p.advance(float("inf"))]
+    events = [(one.first_at if one.prefill else one.arrived, number, one) for number, one in enumerate(comes)]
+    heapq.heapify(events)
+    num_over = 0
+    while num_over < len(made):
         next_d = min(decodes, key=lambda one: one.ends_at)
         if events and events[0][0] <= next_d.ends_at:
             now, _, request = heapq.heappop(events)
             d = min(decodes, key=lambda one: one.num)
+            request.decode = d.name
             (d.prompts if request.uncomputed else d.waiting).append(request)
             if d.ends_at == float("inf"):
                 d.begin(now)
         else:
-            over += next_d.end(next_d.ends_at)
-    settled = sorted(over, key=lambda one: one.arrived)[len(over) // 10 :]
+            num_over += len(next_d.end(next_d.ends_at))
+    return made
+
+
+def simulate(
+    times: PhaseTimes, targets: LatencyTargets, topology: Topology, requests: list[tuple[float, float, int]]
+) -> tuple[float, float, float]:
+    """Shares of requests within both targets, within that of TTFT, and within that of ITL."""
+    settled = serve(times, topology, requests)[len(requests) // 10 :]
     ttft = [one.first_at + times.first_token_s - one.arrived <= targets.ttft_s for one in settled]
     itl = [(one.last_at - one.first_at) / one.output <= targets.itl_s for one in settled]
     both = [one and other for one, other in zip(ttft, itl, strict=True)]
     return sum(both) / len(both), sum(ttft) / len(ttft), sum(itl) / len(itl)
+
+
+def observed(
+    times: PhaseTimes, topology: Topology, requests: list[tuple[float, float, int]], since: float
+) -> list[RequestObservation]:
+    """What a router would report of these requests, which began to arrive at `since`."""
+    return [
+        RequestObservation(
+            since + one.arrived,
+            round(one.prompt),
+            round(one.prompt),
+            state="done",
+            streams=True,
+            prefill=one.prefill,
+            decode=one.decode,
+            prefill_s=one.first_at - one.began_at if one.prefill else None,
+            prefill_tokens=one.prompt if one.prefill else 0.0,
+            first_s=one.first_at - one.arrived + times.first_token_s,
+            hand_off_s=times.first_token_s if one.prefill else None,
+            answer_s=one.last_at - one.first_at,
+            output_tokens=one.output,
+        )
+        for one in serve(times, topology, requests)
+    ]
 
 
 def poisson(seed: int, rate: float, number: int, prompt: float, output: float) -> list[tuple[float, float, int]]:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fleet.scaling.exact import even
+from fleet.scaling.exact import even, observed, poisson
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.measuring import Measuring, lengths, phase_times, share_within
 from kvferry.fleet.scaling.predictor import LatencyTargets, Predictor, Topology
@@ -14,6 +14,7 @@ from kvferry.fleet.scaling.scaler import Attained
 from kvferry.fleet.scaling.traffic import PhaseTimes
 
 NOW = 1_000_000.0
+TIMES = PhaseTimes(0.02, 1e-4, 0.02, 1e-3, first_token_s=0.01, most_sequences=64, chunk_tokens=2048)
 
 
 def seen(
@@ -98,27 +99,31 @@ def test_a_clock_that_is_set_is_no_pause_and_brings_nothing_back(step_s: float) 
     assert measuring.measured(0, now + 3590).num_known == 150, "although it is that time again"
 
 
-def test_phase_times_are_those_of_the_fleet() -> None:
-    found = phase_times(some(200))
+@pytest.mark.parametrize(
+    ("prefill", "decode", "rate"), [(2, 2, 1.0), (2, 2, 6.0), (1, 2, 4.0), (1, 2, 4.5), (3, 1, 3.5)]
+)
+def test_phase_times_are_those_of_the_fleet(prefill: int, decode: int, rate: float) -> None:
+    """Whatever its load: where prompts share steps, none of them takes as long as it seems to."""
+    requests = poisson(2, rate, 1000, prompt=2000, output=150)
+    found = phase_times(observed(TIMES, Topology(prefill, decode), requests, NOW - 2000.0))
     assert found is not None
-    assert found.prefill_base_s == pytest.approx(0.02, rel=0.02)
-    assert found.prefill_token_s == pytest.approx(1e-4, rel=0.02)
+    assert found.prefill_base_s + 2000 * found.prefill_token_s == pytest.approx(0.22, rel=0.02)
     assert found.first_token_s == pytest.approx(0.01, abs=0.001)
-    assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
-    assert found.decode_sequence_s == pytest.approx(0.001, rel=0.02)
+    assert found.decode_base_s + 20 * found.decode_sequence_s == pytest.approx(0.04, rel=0.06)
+    assert found.hand_off_s < 0.05
     assert phase_times([]) is None
 
 
 def test_what_a_short_answer_takes_beside_its_steps_is_the_hand_off() -> None:
     """Its mean time between tokens is longer, although no step is."""
-    requests = some(200)
+    requests = observed(TIMES, Topology(2, 2), poisson(3, 4.0, 600, prompt=1000, output=150), NOW - 500.0)
     for one in requests:
         assert one.answer_s is not None
         one.answer_s += 0.2
     found = phase_times(requests)
     assert found is not None
-    assert found.hand_off_s == pytest.approx(0.2, rel=0.02)
-    assert found.decode_base_s == pytest.approx(0.02, rel=0.02)
+    assert found.hand_off_s == pytest.approx(0.2, rel=0.1)
+    assert found.decode_base_s + 10 * found.decode_sequence_s == pytest.approx(0.03, rel=0.03)
     lengths = [(1000.0, 5.0)] * 20 + [(1000.0, 500.0)] * 20
     targets = LatencyTargets(1.0, 0.05)
     split = Predictor(even(0.1, lengths, 400), found, targets).predict(Topology(1, 1))
@@ -161,25 +166,11 @@ def test_answers_that_are_not_over_are_as_long_as_they_must_be() -> None:
 def test_prompts_that_decode_instances_compute_make_no_step_longer() -> None:
     """Their time is known from their tokens; taken for that of the answers beside, it would start decode instances that
     do not help."""
-    requests = some(200)
-    stalled = []
-    for one in requests[::4]:
-        assert one.first_s is not None
-        assert one.answer_s is not None
-        end = one.arrived + one.first_s + 0.5 * one.answer_s
-        stalled.append(
-            seen(end - 0.5 - NOW, prompt=3000, prefill="", prefill_s=None, hand_off_s=None, first_s=0.5, output=1.0)
-        )
-    for one in requests:
-        assert one.first_s is not None
-        assert one.answer_s is not None
-        begins = one.arrived + one.first_s
-        inside = [two for two in stalled if begins < two.arrived + 0.5 <= begins + one.answer_s]
-        one.answer_s += 0.3 * len(inside)
-    found = phase_times([*requests, *stalled])
+    requests = observed(TIMES, Topology(1, 2, 1500), poisson(4, 4.0, 800, prompt=2000, output=150), NOW - 500.0)
+    assert 0.3 < sum(not one.prefill for one in requests) / 800 < 0.7
+    found = phase_times(requests)
     assert found is not None
-    assert found.decode_base_s == pytest.approx(0.02, rel=0.2)
-    assert found.decode_sequence_s == pytest.approx(0.001, rel=0.2)
+    assert found.decode_base_s + 10 * found.decode_sequence_s == pytest.approx(0.03, rel=0.1)
 
 
 def test_requests_are_kept_longer_than_routers_report_them() -> None:

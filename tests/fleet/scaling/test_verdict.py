@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
-from fleet.scaling.exact import poisson, simulate
-from kvferry.core.messages.traffic import RequestObservation, TrafficReport
+from fleet.scaling.exact import observed, poisson, simulate
+from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.rules import Counts
 from kvferry.fleet.scaling.traffic import PhaseTimes
@@ -22,29 +20,7 @@ def report(
 ) -> tuple[TrafficReport, list[tuple[float, float, int]]]:
     """What a router says of a fleet with these times, and the requests."""
     asked = poisson(5, rate, number, prompt, output)
-    random, end = Random(2), asked[-1][0]
-    requests = []
-    for at, tokens, length in asked:
-        beside = random.uniform(1, 20)
-        prefill_s = TIMES.prefill_base_s + TIMES.prefill_token_s * tokens
-        requests.append(
-            RequestObservation(
-                NOW - end + at,
-                int(tokens),
-                int(tokens),
-                state="done",
-                streams=True,
-                prefill="p",
-                decode="d",
-                prefill_s=prefill_s,
-                prefill_tokens=tokens,
-                first_s=prefill_s,
-                hand_off_s=0.0,
-                answer_s=length * (TIMES.decode_base_s + TIMES.decode_sequence_s * beside),
-                output_tokens=length,
-                beside=beside,
-            )
-        )
+    requests = observed(TIMES, Topology(2, 2), asked, NOW - asked[-1][0])
     return TrafficReport(NOW, len(requests), 0, requests), asked
 
 

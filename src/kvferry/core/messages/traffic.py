@@ -61,12 +61,15 @@ class FleetPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """GET /kvferry/plan: what a fleet is to be, and why. `desired`: instances by role. `disaggregate_from`: uncached
     tokens from which prompts are computed on prefill instances; None: routers decide. `attained`: the share of requests
     that is expected within the targets. `starts_s`: how long an instance takes to start; above 0, requests wait for one
-    where none is there. `recommends`: the counts are only said, and not carried out."""
+    where none is there. `ttft_s`, `itl_s`: the targets that routers keep to where they choose between P and D; 0: there
+    are none. `recommends`: the counts are only said, and not carried out."""
 
     desired: dict[str, int]
     disaggregate_from: int | None = None
     attained: float | None = None
     goal: float | None = None
     starts_s: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
     recommends: bool = False
     decisions: tuple[Decided, ...] = ()

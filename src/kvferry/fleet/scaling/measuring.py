@@ -12,7 +12,7 @@ from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.scaler import Attained, Measured
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic import PhaseTimes, Vector, Workload, fit_answers, fit_line
 
 MOST_ASKED = 1024
 """Requests of each router that are looked at."""
@@ -28,8 +28,8 @@ _FEWEST_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
 _SHORTEST_STEP_S = 1e-4
 """A step that seems to take less was not measured: there were only answers of the same length."""
-_UNQUEUED = 0.1
-"""The share of requests that waited for no prefill instance: what else their first token took is not waiting."""
+_QUICK = 0.1
+"""The share of hand-offs that waited for nothing on the decode instance."""
 _UNSEEN_GROWTH = 0.01
 """Share of itself by which a step is taken to grow with each sequence, where only one number of them was seen."""
 
@@ -145,7 +145,11 @@ def _is_within(one: RequestObservation, targets: LatencyTargets, now: float) -> 
         return False
     if one.state == "running":
         return None
-    return (one.answer_s or 0.0) <= targets.itl_s * max(1.0, one.output_tokens)
+    return _keeps_itl(one, targets.itl_s)
+
+
+def _keeps_itl(one: RequestObservation, itl_s: float) -> bool:
+    return one.output_tokens <= 1.0 or (one.answer_s or 0.0) <= itl_s * one.output_tokens
 
 
 def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:
@@ -178,21 +182,21 @@ def phase_times(
     known: Sequence[RequestObservation], kv_tokens: int = 0, most_sequences: int = 256
 ) -> PhaseTimes | None:
     """Lines through what was measured; None: something was not measured yet."""
-    prefill = fit_line((one.prefill_tokens, one.prefill_s) for one in known if one.prefill_s is not None)
+    prefill = fit_line(_computed(known))
     if prefill is None:
         prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
     answers = [one for one in known if one.answer_s and one.output_tokens >= _FEWEST_TOKENS]
     if prefill is None:
         return None
     answers = [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
-    decode = fit_answers(_decoded(answers, _Stalls(known), prefill[1]))
+    beside = _beside(answers, known)
+    decode = fit_answers(_decoded(answers, beside, _Stalls(known), prefill[1]))
     if decode is None:
         return None
     delay, base, growth = decode
-    beside = [one.beside for one in answers]
     if np.ptp(beside) < 2.0:
         base, growth = (step := base + growth * float(np.mean(beside))), step * _UNSEEN_GROWTH
-    beyond = [one.first_s - one.prefill_s for one in known if one.first_s is not None and one.prefill_s is not None]
+    hand_offs = [one.hand_off_s for one in known if one.hand_off_s is not None]
     mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
     fits = int(kv_tokens / mean_tokens) if kv_tokens else most_sequences
     return PhaseTimes(
@@ -200,21 +204,67 @@ def phase_times(
         prefill_token_s=prefill[1],
         decode_base_s=base,
         decode_sequence_s=growth,
-        first_token_s=max(0.0, float(np.quantile(beyond, _UNQUEUED))) if beyond else 0.0,
+        first_token_s=float(np.quantile(hand_offs, _QUICK)) if hand_offs else 0.0,
         hand_off_s=delay,
         most_sequences=max(1, min(most_sequences, fits)),
     )
 
 
+def _computed(known: Sequence[RequestObservation]) -> list[tuple[float, float]]:
+    """(tokens, seconds) of each prompt. A step computes parts of several prompts, each of which then seems to take as
+    long as all of them, so prompts that an instance computed without a pause count as their mean."""
+    spans = []
+    for one in known:
+        if one.prefill_s is not None:
+            ends = one.arrived + (one.prefill_s if one.first_s is None else one.first_s - (one.hand_off_s or 0.0))
+            spans.append((one.prefill, ends - one.prefill_s, ends, one.uncached))
+    found, together = list[tuple[float, float]](), list[int]()
+    busy, began, ended = "", 0.0, -math.inf
+    for name, begins, ends, tokens in [*sorted(spans), ("", math.inf, math.inf, 0)]:
+        if name != busy or begins > ended:
+            number = len(together)
+            found += [(sum(together) / number, (ended - began) / number)] * number if number else []
+            busy, began, ended, together = name, begins, ends, []
+        ended = max(ended, ends)
+        together.append(tokens)
+    return found
+
+
+def _beside(answers: Sequence[RequestObservation], known: Sequence[RequestObservation]) -> Vector:
+    """How many answers ran on the instance of each, in the mean of its time. What routers report is that of two
+    moments, and of one router; it is used where the times of some answers are not known."""
+    if not all(one.streams for one in known):
+        return np.array([one.beside for one in answers])
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for one in known:
+        if one.first_s is not None:
+            begins = one.arrived + one.first_s
+            ends = math.inf if one.answer_s is None else begins + one.answer_s
+            spans.setdefault(one.decode, []).append((begins, ends))
+    found = np.zeros(len(answers))
+    first = np.array([one.arrived + (one.first_s or 0.0) for one in answers])
+    last = first + np.array([one.answer_s or 0.0 for one in answers])
+    names = np.array([one.decode for one in answers])
+    for name, those in spans.items():
+        begun, ended = np.sort(np.array(those), axis=0).T
+        at = np.unique(np.concatenate([begun, ended[np.isfinite(ended)]]))
+        running = np.searchsorted(begun, at, side="right") - np.searchsorted(ended, at, side="right")
+        sums = np.concatenate([[0.0], (np.diff(at) * running[:-1]).cumsum()])
+        here = names == name
+        found[here] = np.interp(last[here], at, sums) - np.interp(first[here], at, sums)
+    found /= last - first
+    return found
+
+
 def _decoded(
-    answers: Sequence[RequestObservation], stalls: _Stalls, token_s: float
+    answers: Sequence[RequestObservation], beside: Vector, stalls: _Stalls, token_s: float
 ) -> list[tuple[float, float, float]]:
     """(tokens, answers beside, seconds) of each, without the time in which its instance computed prompts."""
     found = []
-    for one in answers:
+    for one, others in zip(answers, beside.tolist(), strict=True):
         assert one.answer_s is not None
         stalled_s = token_s * stalls.tokens(one)
-        found.append((one.output_tokens, one.beside, max(0.1 * one.answer_s, one.answer_s - stalled_s)))
+        found.append((one.output_tokens, others, max(0.1 * one.answer_s, one.answer_s - stalled_s)))
     return found
 
 
@@ -254,10 +304,7 @@ def share_within(known: Sequence[RequestObservation], ttft_s: float, itl_s: floa
     if not judged:
         return None
     within = sum(
-        one.state == "done"
-        and one.first_s is not None
-        and one.first_s <= ttft_s
-        and (one.answer_s or 0.0) <= itl_s * max(1.0, one.output_tokens)
+        one.state == "done" and one.first_s is not None and one.first_s <= ttft_s and _keeps_itl(one, itl_s)
         for one in judged
     )
     return within / len(judged)

@@ -8,7 +8,7 @@ be computed if it did not wait.
 Where decode instances also compute prompts (`from_tokens`), each is replayed by itself: in a step, it computes a chunk
 of the first prompt that waits there, and each answer beside it waits for that.
 
-A request is within its ITL target if the mean time between its tokens is.
+A request is within its ITL target if the mean time between its tokens is; with a single token, it is.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Predictor:
         service = self._prefill_s[here]
         asked = float(service.sum()) / self.workload.lasts_s
         load = asked / num if num else (math.inf if asked else 0.0)
-        if load >= 1.0:
+        if not num:
             ttft[here] = 0.0
         elif len(service):
             first_s = waits(self.workload.arrivals[here], service, num) + service + self.times.first_token_s
@@ -131,14 +131,15 @@ class Predictor:
         times, workload = self.times, self.workload
         whole = workload.prompt_tokens < from_tokens
         load = self._decode_load(num, whole)
-        if load >= 1.0:
+        if not num:
             return PoolPrediction(np.where(whole, 0.0, 1.0), np.zeros(len(whole)), load)
         prompts = np.where(whole, workload.prompt_tokens, 0.0)
         begins = workload.arrivals + np.where(whole, 0.0, self._prefill_s)
         first_s, answer_s = answer(begins, prompts, workload.output_tokens, num, times)
         ttft = np.where(whole, first_s <= self.targets.ttft_s, 1.0)
         answer_s += np.where(whole, 0.0, times.hand_off_s)
-        return PoolPrediction(ttft, np.where(answer_s <= self.targets.itl_s * workload.output_tokens, 1.0, 0.0), load)
+        itl = (answer_s <= self.targets.itl_s * workload.output_tokens) | (workload.output_tokens <= 1.0)
+        return PoolPrediction(ttft, np.where(itl, 1.0, 0.0), load)
 
     def _decode_load(self, num: int, whole: NDArray[np.bool_]) -> float:
         """Share of the time that steps take in which as many answers run as can, and prompts."""

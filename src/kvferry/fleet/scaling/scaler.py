@@ -31,7 +31,7 @@ What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero",
 
 _DEFLECTED = (0.25, 0.5, 0.75, 0.9)
 """Shares of prompts that may be deflected."""
-RECENT_S = 60.0
+RECENT_S = 30.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
 _STICKY = 0.002
 """How much better another threshold must be to replace the one that is used."""

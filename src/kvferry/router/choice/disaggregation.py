@@ -2,7 +2,8 @@
 
 If only little of a prompt is left to compute, it is faster to compute it on the decode instance than to hand it over;
 the same holds if the prefill instances are too busy. A prefill on a decode instance also costs the others' time: every
-answer there waits meanwhile.
+answer there waits meanwhile. Where the fleet has targets, a prompt that would be late from P goes there too if it is in
+time then, and none does by which answers there are expected to miss theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from kvferry.router.instances.load import Target
 
 FEWEST_HAND_OFFS = 32
 """Measured before the threshold is believed; until then everything is handed off."""
+
+
+def keeps_itl(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> bool:
+    """Whether fewer than one of the answers on an instance are expected to miss a target between tokens because of a
+    stall, if a token takes `step_s` there and lengths of answers, `answer_tokens` in the mean, are distributed as the
+    sum of two exponential ones: about `2 · r²` of them are shorter than `r` times the mean, if `r` is small."""
+    slack_s = (itl_s - step_s) * answer_tokens
+    return slack_s > 0 and 2 * num_answers * stall_s**2 < slack_s**2
 
 
 class Threshold:
@@ -62,14 +71,19 @@ class Threshold:
         if self._estimates.hand_off.num_measured < FEWEST_HAND_OFFS:
             return None
         estimates, load = self._estimates, decode.load
-        stalled = 1 + load.num_decodes
-        alone = (
-            estimates.prefill_s(decode.name, load.prefill_tokens + left)
-            + estimates.token_s(decode.name) * left * stalled
-        )
+        first_s = estimates.prefill_s(decode.name, load.prefill_tokens + left)
+        alone = first_s + estimates.token_s(decode.name) * left * (1 + load.num_decodes)
         at_prefill = max(0, asked.num_tokens - cached.tokens(prefill))
         apart = estimates.prefill_s(prefill.name, at_prefill) + estimates.hand_off.at(left)
+        queued = apart + estimates.token_s(prefill.name) * prefill.load.prefill_tokens
+        would_miss = False
+        if (targets := self._directions.targets_s) is not None:
+            ttft_s, itl_s = targets
+            stall_s = estimates.token_s(decode.name) * (load.prefill_tokens + left)
+            step_s = estimates.decode.at(load.num_decodes + 1)
+            if not keeps_itl(itl_s, step_s, estimates.answer_tokens, load.num_decodes, stall_s):
+                return None
+            would_miss = first_s <= ttft_s < queued
         if alone < apart:
             return "short_prompt"
-        queue = estimates.token_s(prefill.name) * prefill.load.prefill_tokens
-        return "prefill_busy" if alone < apart + queue else None
+        return "prefill_busy" if would_miss or alone < queued else None

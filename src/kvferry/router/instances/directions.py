@@ -22,6 +22,11 @@ class Directions:
         return None if self.plan is None else self.plan.disaggregate_from
 
     @property
+    def targets_s(self) -> tuple[float, float] | None:
+        """The targets of the time to the first token, and between two tokens; None: there are none."""
+        return None if self.plan is None or not self.plan.itl_s else (self.plan.ttft_s, self.plan.itl_s)
+
+    @property
     def starts_s(self) -> float:
         """How long an instance takes to start, if one is started for a request that finds none; 0: none is."""
         return 0.0 if self.plan is None else self.plan.starts_s

@@ -88,6 +88,8 @@ class Scaling:
             attained=None if self._decision is None else self._decision.attained,
             goal=scale.attainment,
             starts_s=self._start_s(scale) if seconds(scale.idle) and not recommends else 0.0,
+            ttft_s=0.0 if recommends else seconds(scale.ttft),
+            itl_s=0.0 if recommends else seconds(scale.itl),
             recommends=recommends,
             decisions=tuple(self._decisions),
         )
