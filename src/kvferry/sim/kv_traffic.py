@@ -123,6 +123,14 @@ def _power_of_two(number: float) -> int:
     return 1 << (max(1, int(number)) - 1).bit_length()
 
 
+def to_size(num_bytes: int) -> str:
+    """A size as `memory:` takes it."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.4g}{unit}"
+    return f"{num_bytes}B"
+
+
 Way = Literal["nothing", "P2P", "a store", "P2P and a store"]
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.sim.kv_traffic import prefill_seconds
+from kvferry.sim.kv_traffic import prefill_seconds, to_size
 from kvferry.sim.replay import Answered, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import MachineTimes
@@ -56,6 +56,8 @@ class Candidate:
     both: int = 0
     chunk: int = PREFILL_CHUNK
     router: RouterSettings = RouterSettings()
+    store_bytes: int = 0
+    """Size of the store that all instances share; 0: there is none."""
 
     @property
     def num_instances(self) -> int:
@@ -69,7 +71,8 @@ class Candidate:
 
     def __str__(self) -> str:
         what = f"{self.prefill}P + {self.decode}D" if self.is_split else f"{self.both} plain"
-        return ", ".join((f"{what}, chunks of {self.chunk}", *self.router.flags()))
+        store = (f"a store of {to_size(self.store_bytes)}",) if self.store_bytes else ()
+        return ", ".join((f"{what}, chunks of {self.chunk}", *self.router.flags(), *store))
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,17 @@ class Planner:
             failed, number = (failed, middle) if self._holds(middle, needs) else (middle, number)
         return self._plan(number, needs)
 
+    def with_store(self, found: Findings, num_bytes: int) -> Findings:
+        """Try what was chosen with a store and, while that keeps the share, with fewer instances that prefill."""
+        one = self._try(replace(found.chosen.candidate, store_bytes=num_bytes))
+        while one.figures.within >= self.share and max(one.candidate.prefill, one.candidate.both) > 1:
+            role = "prefill" if one.candidate.is_split else "both"
+            fewer = self._try(replace(one.candidate, **{role: getattr(one.candidate, role) - 1}))
+            if fewer.figures.within < self.share:
+                break
+            one = fewer
+        return replace(found, with_store=one, tried=sorted(self.tried.values(), key=_order))
+
     def _others(self, candidate: Candidate) -> list[Candidate]:
         """A deployment with one setting of its router changed. The fixed threshold is the median prompt's length."""
         if candidate.num_instances == 1:
@@ -269,10 +283,21 @@ class Findings:
     """Try the better of the two also with other settings of the router."""
     tried: list[Tried] = field(default_factory=list)
     """All deployments that were simulated, by their number of instances."""
+    with_store: Tried | None = None
+    """The chosen one with a store, and with as few instances as that needs; None: no store was tried."""
 
     @property
     def chosen(self) -> Tried:
-        """What to run: other settings of the router only if they are clearly better than its own."""
+        """What to run: with a store only if that needs fewer instances, or is clearly better."""
+        one, before = self.with_store, self.without_store
+        if one is None:
+            return before
+        is_smaller = one.candidate.num_instances < before.candidate.num_instances
+        return one if is_smaller or self._is_better(one, before) else before
+
+    @property
+    def without_store(self) -> Tried:
+        """What to run without a store: other settings of the router only if they are clearly better than its own."""
         best = self.by_kind
         for one in self.by_router[1:]:
             if self._is_better(one, best):
@@ -319,11 +344,18 @@ class Findings:
 
     def router_reason(self) -> str:
         """Which settings of the router, in numbers; empty for one instance, where nothing is chosen."""
-        chosen, default = self.chosen, self.by_kind
+        chosen, default = self.without_store, self.by_kind
         if len(self.by_router) < 2:
             return ""
         others = "; ".join(self._by_router(one) for one in self.by_router if one is not chosen)
         return f"router: {self._by_router(chosen)}; {'not better' if chosen is default else 'before'}: {others}"
+
+    def store_reason(self) -> str:
+        """Whether a store is worth it, in numbers; empty if none was tried."""
+        if self.with_store is None:
+            return ""
+        head = "a store" if self.chosen is self.with_store else "no store"
+        return f"{head}: {self._about(self.with_store)}; without, {self._about(self.without_store)}"
 
     def _by_router(self, one: Tried) -> str:
         figures, flags = one.figures, " ".join(one.candidate.router.flags()) or "its own settings"

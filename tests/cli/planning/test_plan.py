@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,12 +10,12 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.cli.planning.plan import spec_of
-from kvferry.cli.planning.simulated import ASSUMED
+from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.fleet.control.spec import fleet_from, read_fleet
 from kvferry.sim.planner import Candidate, RouterSettings
-from kvferry.sim.times import write_times
+from kvferry.sim.times import MediumTimes, StoreTimes, write_times
 from kvferry.store.trace.records import TraceRequest, write_trace
 
 
@@ -61,28 +62,45 @@ def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_store_where_prompts_begin_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the spec says of it in a comment is a spec, too."""
+    """One instance with it does what it takes two without. Where one is enough without, it is not worth it."""
     monkeypatch.setenv("COLUMNS", "200")
     trace, spec = tmp_path / "trace.jsonl", tmp_path / "chat.toml"
-    times = msgspec.structs.replace(ASSUMED, kv=msgspec.structs.replace(ASSUMED.kv, num_tokens=4096))
+    kv, memory = msgspec.structs.replace(ASSUMED.kv, num_tokens=3072), MediumTimes(1e-6, 5e10, 5e10)
+    times = msgspec.structs.replace(ASSUMED, kv=kv, store=StoreTimes(memory=memory))
     write_times(tmp_path / "times.json", times)
-    write_trace(trace, (TraceRequest(300.0 * n, 1100, 8, [3 * (n % 5), 3 * (n % 5) + 1, 100 + n]) for n in range(40)))
-    arguments = ["plan", str(trace), "--times", str(tmp_path / "times.json"), "--write", str(spec), "--budget", "2"]
-    assert main(arguments) == 0
+    write_trace(trace, (TraceRequest(40.0 * n, 1100, 2, [3 * (n % 5), 3 * (n % 5) + 1, 100 + n]) for n in range(80)))
+    arguments = ["plan", str(trace), "--times", str(tmp_path / "times.json"), "--budget", "2"]
+    assert main([*arguments, "--write", str(spec), "--slo", "ttft=250ms"]) == 0
     said = capsys.readouterr().out
-    assert "KV: a store of 1GiB: a store would have 81% of the prompts' tokens" in said
-    assert "prefix caches, 512MiB" in said
-    told = spec.read_text()
-    fleet_from(tomllib.loads(told))
-    comment = next(line for line in told.splitlines() if line.startswith("# kv_transfer_config"))
-    fleet = fleet_from({**tomllib.loads(told), "engine": tomllib.loads(comment.removeprefix("# "))})
+    assert "KV: a store of 2GiB: a store would have 87% of the prompts' tokens" in said
+    assert "\na store: 1 plain" in said
+    assert "; without, 2 plain" in said
+    fleet = fleet_from(tomllib.loads(spec.read_text()))
+    assert fleet.num_instances == 1
     assert parse_transfer_config(fleet.engine.kv_transfer_config).kv_connector == "KVStoreConnector"
+    assert main(["simulate", str(spec), "--trace", str(trace), *arguments[2:4], "--slo", "ttft=250ms", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["within"] >= 0.99
+    assert main([*arguments, "--slo", "ttft=10s", "--speed", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["store"].startswith("no store: 1 plain, chunks of 2048, a store of 2GiB keep 100.0%")
+    assert found["kv"]["store"] is None
+    assert "kv_transfer_config" not in found["spec"]
 
 
 SPLIT = Candidate(2, 5, router=RouterSettings("prefix", "0"))
 
 
-@pytest.mark.parametrize("candidate", [Candidate(both=3, chunk=512), SPLIT])
+@pytest.mark.parametrize("num_bytes", [2**30, 2**41])
+def test_a_store_beside_p2p(num_bytes: int) -> None:
+    fleet = fleet_from(spec_of(replace(SPLIT, store_bytes=num_bytes), ASSUMED))
+    options = world_of(fleet, ASSUMED).instance.options
+    first, second = (one["kv_connector"] for one in options["connectors"])
+    assert (first, second) == ("P2pConnector", "KVStoreConnector")
+    kind = "memory:" if num_bytes == 2**30 else "file:/var/lib/kvferry"
+    assert kind in str(options["connectors"][1]["kv_connector_extra_config"]["store"])
+
+
+@pytest.mark.parametrize("candidate", [Candidate(both=3, chunk=512), SPLIT, replace(SPLIT, store_bytes=2**30)])
 def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
     spec = spec_of(candidate, ASSUMED)
     assert tomllib.loads(to_toml(spec)) == spec

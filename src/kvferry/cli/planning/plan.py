@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,11 +33,12 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.toml_file import require_writable, to_toml
 from kvferry.fleet.control.spec import fleet_from
-from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv
+from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
 from kvferry.sim.planner import Candidate, Findings, Planner, busiest
 from kvferry.sim.targets import parse_targets
 from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import Arrival
+from kvferry.sim.world import WorldSpec
 
 BUDGET, SHARE, REQUESTS = Bounds(1, 256), Bounds(0, 1, above=True), Bounds(1, 10**6)
 _KEPT = (
@@ -46,6 +48,10 @@ _KEPT = (
 """Settings of the engine that was measured which a plan keeps."""
 _MOST_MEMORY = 2**40
 """Bytes of a store that may be in the memory of one machine."""
+_STORE_COMMENT = """
+# The store: memory: is shared by the instances of one machine; file: by those that share the directory, valkey:// and
+# mooncake:// by those of several machines.
+"""
 
 
 def plan(
@@ -100,15 +106,19 @@ def plan(
             chosen,
             measured,
             targets,
-            lambda one: world_of(fleet_from(spec_of(one, measured, model)), measured),
+            lambda one: _world(one, chosen, measured, model),
             share=share,
             seed=seed,
             on_progress=lambda what, done: on_progress(done, what),
         )
         found = planner.search(budget)
-    one = found.chosen.candidate
-    kv = plan_kv(arrivals, measured, one.chunk, one.prefill or one.both, is_split=one.is_split)
-    spec = to_toml(spec_of(one, measured, model)) + _store_comment(kv)
+        one = found.chosen.candidate
+        kv = plan_kv(arrivals, measured, one.chunk, one.prefill or one.both, is_split=one.is_split)
+        if kv.store is not None:
+            found = planner.with_store(found, kv.store.num_bytes)
+    if not found.chosen.candidate.store_bytes:
+        kv = replace(kv, way="P2P" if one.is_split else "nothing", store=None)
+    spec = to_toml(spec_of(found.chosen.candidate, measured, model)) + (_STORE_COMMENT if kv.store is not None else "")
     if write is not None:
         _write(write, spec)
     if plot_file is not None:
@@ -120,8 +130,17 @@ def plan(
     return 0 if found.holds else 1
 
 
+def _world(candidate: Candidate, arrivals: list[Arrival], times: MachineTimes, model: str | None) -> WorldSpec:
+    """A deployment in the simulator. Its store is no larger than all that it gets: the index of one costs memory."""
+    tokens = sum(one.prompt_tokens + one.answer_tokens + times.kv.block_size for one in arrivals)
+    room = 1 << (tokens * times.kv.token_bytes).bit_length()
+    smaller = replace(candidate, store_bytes=min(candidate.store_bytes, room))
+    return world_of(fleet_from(spec_of(smaller, times, model)), times)
+
+
 def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None) -> dict[str, Any]:
     """A deployment as a fleet's spec, with the settings of the engine that was measured."""
+    store = {"kv_transfer_config": _with_store(candidate)} if candidate.store_bytes else {}
     kept = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
     chunk = [f"--max-num-batched-tokens={candidate.chunk}"]
     counts = {"prefill": candidate.prefill, "decode": candidate.decode, "both": candidate.both}
@@ -131,26 +150,20 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
         "name": "planned",
         "model": model or times.model,
         "mode": "pooling",
-        **({"engine": {"args": kept}} if kept else {}),
+        **({"engine": {**({"args": kept} if kept else {}), **store}} if kept or store else {}),
         **({"router": {"args": candidate.router.flags()}} if candidate.router.flags() else {}),
         "role": roles,
     }
 
 
-def _store_comment(kv: KVPlan) -> str:
-    """What a spec has to say for the store that is recommended: a comment, as the search was made without it."""
-    if kv.store is None:
-        return ""
-    size = _size(kv.store.num_bytes)
-    url = f"memory:{size}" if kv.store.num_bytes <= _MOST_MEMORY else f"file:/var/lib/kvferry?max_bytes={size}"
+def _with_store(candidate: Candidate) -> str:
+    """The connectors of a deployment with a store, as `kv_transfer_config` takes them."""
+    size = to_size(candidate.store_bytes)
+    url = f"memory:{size}" if candidate.store_bytes <= _MOST_MEMORY else f"file:/var/lib/kvferry?max_bytes={size}"
     store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": url}}
     both = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
-    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": both} if kv.hand_offs else store
-    told = msgspec.json.encode(config).decode()
-    return (
-        "\n# For the store, in [engine]. memory: is shared by the instances of one machine; file: by those that share"
-        f"\n# the directory, valkey:// and mooncake:// by those of several machines.\n# kv_transfer_config = '{told}'\n"
-    )
+    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": both} if candidate.is_split else store
+    return msgspec.json.encode(config).decode()
 
 
 def _write(path: Path, text: str) -> None:
@@ -166,6 +179,7 @@ def _as_json(found: Findings, kv: KVPlan, spec: str) -> dict[str, Any]:
         "reason": found.reason(),
         "router": found.router_reason(),
         "kv": kv,
+        "store": found.store_reason(),
         "unreachable": found.unreachable(),
         "spec": spec,
         "tried": [{"deployment": str(one.candidate), "figures": one.figures} for one in found.tried],
@@ -206,6 +220,8 @@ def _show(
     if found.router_reason():
         console.print(found.router_reason(), soft_wrap=True)
     console.print(f"KV: {_in_words(kv)}", soft_wrap=True)
+    if found.store_reason():
+        console.print(found.store_reason(), soft_wrap=True)
     if kv.hand_offs:
         console.print(_ways(kv, found.chosen.candidate.prefill))
     if kv.stores:
@@ -250,7 +266,7 @@ def _grid(found: Findings) -> Table:
 
 
 def _in_words(kv: KVPlan) -> str:
-    told = kv.way if kv.store is None else f"{kv.way} of {_size(kv.store.num_bytes)}"
+    told = kv.way if kv.store is None else f"{kv.way} of {to_size(kv.store.num_bytes)}"
     return f"{told}: {kv.why}"
 
 
@@ -272,10 +288,10 @@ def _stores(kv: KVPlan) -> Table:
     for name in ("has of the prompts", "read, busiest 10 s", "written", "prefill saved, instances"):
         table.add_column(name, justify="right")
     if kv.caches is not None:
-        name = f"prefix caches, {_size(kv.caches.num_bytes)}"
+        name = f"prefix caches, {to_size(kv.caches.num_bytes)}"
         table.add_row(name, f"{kv.caches.found:.0%}", "", "", f"{kv.caches.saves:.2f}")
     for one in kv.stores:
-        row = (_size(one.num_bytes), f"{one.found:.0%}", _rate(one.reads), _rate(one.writes), f"{one.saves:.2f}")
+        row = (to_size(one.num_bytes), f"{one.found:.0%}", _rate(one.reads), _rate(one.writes), f"{one.saves:.2f}")
         table.add_row(*row, style="bold" if one is kv.store else "")
     return table
 
@@ -287,14 +303,6 @@ def _break_even(store: StoreUse, times: MachineTimes) -> str:
         f"A store helps an instance only if it reads faster than {least}, which is how fast KV is computed; hand-offs"
         f" {known} at {_rate(times.transfer.bandwidth)}."
     )
-
-
-def _size(num_bytes: int) -> str:
-    """A size as `--store memory:` takes it."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.3g}{unit}"
-    return f"{num_bytes}B"
 
 
 def _rate(num_bytes: float) -> str:
