@@ -209,7 +209,13 @@ def change_at_random(
             time.sleep(dice.choice([0.0, 0.2, 1.0]))
             if dice.random() < 0.4:
                 fleet.settle()
-            assert load.wrong == [], f"after {done}\n{json.dumps([*map(str, fleet.status.members)], indent=1)}"
+            assert load.wrong == [], f"{load.wrong} after {done}\n{_told_of(fleet)}"
         fleet.settle()
-    assert load.wrong == [], done
+    assert load.wrong == [], f"{load.wrong} after {done}\n{_told_of(fleet)}"
     require_clean(fleet)
+
+
+def _told_of(fleet: Fleet) -> str:
+    """What a controller has seen last, and has done."""
+    members = json.dumps([*map(str, fleet.status.members)], indent=1)
+    return "\n".join([members, *map(str, ledger_of(fleet.name).history()), fleet.log])

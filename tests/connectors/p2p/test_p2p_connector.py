@@ -19,6 +19,7 @@ from kvferry.connectors.p2p import worker
 from kvferry.connectors.p2p.plan import P2pPlan, Save
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
+from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -517,6 +518,53 @@ def test_a_ticket_that_was_changed_is_not_believed(make_engine: MakeEngine) -> N
     stamped = {**ticket["prefill_result"], "timeline": {"arrived": 5.0}}
     assert consumer.scheduler.refusal(consumed(PROMPT, ticket | {"prefill_result": stamped})) is None
     assert consumer.run(consumed(PROMPT, ticket)).error is None
+
+
+class SetClock:
+    """The machine's time, whose wall clock somebody sets."""
+
+    def __init__(self) -> None:
+        self.set_by_s = self.passed_s = 0.0
+
+    def monotonic(self) -> float:
+        return SYSTEM_CLOCK.monotonic() + self.passed_s
+
+    def wall(self) -> float:
+        return SYSTEM_CLOCK.wall() + self.set_by_s
+
+
+@pytest.mark.parametrize("set_by_s", [-3600.0, -40.0, 40.0, 3600.0])
+@pytest.mark.parametrize("whose", ["P", "D", "both"])
+def test_clocks_that_are_set_while_a_ticket_is_handed_over(
+    make_engine: MakeEngine, whose: str, set_by_s: float
+) -> None:
+    """A ticket that seems too old is refused, and its prompt computed; nothing else depends on the time of day. When
+    both clocks are right again, so are hand-offs. "both": the clock of one machine, between P's seal and D's look."""
+    clocks = {"P": SetClock(), "D": SetClock()}
+    producer = make_engine("P2pConnector", "kv_producer", transport="shm", clock=clocks["P"])
+    consumer = make_engine("P2pConnector", "kv_consumer", transport="shm", clock=clocks["D"])
+    if whose == "P":
+        clocks["P"].set_by_s = set_by_s
+    prefill = producer.run(produced(PROMPT))
+    for name in clocks if whose == "both" else {"D"} & {whose}:
+        clocks[name].set_by_s = set_by_s
+    decode = consumer.run(consumed(PROMPT, prefill.ticket))
+    seems_late_by_s = -set_by_s if whose == "P" else set_by_s
+    if seems_late_by_s > 1000:
+        assert isinstance(decode.error, LeaseEnded)
+        assert decode.num_computed_here > 0
+        assert producer.held
+        clocks["P"].passed_s = 3600.0  # its lease ends, whatever the time of day
+    else:
+        assert (decode.error, decode.num_computed_here) == (None, 0)
+    producer.run_until(lambda: not producer.held)
+    consumer.require_right(decode)
+    for one in clocks.values():
+        one.set_by_s = 0.0
+    later = producer.run(produced(PROMPT, "later"))
+    decode = consumer.run(consumed(PROMPT, later.ticket, "later"))
+    assert (decode.error, decode.num_computed_here) == (None, 0)
+    consumer.require_right(decode)
 
 
 def test_a_request_that_has_no_part_in_hand_offs(make_engine: MakeEngine) -> None:
