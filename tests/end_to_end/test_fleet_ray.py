@@ -330,8 +330,9 @@ def test_random_changes(fleet: RayFleet, nodes: Nodes) -> None:
                 os.kill(dice.choice(pair), number)
 
     def lose_node() -> None:
-        if left := to_lose(fleet, nodes):
-            nodes.cluster.remove_node(dice.choice(left), allow_graceful=False)
+        left = to_lose(fleet, nodes)
+        if left and fleet.may_strike(*on(fleet, node := dice.choice(left))):
+            nodes.cluster.remove_node(node, allow_graceful=False)
             nodes.add()
 
     change_at_random(fleet, dice, NUM_CHANGES, strike, lose_node)

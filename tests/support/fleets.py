@@ -62,6 +62,8 @@ class Fleet:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
+        self._struck: set[str] = set()
+        """URLs of instances that tests have struck, whether that has been noticed or not."""
 
     def apply(self, spec: str, *flags: str) -> None:
         """Make it, or change it to this."""
@@ -108,6 +110,15 @@ class Fleet:
     def names(self, *roles: str) -> list[str]:
         """Of those that are `ready`."""
         return [one.name for one in self.ready(*roles)]
+
+    def may_strike(self, *members: str) -> bool:
+        """Whether an instance is left that can answer if these are struck, which then counts as done: with none,
+        requests are answered with 503 until one is there again."""
+        here = self.ready("prefill", "decode")
+        if not any(one.name not in members and one.url not in self._struck for one in here):
+            return False
+        self._struck |= {one.url for one in here if one.name in members}
+        return True
 
     def pid(self, member: str) -> int | None:
         """The process of a local member; None if there is none."""
@@ -176,13 +187,19 @@ def change_at_random(
     fleet: Fleet, dice: random.Random, number: int, strike: Callable[[str, int], None], *more: Callable[[], None]
 ) -> None:
     """So many changes under load, some in the middle of others: counts, rolls, other controllers, whatever `more` does,
-    and members that `strike` sends a signal to. Every answer is right, and in the end nothing is kept."""
+    and members that `strike` sends a signal to, but never all instances. Every answer is right, and in the end nothing
+    is kept."""
+
+    def struck(number: int) -> None:
+        names = fleet.names("prefill", "decode")
+        if names and fleet.may_strike(name := dice.choice(names)):
+            strike(name, number)
 
     def kill() -> None:
-        strike(dice.choice(fleet.names("prefill", "decode") or ["none"]), signal.SIGKILL)
+        struck(signal.SIGKILL)
 
     def stop() -> None:
-        strike(dice.choice(fleet.names("prefill", "decode") or ["none"]), signal.SIGSTOP)
+        struck(signal.SIGSTOP)
 
     def scale() -> None:
         fleet.scale(f"prefill={dice.randint(1, 2)}", f"decode={dice.randint(1, 2)}", "--wait-s=0")
