@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.http.server import connection, http_server
 from kvferry.http.server.listen import listen
 
-from .running import Handlers, request, running, wire
+from .running import Handlers, Wire, request, running, wire
 
 
 async def test_running_requests_may_end_and_idle_connections_are_closed() -> None:
@@ -50,6 +51,19 @@ async def test_who_had_connected_before_the_end_gets_an_answer() -> None:
                 reply = await one.reply()
                 assert (reply.status, reply.headers["connection"]) == (200, "close")
                 assert await one.to_end() == b""
+
+
+async def test_who_waits_to_be_let_in_at_the_end_gets_an_answer() -> None:
+    async with running(Handlers(), shutdown_grace_s=60.0) as served:
+        clients = []
+        for _ in range(3):  # without a turn of the event loop, which would let them in
+            clients.append(socket.create_connection(("127.0.0.1", served.port), timeout=10))
+            clients[-1].sendall(request("/ok"))
+        served.server.stop()
+        for one in clients:
+            reader, writer = await asyncio.open_connection(sock=one)
+            assert (await Wire(reader, writer).reply()).status == 200
+            writer.close()
 
 
 async def test_who_had_connected_before_the_end_and_sends_nothing_is_not_waited_for(

@@ -15,6 +15,7 @@ import ssl
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.server.connection import ServerConnection
 from kvferry.http.server.keys import Side
+from kvferry.http.server.listen import BACKLOG
 from kvferry.http.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,12 @@ class Door:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting; handshakes in progress continue within their time, or until `abort`."""
+        """Let in whoever has connected by now, as the end of a socket resets those that wait there, and stop accepting;
+        handshakes in progress continue within their time, or until `abort`."""
         self._loop.remove_reader(self._listener)
+        for _ in range(BACKLOG):
+            if not self._accept():
+                break
         if self._later is not None:
             self._later.cancel()
         self._listener.close()
@@ -58,18 +63,20 @@ class Door:
         for handshake in self._handshakes:
             handshake.cancel()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Whether there was a connection."""
         try:
             accepted, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another process was faster, or the client has left
+            return False  # another process was faster, or the client has left
         except OSError as error:
             logger.warning("a connection could not be accepted: %s", error)
             self._loop.remove_reader(self._listener)
             self._later = self._loop.call_later(_WAIT_S, self.open)
-            return
+            return False
         accepted.setblocking(False)
         self._let_in(accepted, str(address[0]))
+        return True
 
     def _let_in(self, accepted: socket.socket, client: str) -> None:
         """A connection beyond the limit is closed without a message if a message would need a handshake, or if there is
