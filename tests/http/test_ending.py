@@ -53,6 +53,20 @@ async def test_who_had_connected_before_the_end_gets_an_answer() -> None:
                 assert await one.to_end() == b""
 
 
+async def test_a_listener_that_was_given_is_closed_before_the_last_request_ends() -> None:
+    """Whoever connected meanwhile would be reset at the end of the process."""
+    handlers, given = Handlers(), listen("127.0.0.1", 0)
+    port = given.getsockname()[1]
+    async with running(handlers, listeners=(given.detach(),), shutdown_grace_s=60.0) as served, wire(port) as busy:
+        busy.send(request("/wait"))
+        await handlers.running.wait()
+        served.server.stop()
+        async with asyncio.timeout(30):
+            await until_refused(port)
+        handlers.go.set()
+        assert (await busy.reply()).body == b"done"
+
+
 async def test_who_waits_to_be_let_in_at_the_end_gets_an_answer() -> None:
     async with running(Handlers(), shutdown_grace_s=60.0) as served:
         clients = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import struct
 from contextlib import closing
@@ -238,7 +239,10 @@ async def test_nagles_algorithm_is_off() -> None:
 
 async def test_servers_that_share_a_socket_serve_while_one_of_them_lives() -> None:
     with closing(listen("127.0.0.1", 0)) as shared:
-        async with running(listeners=(shared.fileno(),)) as one, running(listeners=(shared.fileno(),)) as other:
+        async with (
+            running(listeners=(os.dup(shared.fileno()),)) as one,
+            running(listeners=(os.dup(shared.fileno()),)) as other,
+        ):
             assert one.port == other.port == shared.getsockname()[1]
             for server in (None, one.server, other.server):
                 if server is not None:

@@ -115,7 +115,7 @@ class HttpConfig(HttpAccess):
 
     listeners: tuple[int, ...] = ()
     """Descriptors of sockets that listen already, which other processes may share: the clients', then the admin's if
-    there is one. Without them, the server opens its own."""
+    there is one. The server closes them when it accepts no more. Without them, it opens its own."""
 
     @property
     def scheme(self) -> str:

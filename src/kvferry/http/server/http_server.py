@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -69,7 +68,7 @@ class HttpServer:
         config = self.config
         sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
         if config.listeners:
-            given = [socket.socket(fileno=os.dup(one)) for one in config.listeners]
+            given = [socket.socket(fileno=one) for one in config.listeners]
             self._listeners = list(zip(given, sides, strict=True))
             return
         public = bind(config.host, config.port)
