@@ -490,6 +490,18 @@ def test_another_image_is_rolled() -> None:
     assert not old & {one.revision for one in world.members.values()}
 
 
+def test_one_that_is_stopped_while_it_starts_takes_room_until_it_is_gone() -> None:
+    fleet = pooling(role={"prefill": {"count": 1, "max": 2}, "decode": {"count": 1, "max": 2}})
+    here = [
+        Observed("prefill-0", "prefill", fleet.revision, Phase.READY, 0.0),
+        Observed("decode-0", "decode", "old", Phase.READY, 0.0),
+        Observed("decode-1", "decode", "old", Phase.STARTING, 0.0),
+    ]
+    assert [(type(one), one.name) for one in plan(fleet, here, [], 1.0)] == [(StopMember, "decode-1")]
+    assert not plan(fleet, [*here[:2], replace(here[2], phase=Phase.DRAINED)], [], 1.0)[1:]
+    assert [(type(one), one.name) for one in plan(fleet, here[:2], [], 1.0)] == [(Start, "decode-1")]
+
+
 def test_a_roll_begins_when_there_is_room_for_it() -> None:
     """What was drained a moment ago takes room until it is gone."""
     world = World(pooling(4, 4))

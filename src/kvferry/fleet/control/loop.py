@@ -257,7 +257,7 @@ class _Tick:
     def _remove(self, item: Item, why: str, *, failed: bool = False) -> None:
         """Drain an item's members; those that do not serve yet are stopped."""
         self._drop(item)
-        self._num_leaving[item.kind] += not failed and any(one.phase is Phase.READY for one in item.members)
+        self._num_leaving[item.kind] += 1
         for one in item.members:
             if failed:
                 self._fail(one, why)
