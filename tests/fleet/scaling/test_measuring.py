@@ -143,6 +143,14 @@ def test_instances_for_both_phases_have_phase_times_too() -> None:
     assert found.prefill_token_s == pytest.approx(1e-4, rel=0.15)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_answer_that_came_at_once_keeps_nothing_from_being_measured() -> None:
+    known = [*some(50), seen(-20.0, answer_s=1e-12)]
+    times = phase_times(known)
+    assert times is not None
+    assert 0.0 < times.decode_base_s < 1.0
+
+
 def test_memory_of_one_decode_instance_bounds_its_answers() -> None:
     requests = some(100)
     mean = sum(one.prompt_tokens + one.output_tokens for one in requests) / len(requests)

@@ -232,7 +232,7 @@ def _computed(known: Sequence[RequestObservation]) -> list[tuple[float, float]]:
 
 def _beside(answers: Sequence[RequestObservation], known: Sequence[RequestObservation]) -> Vector:
     """How many answers ran on the instance of each, in the mean of its time. What routers report is that of two
-    moments, and of one router; it is used where the times of some answers are not known."""
+    moments, and of one router; it is used where the times of some answers are not known, or too short."""
     if not all(one.streams for one in known):
         return np.array([one.beside for one in answers])
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -252,8 +252,10 @@ def _beside(answers: Sequence[RequestObservation], known: Sequence[RequestObserv
         sums = np.concatenate([[0.0], (np.diff(at) * running[:-1]).cumsum()])
         here = names == name
         found[here] = np.interp(last[here], at, sums) - np.interp(first[here], at, sums)
-    found /= last - first
-    return found
+    lasts = last - first  # none, of times since 1970, if it is below a microsecond
+    means = np.array([one.beside for one in answers])
+    np.divide(found, lasts, out=means, where=lasts > 0.0)
+    return means
 
 
 def _decoded(
