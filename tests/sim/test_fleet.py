@@ -3,18 +3,23 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
+from kvferry.fleet.control import controller
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
 from kvferry.fleet.control.front import View
+from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
+from kvferry.fleet.control.spec import WantedFleet
 from kvferry.sim import __main__ as command
+from kvferry.sim.seeds import fleet_scenario
 from kvferry.sim.seeds.faults import OUTSIDE, Fault, Kind
 from kvferry.sim.seeds.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
 from kvferry.sim.seeds.hunt import shrink
 from kvferry.sim.seeds.scenario import draw
 
-SEEDS = range(1, 5)
+SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])
 
 
 def _scenario(*changes: Change, seed: int = 1) -> FleetScenario:
@@ -76,6 +81,19 @@ def _take_the_dead_for_ready(monkeypatch: pytest.MonkeyPatch) -> None:
         return Phase.READY if member.state is MemberState.ENDED else phase(self, member, view)
 
     monkeypatch.setattr(Observer, "_phase", take_for_ready)
+
+
+def test_a_role_that_has_more_members_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_scenario, "_MOST", 2)
+    scale = {"ttft": "1s", "itl": "1s", "cool_down": "1m"}
+    scenario = replace(_scenario(Change(0.1, "roll", 0.0, 0.0, 0.0)), scale=scale)
+    assert not run_fleet(scenario).violations
+    monkeypatch.setattr(controller, "plan", lambda fleet, *rest: plan(_without_max(fleet), *rest))
+    assert {one.name for one in run_fleet(scenario).violations} == {"a fleet stays within its bounds"}
+
+
+def _without_max(fleet: WantedFleet) -> WantedFleet:
+    return structs.replace(fleet, role={name: structs.replace(one, max=None) for name, one in fleet.role.items()})
 
 
 def test_a_fleet_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.seeds.faults import OUTSIDE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation
+from kvferry.sim.seeds.invariants import Violation, of_bounds
 from kvferry.sim.seeds.scenario import Report, draw, judged, require_finished
 from kvferry.sim.world import RequestSpec, WorldSpec
 
 ChangeKind = Literal["scale", "swap", "roll", "kill", "controller"]
 KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 _BECOMES_SO_S = 120.0
+_SCALED_SHARE = 0.35
+"""Share of the seeds whose fleet has `[scale]`."""
+_MOST = 4
+"""Instances of a role that such a fleet has at most."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to a fleet: another number of instances is wanted (`scale`), one more of a role and one less of the
-    other (`swap`), or others in their places (`roll`); a member dies (`kill`), or the controller, and after `seconds`
-    there is another one. `place` and `other` choose.
+    """What happens to a fleet: another number of instances is wanted (`scale`; a fleet with `[scale]` loses it, or has
+    it again), one more of a role and one less of the other (`swap`), or others in their places (`roll`); a member dies
+    (`kill`), or the controller, and after `seconds` there is another one. `place` and `other` choose.
     """
 
     at_s: float
@@ -44,13 +48,30 @@ class FleetScenario:
     requests: list[RequestSpec]
     faults: list[Change | Fault]
     """Changes, and faults of `faults.OUTSIDE`."""
+    scale: dict[str, Any] | None = None
+    """The table `[scale]`, if there is one. Without a `budget` that leaves a roll room, one of its members may be
+    missing."""
 
     @property
     def loses_nothing(self) -> bool:
         """Whether each request must be answered, unless its client leaves: nobody dies but the controller, and each
         role is there twice."""
         keeps = self.world.instance.kv_load_failure_policy == "recompute" and min(self.counts[:2]) > 1
-        return keeps and all(one.kind in ("roll", "controller") for one in self.faults)
+        stays = self.scale is None or "idle" not in self.scale
+        return keeps and stays and all(one.kind in ("roll", "controller") for one in self.faults)
+
+    def fleet(self, counts: tuple[int, int, int], stamp: str = "", *, is_scaled: bool = True) -> WantedFleet:
+        """The fleet with other counts. `is_scaled`: with `[scale]`, if the scenario has it."""
+        prefill, decode, routers = counts
+        role: dict[str, dict[str, Any]] = {"prefill": {"count": prefill}, "decode": {"count": decode}}
+        given = {"name": "simulated", "model": "simulated", "mode": "pooling", "router": {"count": routers}}
+        if self.scale is not None:
+            bounds = {"min": 0 if "idle" in self.scale else 1, "max": _MOST}
+            for name, other in (("prefill", "decode"), ("decode", "prefill")):
+                role[name] |= bounds | {"can_be": [other] if self.world.instance.takes_any_role else []}
+            given |= {} if "budget" in self.scale else {"roll": {"unavailable": 1}}
+            given |= {"scale": self.scale} if is_scaled else {}
+        return fleet_from({**given, "role": role, "stamp": stamp})
 
     def only(self, requests: Sequence[int], faults: Sequence[int]) -> FleetScenario:
         return replace(
@@ -70,28 +91,38 @@ def draw_fleet(seed: int) -> FleetScenario:
     ]
     if not is_gentle:
         changes += draw_faults(random, random.choice((0, 1, 3)), 4.0, OUTSIDE)
-    return FleetScenario(seed, plain.world, counts, plain.requests, sorted(changes, key=lambda one: one.at_s))
+    own = Random(f"kvferry scale {seed}")  # so that the other seeds stay what they were
+    scale, requests = None, plain.requests
+    if own.random() < _SCALED_SHARE:
+        scale = _draw_scale(own) | ({"budget": _MOST} if is_gentle else {})
+        requests = [replace(one, at_s=one.at_s + again) for again in (0.0, 0.5, 2.5) for one in plain.requests]
+        requests.sort(key=lambda one: one.at_s)
+    return FleetScenario(seed, plain.world, counts, requests, sorted(changes, key=lambda one: one.at_s), scale)
 
 
-def fleet_of(prefill: int, decode: int, routers: int, stamp: str = "") -> WantedFleet:
-    """A fleet in pooling mode."""
-    return fleet_from(
-        {
-            "name": "simulated",
-            "model": "simulated",
-            "mode": "pooling",
-            "role": {"prefill": {"count": prefill}, "decode": {"count": decode}},
-            "router": {"count": routers},
-            "stamp": stamp,
-        }
-    )
+def _draw_scale(random: Random) -> dict[str, Any]:
+    """Targets that are met or not, and times that fit into a scenario."""
+    scale = {
+        "ttft": random.choice(("25ms", "40ms", "200ms")),
+        "itl": random.choice(("12ms", "50ms")),
+        "attainment": random.choice((0.9, 0.99)),
+        "interval": random.choice(("100ms", "500ms")),
+        "cool_down": random.choice(("200ms", "2s")),
+        "hold": random.choice(("1s", "5s")),
+        "starts": "500ms",
+        "warm": random.choice(("0s", "500ms")),
+        "least_requests": random.choice((1, 3)),
+        "deflect": random.random() < 0.3,
+    }
+    return scale | ({"idle": "2s"} if random.random() < 0.25 else {})
 
 
 class _Changes:
     """Lets changes happen in a fleet. Owns what is wanted."""
 
-    def __init__(self, world: FleetWorld, counts: tuple[int, int, int]) -> None:
-        self._world, self._counts, self._stamp = world, counts, 0
+    def __init__(self, world: FleetWorld, scenario: FleetScenario) -> None:
+        self._world, self._scenario, self._counts, self._stamp = world, scenario, scenario.counts, 0
+        self._is_scaled = True
         self.num_open = 0
 
     def schedule(self, changes: list[Change]) -> None:
@@ -106,15 +137,16 @@ class _Changes:
         match change.kind:
             case "scale":
                 self._counts = (1 + int(change.place * 3), 1 + int(change.other * 3), self._counts[2])
-                world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
+                self._is_scaled = not self._is_scaled
+                self._want()
             case "swap":
                 prefill, decode, routers = self._counts
                 moved = 1 if decode > 1 else -1 if prefill > 1 else 0
                 self._counts = (prefill + moved, decode - moved, routers)
-                world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
+                self._want()
             case "roll":
                 self._stamp += 1
-                world.want(fleet_of(*self._counts, stamp=str(self._stamp)))
+                self._want()
             case "kill":
                 started = list(world.started.values())
                 if started:
@@ -126,6 +158,9 @@ class _Changes:
                     return
         self.num_open -= 1
 
+    def _want(self) -> None:
+        self._world.want(self._scenario.fleet(self._counts, str(self._stamp), is_scaled=self._is_scaled))
+
     def _start_controller(self) -> None:
         self._world.start_controller()
         self.num_open -= 1
@@ -133,9 +168,9 @@ class _Changes:
 
 def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
     """Let it happen, and look whether everything held that must."""
-    world = FleetWorld(scenario.world, fleet_of(*scenario.counts), scenario.seed, keep_log=keep_log)
-    with judged(world, scenario) as report:
-        changes, breaker = _Changes(world, scenario.counts), FaultInjector(world)
+    world = FleetWorld(scenario.world, scenario.fleet(scenario.counts), scenario.seed, keep_log=keep_log)
+    with judged(world, scenario, lambda: of_bounds(world)) as report:
+        changes, breaker = _Changes(world, scenario), FaultInjector(world)
         if not world.is_settled:
             report.violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
         changes.schedule([one for one in scenario.faults if isinstance(one, Change)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core.errors import LeakError
+from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.seeds.stores import room_of
 from kvferry.sim.world import RequestResult, World
 from kvferry.store.media.file_room import LOOK_SHARE, PIN_SUFFIX, SUFFIX
@@ -135,4 +136,17 @@ def of_blocks(world: World) -> list[Violation]:
                 instance.engine.scheduler.audit()
             except LeakError as error:
                 found.append(Violation("blocks are accounted for", f"{instance.name}: {error}"))
+    return found
+
+
+def of_bounds(world: FleetWorld) -> list[Violation]:
+    """At any time: no role has more members than its `max`, leaving ones included, and none is to have fewer than its
+    `min`. The bounds of a fleet do not change."""
+    found, seen = [], world.ledger.status()
+    for role, bounds in world.ledger.wanted().fleet.role.items():
+        number = sum(one.spec.role == role for one in world.started.values())
+        if bounds.max is not None and number > bounds.max:
+            found.append(Violation("a fleet stays within its bounds", f"{number} {role}, and {bounds.max} at most"))
+        if seen is not None and role in seen.roles and seen.roles[role].desired < bounds.min:
+            found.append(Violation("a fleet stays within its bounds", f"{seen.roles[role].desired} {role} are wanted"))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -199,9 +199,10 @@ class Judged(Protocol):
 
 
 @contextmanager
-def judged(world: World, scenario: Judged) -> Iterator[Report]:
+def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]] = lambda: []) -> Iterator[Report]:
     """Run the world with the scenario's requests. The body lets happen what happens beside them; then the world has
-    time to settle, is shut down, and the report has what came of it all."""
+    time to settle, is shut down, and the report has what came of it all. `always`: what must hold at any time, besides
+    what must in each world."""
     report, moves = Report(scenario.seed), 0
     violations = report.violations
 
@@ -209,7 +210,7 @@ def judged(world: World, scenario: Judged) -> Iterator[Report]:
         nonlocal moves
         moves += 1
         if moves % AUDITED_EVERY == 0 and not violations:
-            violations.extend(of_blocks(world) + of_leases(world))
+            violations.extend(of_blocks(world) + of_leases(world) + always())
 
     with world.running():
         simulation = world.simulation
