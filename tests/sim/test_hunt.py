@@ -1,5 +1,8 @@
 """Many seeds at once, and scenarios that are shrunk to what they need to fail."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +87,15 @@ def test_a_planted_mistake_is_shrunk_and_runs_again(
     assert "no error is logged" in capsys.readouterr().out
 
 
+def test_an_output_that_nobody_reads() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    told = [sys.executable, "-m", command.__name__, "1"]
+    done = subprocess.run(told, check=False, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_seeds_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["2-3", "--no-faults"]) == 0
     assert "2 seeds, 0 failed" in capsys.readouterr().out
@@ -98,6 +110,10 @@ def test_seeds_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["x"], "'x' is not a seed, or a range such as 1-200"),
         (["5-1"], "'5-1' is not a seed, or a range such as 1-200"),
         (["17", "--faults", "999"], "faults, which are counted from 0"),
+        (["17", "--faults", "-1"], "'-1' is not a list such as 0,3, or none"),
+        (["17", "--jobs", "0"], "'0' is not a number of at least 1"),
+        (["17", "--twice", "-1"], "'-1' is not a number of at least 1"),
+        (["1-99999999999"], "more than 10000000 seeds at once"),
     ],
 )
 def test_what_cannot_be_run_is_said_and_is_no_success(

@@ -7,12 +7,14 @@ import os
 import sys
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.process_end import leave
 from kvferry.sim.seeds.fleet_scenario import draw_fleet
 from kvferry.sim.seeds.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
 from kvferry.sim.seeds.scenario import Report, draw
 
 _MOST_TOLD = 6
 _FEW_SEEDS = 8
+_MOST_SEEDS = 10**7
 _LONGEST = 1500
 
 
@@ -23,12 +25,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
     parser.add_argument("--fleet", action="store_true", help="of a fleet that a controller looks after")
     parser.add_argument("--log", action="store_true", help="print all events")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--twice", type=int, default=0, metavar="N", help="run each Nth seed twice, and compare")
+    parser.add_argument("--jobs", type=_count, default=1, help="processes")
+    parser.add_argument("--twice", type=_count, default=0, metavar="N", help="run each Nth seed twice, and compare")
     parser.add_argument("--shrink", action="store_true", help="find the few requests and faults with which it fails")
     parser.add_argument("--requests", type=_numbers, help="only these of the seed's, such as 0,3, or none")
     parser.add_argument("--faults", type=_numbers, help="only these of the seed's, such as 0,3, or none")
     given = parser.parse_args(arguments)
+    if sum(one.stop - one.start for one in given.seeds) > _MOST_SEEDS:
+        parser.error(f"more than {_MOST_SEEDS} seeds at once")
     seeds = [seed for one in given.seeds for seed in one]
     begun, num_failed = SYSTEM_CLOCK.monotonic(), 0
     if given.shrink or given.log or given.requests is not None or given.faults is not None:
@@ -66,8 +70,17 @@ def _range(text: str) -> range:
     return seeds
 
 
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def _numbers(text: str) -> list[int]:
-    return [] if text == "none" else [int(one) for one in text.split(",")]
+    numbers = [] if text == "none" else text.split(",")
+    if not all(one.isdecimal() for one in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,3, or none")
+    return [int(one) for one in numbers]
 
 
 def _part(scenario: AnyScenario, requests: list[int] | None, faults: list[int] | None) -> AnyScenario:
@@ -104,4 +117,10 @@ def _shrink(scenario: AnyScenario) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # whoever read the output, such as `head`, has ended
+        code = 141
+    leave(code)
