@@ -231,6 +231,17 @@ async def test_both_roles_go_to_zero_together_and_come_back_for_who_waits(tmp_pa
     assert decided(made)[-1] == "wake"
 
 
+async def test_reports_that_make_no_sense_do_not_end_the_controller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Controlled(tmp_path, scaled())
+    made.front.reported = lambda: TrafficReport(time.time(), "many", 0, [])  # type: ignore[arg-type]
+    async with made.running():
+        await made.until(lambda: "nothing could be decided" in caplog.text)
+        made.front.reported = Traffic(8.0)
+        await followed(made)
+
+
 async def test_routers_that_do_not_answer_change_nothing(tmp_path: Path) -> None:
     made = Controlled(tmp_path, scaled(2, 2))
     async with made.running() as task:

@@ -253,7 +253,7 @@ def _beside(answers: Sequence[RequestObservation], known: Sequence[RequestObserv
         here = names == name
         found[here] = np.interp(last[here], at, sums) - np.interp(first[here], at, sums)
     lasts = last - first  # none, of times since 1970, if it is below a microsecond
-    means = np.array([one.beside for one in answers])
+    means = np.array([one.beside for one in answers], dtype=float)
     np.divide(found, lasts, out=means, where=lasts > 0.0)
     return means
 

@@ -116,7 +116,20 @@ class Scaling:
         reports: Mapping[str, TrafficReport],
         kv_tokens: int,
     ) -> None:
-        """Decide by what the routers report. `seen`: the instances; `kv_tokens`: that one decode instance can keep."""
+        """Decide by what the routers report. `seen`: the instances; `kv_tokens`: that one decode instance can keep. If
+        that fails, the counts stay as they are: the fleet is looked after in any case."""
+        try:
+            await self._decide(fleet, seen, reports, kv_tokens)
+        except Exception:
+            logger.exception("scaling: nothing could be decided from what the routers report")
+
+    async def _decide(
+        self,
+        fleet: WantedFleet,
+        seen: Sequence[Observed],
+        reports: Mapping[str, TrafficReport],
+        kv_tokens: int,
+    ) -> None:
         scale, now, wall = fleet.scale, self._clock.monotonic(), self._clock.wall()
         if scale is None or self._memory is None:
             return
