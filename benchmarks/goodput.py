@@ -10,9 +10,9 @@ and D of as many instances?
 
     fixed     each division into P and D, whose router always hands off (`--disaggregate-from 0`): of all divisions the
               best for this cell, chosen after all were run
-    adaptive  the router as it comes, which has D compute prompts where that is faster, and kvferry's scaler with the
-              targets of the cell, which may change roles, but neither starts nor stops anything. It begins with as many
-              P as D
+    adaptive  the router as it comes, which has D compute prompts where that keeps the targets, and kvferry's scaler
+              with the targets of the cell, which may change roles, but neither starts nor stops anything. It begins
+              with as many P as D
 
 Traffic is Poisson. `steady` is always the same mix of lengths; `changing` turns every two minutes from long prompts
 with short answers to short prompts with long answers, and back. What arrives in the first two minutes is served, but
@@ -20,7 +20,7 @@ not counted, on both sides.
 
 The simulator takes 20 ms of CPU time a request, which for the grid is hours. So the grid is of the model
 (`scaled_model.py`); `--simulator` runs both sides of three cells of the diagonal, at the rate that the best fixed
-division serves in the model. The grid takes five minutes of a core.
+division serves in the model. The grid takes four minutes of a core.
 """
 
 from __future__ import annotations
