@@ -26,6 +26,7 @@ from kvferry.http.errors import AnswerTimeout
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.keys import Guard
+from kvferry.http.server.limits import HttpLimits
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
@@ -277,7 +278,7 @@ async def test_a_server_that_hangs_costs_each_who_asks_it_no_more_than_their_tim
 
 
 async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -> None:
-    one = Instance()
+    one = Instance(limits=HttpLimits(http_connections=1))
     async with serving(one), HttpClient() as http:
         client = SignedClient(http, SECRET)
         origin = Origin("127.0.0.1", one.server.ports[0])
@@ -285,10 +286,14 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         async def status() -> int:
             return (await client.ask(origin, "GET", "/metrics", purpose="probe", timeout_s=20))[0]
 
-        one.server.lifecycle.drain()
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.server.ports[0])
+        writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         with pytest.raises(PeerLost, match="503"):
             await status()
-        one.server.lifecycle.draining = False
+        writer.close()
+        while one.server.service.connections:
+            await asyncio.sleep(0)
         assert await status() == 200
         one.server.service.guard = Guard.from_config(replace(one.server.config, name="after a restart"))
         assert await status() == 200

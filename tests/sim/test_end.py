@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import sys
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -27,10 +28,16 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         yield
-        for _ in range(3):  # what the finalizers of one collection have touched is left to the next
-            gc.collect()
+        gc.collect()
     assert not found
     assert _num_simulations() <= num_before
+
+
+@pytest.fixture(autouse=True)
+def loggers_have_logged_before() -> None:
+    """What a logger is enabled for is remembered; a warning that is kept would keep its exception, with all frames."""
+    for name in list(logging.getLogger().manager.loggerDict):
+        logging.getLogger(name).isEnabledFor(logging.WARNING)
 
 
 def _num_simulations() -> int:

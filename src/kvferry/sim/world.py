@@ -134,7 +134,8 @@ class World:
         """Start everything; at the end, whatever is left is dropped."""
         handler = _Errors(self)
         logger = logging.getLogger("kvferry")
-        level, logger.level = logger.level, logging.ERROR
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # which, unlike an assignment, loggers below it notice that have logged before
         logger.addHandler(handler)
         was_enabled = gc.isenabled()
         gc.disable()
@@ -144,7 +145,7 @@ class World:
                 yield self
         finally:
             logger.removeHandler(handler)
-            logger.level = level
+            logger.setLevel(level)
             if was_enabled:
                 gc.enable()
 

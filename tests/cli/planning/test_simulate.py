@@ -137,7 +137,7 @@ def test_a_fleet_follows_a_burst_and_keeps_its_bounds(
 ) -> None:
     found = _scaled(spec, burst, slow, capsys)
     prefill, decode = found["roles"]["prefill"], found["roles"]["decode"]
-    assert (prefill["fewest"], prefill["instances"]) == (1, 3)
+    assert 1 == prefill["fewest"] < prefill["instances"] <= 3
     assert 1 == decode["fewest"] <= decode["instances"] <= 2
     started = [one["at"] for one in found["decisions"] if one["what"] == "start"]
     released = [one["at"] for one in found["decisions"] if one["what"] == "release"]
