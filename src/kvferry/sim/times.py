@@ -13,8 +13,8 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import read_whole
 from kvferry.core.settings.options import read_options
-from kvferry.core.settings.toml_file import read_whole
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.step import Chunk
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.toml_file import MOST_BYTES, read_toml, to_toml
+from kvferry.core.settings.files import MOST_BYTES
+from kvferry.core.settings.toml_file import read_toml, to_toml
 
 
 def test_what_is_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.toml_file import require_writable
+from kvferry.core.settings.files import require_writable
 from kvferry.store.trace.comparison import Comparison
 
 ENDINGS = (".svg", ".png")

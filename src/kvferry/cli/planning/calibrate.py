@@ -26,7 +26,7 @@ from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.core.settings.toml_file import require_writable
+from kvferry.core.settings.files import require_writable
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient

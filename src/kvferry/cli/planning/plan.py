@@ -31,7 +31,8 @@ from kvferry.cli.planning.simulate import (
 from kvferry.cli.planning.simulated import world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
-from kvferry.core.settings.toml_file import require_writable, to_toml
+from kvferry.core.settings.files import require_writable
+from kvferry.core.settings.toml_file import to_toml
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
 from kvferry.sim.planner import Candidate, Findings, Planner, busiest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import read_whole
 
-MOST_BYTES = 16 * 2**20
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -26,29 +25,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: its lists or tables are nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def read_whole(path: Path) -> bytes:
-    """What is in a file of at most `MOST_BYTES`. Raises a `ConfigError` that names the file."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: the path has a NUL in it
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"{path} has more than {MOST_BYTES // 2**20} MiB")
-    return content
-
-
-def require_writable(flag: str, path: Path) -> None:
-    """Raise `ConfigError` before any work is done if no file can be written there."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {folder}")
-    if path.is_dir():
-        raise ConfigError(f"{flag} {path}: this is a folder")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{flag} {path}: this may not be written")
 
 
 def to_toml(table: Mapping[str, Any], name: str = "") -> str:
