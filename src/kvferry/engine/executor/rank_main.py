@@ -244,6 +244,7 @@ def run_rank(address: str, auth_token: str, within_s: float = JOIN_S) -> int:
     """Join rank 0 at `address`, `HOST:PORT`, and serve it until it ends. Returns the exit code. Raises `ConfigError` if
     rank 0 refuses this rank, and `RankLost` if it is not there."""
     group.require_unmet()
+    log.info("waiting up to %g s for the instance at %s", within_s, address)
     link = join(address, auth_token, within_s)
     log.info("this rank has joined %s", link.name)
     code = RankProcessMain(link, auth_token).run()
