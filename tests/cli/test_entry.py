@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.main import EXIT_UNREAD
+from kvferry.core.streams import EXIT_UNREAD
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.fleet.process import PROGRAM
@@ -89,6 +89,37 @@ def test_who_does_not_read_all_that_is_printed_sees_no_traceback(tmp_path: Path)
             check=False,
         )
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, "")
+
+
+@pytest.mark.parametrize("module", ["kvferry.cli.main", "kvferry.cli.entry"])
+def test_output_that_cannot_be_written_is_an_error_in_one_line(module: str, tmp_path: Path) -> None:
+    """Also where all of it fits into the buffer, so that only its end meets the full disk."""
+    code = f"import sys; sys.argv[1:] = ['fleet', 'status', '--json']; from {module} import main; main()"
+    command = [sys.executable, "-c", code] if module.endswith("entry") else [*PROGRAM, "fleet", "status", "--json"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "KVFERRY_STATE_DIR": str(_state_with_a_fleet(tmp_path))},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    told = "kvferry: error: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_what_cannot_be_written_to_standard_error_is_dropped(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*PROGRAM, "fleet", "status"],
+            env={**os.environ, "KVFERRY_STATE_DIR": str(tmp_path), "KVFERRY_MAX_NUM_SEQ": "misspelt"},
+            stderr=full,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0
 
 
 def _state_with_a_fleet(folder: Path) -> Path:

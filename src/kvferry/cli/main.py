@@ -29,12 +29,11 @@ from kvferry.cli.serve import serve
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
+from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.last_words import ERROR_PREFIX, EXIT_USER_ERROR
 from kvferry.observe.logs import LogConfig, set_up_logging
 
-EXIT_UNREAD = 141
-"""The exit code that a shell reports of a program that SIGPIPE has ended."""
 _PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
 
 COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")
@@ -113,6 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in _PLANNING:
                 app[name]
         code = app.meta(given, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()  # what cannot be written is to be known before the exit code is
     except CycloptsError as error:
         return _complain(_misuse(error), EXIT_USER_ERROR)
     except (ConfigError, UnsupportedModel) as error:
@@ -121,8 +121,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output, such as `head`, has ended
-        return EXIT_UNREAD
+    except OutputError as error:
+        code = error.exit_code()
+        return code if code == EXIT_UNREAD else _complain(error.strerror or str(error), code)
     return code or 0
 
 
@@ -178,4 +179,5 @@ def _complain(text: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     leave(main())

@@ -199,13 +199,13 @@ def _table(urls: Mapping[str, str]) -> Iterator[str]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
 
 
 def _say(text: str, *, to_stdout: bool = False) -> None:
-    """Write a line. If nobody reads any more, it is dropped."""
+    """Write a line. If it cannot be written, as nobody reads any more, it is dropped."""
     stream = sys.stdout if to_stdout else sys.stderr
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         stream.write(text + "\n")
         stream.flush()

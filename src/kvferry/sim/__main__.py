@@ -8,6 +8,7 @@ import sys
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.process_end import leave
+from kvferry.core.streams import OutputError, prepare_streams
 from kvferry.sim.seeds.fleet_scenario import draw_fleet
 from kvferry.sim.seeds.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
 from kvferry.sim.seeds.scenario import Report, draw
@@ -117,10 +118,12 @@ def _shrink(scenario: AnyScenario) -> bool:
 
 
 if __name__ == "__main__":
+    prepare_streams()
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # whoever read the output, such as `head`, has ended
-        code = 141
+    except OutputError as error:
+        code = error.exit_code()
     leave(code)

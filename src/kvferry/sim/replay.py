@@ -5,7 +5,6 @@ Owns the figures of one run. What runs is `sim.world`; what it costs in time, `s
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +87,6 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     decisions: list[Decided]
     """What `[scale]` has decided, as routers show it; `at`: seconds since the first arrival."""
     digest: str
-    simulated_in_s: float
-    """CPU time that the simulation took."""
     stores: dict[str, int]
     """Blocks that all instances have `stored` in their stores, `loaded` from them, and `evicted`."""
     reasons: dict[str, int]
@@ -165,7 +162,6 @@ class TraceReplay:
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
         """Let it happen. `on_progress` gets the share of requests that have ended. Raises `ConfigError` if the fleet
         does not come up."""
-        begun = time.process_time()
         world = self._world()
         with world.running():
             first_s = world.simulation.now
@@ -199,7 +195,6 @@ class TraceReplay:
             most_instances=self._most,
             decisions=decisions,
             digest=world.simulation.log.digest(),
-            simulated_in_s=time.process_time() - begun,
             stores={name: self._counted(name) for name in _OF_STORES},
             reasons=_reasons(results),
             errors=world.logged[:_REASONS],

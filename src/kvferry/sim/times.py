@@ -122,7 +122,7 @@ class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV cache of an instance. `num_tokens`: how many fit."""
 
-    num_layers: Positive
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     token_bytes: Positive
     """Bytes of the KV of one token in all layers."""
     num_tokens: Positive

@@ -68,7 +68,8 @@ def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float 
     end_s = float("inf") if last_s is None else last_s
     found = [replace(one, at_s=one.at_s - first_s) for one in arrivals if first_s <= one.at_s < end_s]
     if not found:
-        raise ConfigError(f"the trace has no request between {first_s:g} s and {end_s:g} s")
+        part = f"from {first_s:.15g} s on" if last_s is None else f"between {first_s:.15g} s and {last_s:.15g} s"
+        raise ConfigError(f"the trace has no request {part}; the last one is at {arrivals[-1].at_s:.15g} s")
     return found
 
 

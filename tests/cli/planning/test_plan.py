@@ -50,6 +50,22 @@ def test_targets_that_are_out_of_reach(trace: Path, capsys: pytest.CaptureFixtur
     assert "no number of instances changes that" in said
 
 
+def test_findings_are_shown_also_where_the_spec_cannot_be_written(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(trace), "--budget", "1", "--write", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "do not disaggregate: 1 plain" in said.out
+    assert said.err.endswith("--write /dev/full: No space left on device\n")
+
+
+def test_the_trace_is_not_overwritten(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = trace.read_bytes()
+    assert main(["plan", str(trace), "--write", str(trace)]) == 2
+    assert "this is --trace" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
 def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(trace), "--json", "--requests", "10", "--budget", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -112,7 +128,7 @@ def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
     ("arguments", "said"),
     [
         (["--budget", "0"], "--budget must be between 1 and 256"),
-        (["--share", "1.5"], "--share must be between"),
+        (["--share", "1.5"], "--share must be above 0 and at most 1"),
         (["--plot", "grid.pdf"], "--plot grid.pdf: the name must end in .svg or .png"),
         (["--slo", "ttft=fast"], "--slo: ttft: 'fast' is not a duration"),
         (["--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: there is no folder /nowhere"),

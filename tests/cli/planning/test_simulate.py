@@ -200,7 +200,7 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
         (("chat", "chat"), ["--slo", "tttf=1s"], "did you mean 'ttft'"),
         (("chat", "chat"), ["--times", "none.json"], "--times none.json: No such file"),
         (("chat", "chat"), ["--speed", "0"], "--speed must be above 0"),
-        (("chat", "chat"), ["--from-s", "1000"], "no request between 1000 s"),
+        (("chat", "chat"), ["--from-s", "1000"], "no request from 1000 s on"),
         (("[role.decode]", "[role.decoder]"), [], "did you mean 'decode'"),
         (("--max-num-batched-tokens", "--max-num-batched-token"), [], "role.prefill.args: .*--max-num-batched-token"),
         ((SPEC, SCALED), ["--cores=2"], "--cores is not simulated with .scale."),
@@ -209,6 +209,7 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
         ((SPEC, f'{SCALED}[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
         ((SPEC, SCALED.replace("max = 3", "")), [], "role.prefill needs max, or .scale. a budget"),
         (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        (("kv-cache-memory=256MiB", "kv-cache-memory=1000TiB"), [], "4194304 can be simulated: set a smaller --kv-ca"),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
         (("disaggregate-from=0", "tls-cert=cert.pem"), [], "TLS is not simulated: leave out --tls-cert"),
         (

@@ -35,6 +35,7 @@ def test_a_field_more_is_no_harm_and_bytes_are_told(tmp_path: Path) -> None:
         (LINE.replace(b"27482", b"27481"), "line 2: timestamp 27481 comes after 27482"),
         (LINE.replace(b"27482", b"NaN"), "line 2"),
         (b"[" * 100_000, "line 2"),
+        (b'{"a": ' * 100_000, "line 2: maximum recursion depth exceeded"),
         (b"1" * (MAX_LINE_BYTES + 2), "line 2: longer than"),
     ],
 )

@@ -96,7 +96,7 @@ def plan(
     SEED.require("--seed", seed)
     targets = parse_targets(slo)
     if write is not None:
-        require_writable("--write", write)
+        require_writable("--write", write, trace=trace, times=times, plot=plot_file)
     if plot_file is not None:
         check_plot(plot_file)
     measured = times_of(times)
@@ -120,14 +120,16 @@ def plan(
     if not found.chosen.candidate.store_bytes:
         kv = replace(kv, way="P2P" if one.is_split else "nothing", store=None)
     spec = to_toml(spec_of(found.chosen.candidate, measured, model)) + (_STORE_COMMENT if kv.store is not None else "")
-    if write is not None:
-        _write(write, spec)
-    if plot_file is not None:
-        plot_grid(found, plot_file)
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(found, kv, spec))) + b"\n")
     else:
-        _show(found, kv, arrivals, chosen, first_s, measured, spec, budget, write)
+        _show(found, kv, arrivals, chosen, first_s, measured, "" if write is not None else spec, budget)
+        sys.stdout.flush()  # a file that cannot be written is to lose no figures
+    if write is not None:
+        _write(write, spec)
+        sys.stdout.write("" if json else f"\nwritten to {write}\n")
+    if plot_file is not None:
+        plot_grid(found, plot_file)
     return 0 if found.holds else 1
 
 
@@ -201,7 +203,6 @@ def _show(
     times: MachineTimes,
     spec: str,
     budget: int,
-    write: Path | None,
 ) -> None:
     console = Console(highlight=False)
     if len(chosen) < len(arrivals):
@@ -228,7 +229,8 @@ def _show(
     if kv.stores:
         console.print(_stores(kv))
         console.print(_break_even(kv.stores[-1], times), soft_wrap=True)
-    console.print(f"\n{spec}" if write is None else f"\nwritten to {write}", soft_wrap=True, markup=False)
+    if spec:
+        console.print(f"\n{spec}", soft_wrap=True, markup=False)
 
 
 def _table(found: Findings) -> Table:

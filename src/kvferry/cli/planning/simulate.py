@@ -190,7 +190,7 @@ def in_words(figures: ReplayFigures) -> str:
     answered = f"{figures.complete} of {figures.requests} requests answered"
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
     stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())
-    kept = f" blocks of stores: {stores};" if any(figures.stores.values()) else ""
+    kept = f"; blocks of stores: {stores}" if any(figures.stores.values()) else ""
     scaled = ""
     if figures.decisions:
         by_role = ", ".join(f"{one.instance_s:.0f} {role}" for role, one in figures.roles.items())
@@ -199,6 +199,5 @@ def in_words(figures: ReplayFigures) -> str:
     wrong = "".join(f"\nkvferry logged an error: {line}" for line in figures.errors)
     return (
         f"{answered} in {figures.duration_s:.0f} s, {figures.goodput:.2f} a second within the targets;"
-        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds{scaled};{kept}"
-        f" simulated in {figures.simulated_in_s:.1f} s of CPU time{failed}{wrong}"
+        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds{scaled}{kept}{failed}{wrong}"
     )

@@ -45,6 +45,8 @@ ASSUMED = MachineTimes(
 
 
 _TOKENS_AT_ONCE = 16
+_MOST_BLOCKS = 2**22
+"""In the KV cache of an instance; each takes a quarter of a kilobyte here."""
 
 
 def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
@@ -172,8 +174,14 @@ def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, rol
     num_tokens = kv.num_tokens
     if engine.kv_cache_memory is not None:
         num_tokens = parse_bytes(engine.kv_cache_memory, "--kv-cache-memory") // kv.token_bytes
+    num_blocks = max(1, num_tokens // engine.block_size)
+    if num_blocks > _MOST_BLOCKS:
+        raise ConfigError(
+            f"an instance has {num_blocks} KV blocks; {_MOST_BLOCKS} can be simulated: set a smaller --kv-cache-memory"
+            f" or a larger --block-size for {role}"
+        )
     plain = SimInstanceSpec(
-        num_blocks=max(1, num_tokens // engine.block_size),
+        num_blocks=num_blocks,
         block_size=engine.block_size,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,

@@ -38,9 +38,10 @@ class Bounds:
 
     def _in_words(self, value: float) -> str:
         if self.most <= PORTS:
-            return f"be between {self.least:g} and {self.most:g}"
+            words = "be above {:g} and at most {:g}" if self.above else "be between {:g} and {:g}"
+            return words.format(self.least, self.most)
         if value > self.most:
-            return f"be at most {self.most:.0f}"
+            return f"be at most {int(self.most)}"
         if self.above:
             return f"be above {self.least:g}"
         return "not be negative" if self.least == 0 else f"be at least {self.least:g}"

@@ -51,7 +51,7 @@ def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> I
             raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes, so this is no trace")
         try:
             request = decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}; each line must be {_EXAMPLE}") from error
         if request.timestamp < last:
             raise ConfigError(

@@ -1,0 +1,69 @@
+"""The standard streams of a command: they are there, and what cannot be written is no mistake of the command."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+EXIT_UNREAD = 141
+"""The exit code that a shell reports of a program that SIGPIPE has ended."""
+
+
+class OutputError(OSError):
+    """Standard output cannot be written: its disk is full, or whoever read it, such as `head`, has ended."""
+
+    def exit_code(self) -> int:
+        """That of a command whose output nobody reads, or an error's."""
+        return EXIT_UNREAD if self.errno == errno.EPIPE else 1
+
+
+def prepare_streams() -> None:
+    """Open the streams that are closed. From then on, standard output raises `OutputError`, and what cannot be written
+    to standard error is dropped: nobody could be told."""
+    _open_closed_streams()
+    sys.stdout = _text(sys.stdout, _Output(1, "w", closefd=False))
+    sys.stderr = _text(sys.stderr, _ErrorOutput(2, "w", closefd=False))
+
+
+class _Output(io.FileIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OutputError(error.errno, f"cannot write to standard output: {error.strerror}") from error
+
+
+class _ErrorOutput(io.FileIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _text(stream: TextIO, raw: io.FileIO) -> TextIO:
+    """The stream, with `raw` below it. What its encoding does not have is written as an escape sequence."""
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+    by_line = raw.isatty() or raw.fileno() == 2
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=by_line)
+
+
+def _open_closed_streams() -> None:
+    """Whoever starts a process may have closed its standard streams. Python has none then, and the next file or socket
+    that is opened gets their number: what is written to them would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process runs
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
