@@ -1,34 +1,29 @@
-"""A simulated fleet whose counts a rule decides while it runs: kvferry's router, HTTP, scheduler, block pool and
-connectors on a virtual clock, with instances that start, drain and change their role."""
+"""A simulated fleet whose counts a rule decides while it runs. kvferry's rule is the `[scale]` of the fleet's spec;
+what others decide is applied as a changed spec. Starts, drains, changes of roles and what routers are told are the work
+of kvferry's own controller (`kvferry.sim.fleet`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from kvferry.core.messages.traffic import FleetPlan, TrafficReport
+from kvferry.core.messages.traffic import TrafficReport
+from kvferry.fleet.control.facts import RoleStatus
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts
-from kvferry.router.instances.membership import Declared
-from kvferry.sim.engine import SimInstance, SimInstanceSpec
-from kvferry.sim.traffic import Arrival, TracePrompt
-from kvferry.sim.world import TOKEN, RequestSpec, World, WorldSpec
-from scaled_rules import DRAIN_S, INSTANCE, INTERVAL_S, START_S, Clairvoyant, Rule, Seen
+from kvferry.fleet.scaling.rules import DECODE, PREFILL, Counts
+from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.fleet import FleetWorld
+from kvferry.sim.replay import TraceReplay
+from kvferry.sim.targets import Targets
+from kvferry.sim.traffic import Arrival
+from kvferry.sim.world import World, WorldSpec
+from scaled_rules import DRAIN_S, INSTANCE, INTERVAL_S, RULES, START_S, Clairvoyant, Kvferry, Rule, Seen
 
-LOOK_S = 1.0
-
-
-@dataclass
-class Member:
-    instance: SimInstance
-    role: str
-    serves: bool = False
-    draining_since: float | None = None
-    busy_s: float = 0.0
+ROLES = (PREFILL, DECODE)
 
 
 class ScaledFleet:
@@ -42,162 +37,116 @@ class ScaledFleet:
         targets: LatencyTargets,
         instance: SimInstanceSpec = INSTANCE,
     ) -> None:
-        self._rule, self._start, self._arrivals, self._targets = rule, start, arrivals, targets
-        self._instance = instance
-        self.answered: list[tuple[float, float, float]] = []
+        self._rule, self._targets, self._decide_at = rule, targets, 0.0
+        self._is_followed = isinstance(rule, Kvferry) and not isinstance(rule, Clairvoyant)
+        router = {} if rule.from_tokens is None else {"disaggregate_from": str(rule.from_tokens)}
+        kind = replace(instance, start_s=START_S, takes_any_role=True)
+        spec = WorldSpec(instance=kind, router=router, has_log=False)
+        self._replay = TraceReplay(spec, arrivals, seed=1, fleet=self._fleet(start), on_look=self._look)
+        self._roles: dict[str, str] = {}
+        """The role of each instance when it was looked at last."""
+        self._busy_s: dict[str, float] = {}
+        self._most = start
+        self._num_starts = self._num_switches = 0
+
+    @property
+    def answered(self) -> list[tuple[float, float, float]]:
         """(arrival, TTFT, ITL) of each request that was answered completely, in seconds."""
-        self._members: dict[str, Member] = {}
-        self._wanted, self._number = start, 0
-        self.instance_s = 0.0
-        self.most = start
-        self.num_starts = self.num_switches = 0
+        return [
+            (one.at_s, one.ttft_s, (one.e2e_s - one.ttft_s) / max(1, one.num_tokens - 1))
+            for one in self._replay.answered
+        ]
 
     def run(self) -> dict[str, Any]:
         """Returns figures."""
-        begun = time.process_time()
-        spec = WorldSpec(0, 0, instance=self._instance, router={"declared": True}, has_log=False)
-        world = self._world = World(spec, 1)
-        with world.running():
-            for role, number in (("prefill", self._start.prefill), ("decode", self._start.decode)):
-                for _ in range(number):
-                    self._add(role, 0.0)
-            while not all(one.serves for one in self._members.values()):
-                self._pass(LOOK_S)
-            self._pass(3.0)
-            first_s = world.simulation.now
-            self.instance_s = 0.0
-            if isinstance(self._rule, Clairvoyant):
-                self._rule.base = self._wall()
-            world.submit(self._requests(first_s))
-            decide_at = first_s
-            until = first_s + self._arrivals[-1].at_s + 300.0
-            while not world.is_done and world.simulation.now < until:
-                if world.simulation.now >= decide_at:
-                    self._decide()
-                    decide_at += INTERVAL_S
-                self._pass(LOOK_S)
-            world.end()
-        results = world.results
-        done = [one for one in results if one.outcome == "complete"]
-        ttft = [one.first_s or 0.0 for one in done]
-        itl = [((one.end_s or 0.0) - (one.first_s or 0.0)) / max(1, one.num_tokens - 1) for one in done]
-        self.answered = [(one.spec.at_s - first_s, a, b) for one, a, b in zip(done, ttft, itl, strict=True)]
-        within = sum(a <= self._targets.ttft_s and b <= self._targets.itl_s for _, a, b in self.answered)
+        targets = self._targets
+        figures = self._replay.run(Targets(ttft=targets.ttft_s, itl=targets.itl_s))
+        if isinstance(self._rule, Kvferry) and self._is_followed:
+            self._rule.said = [f"{one.at:.0f} {one.what}: {one.why}" for one in figures.decisions]
         return {
-            "requests": len(results),
-            "complete": len(done),
-            "within": within / len(results),
-            "ttft_within": sum(one <= self._targets.ttft_s for one in ttft) / len(results),
-            "itl_within": sum(one <= self._targets.itl_s for one in itl) / len(results),
-            "instance_s": self.instance_s,
-            "most": [self.most.prefill, self.most.decode],
-            "starts": self.num_starts,
-            "switches": self.num_switches,
-            "errors": world.logged[:3],
-            "cpu_s": time.process_time() - begun,
+            "requests": figures.requests,
+            "complete": figures.complete,
+            "within": figures.within,
+            "ttft_within": sum(one <= targets.ttft_s for _, one, _ in self.answered) / figures.requests,
+            "itl_within": sum(one <= targets.itl_s for _, _, one in self.answered) / figures.requests,
+            "instance_s": figures.instance_s,
+            "most": [self._most.prefill, self._most.decode],
+            "starts": self._num_starts,
+            "switches": self._num_switches,
+            "errors": figures.errors,
+            "cpu_s": figures.simulated_in_s,
         }
 
-    def _requests(self, first_s: float) -> Any:
-        for number, one in enumerate(self._arrivals):
-            yield RequestSpec(
-                first_s + one.at_s, TracePrompt(one, number, 0, self._instance.vocab_size), one.answer_tokens, number
-            )
+    def _fleet(self, counts: Counts) -> WantedFleet:
+        """The spec with these counts. Where routers know the targets and `[scale]` does not decide, its bounds leave it
+        no choice."""
+        rules = self._rule.rules if isinstance(self._rule, Kvferry) else RULES
+        least, budget = (rules.least, rules.budget) if self._is_followed else (counts, counts.total)
+        bounds = {PREFILL: (least.prefill, rules.most.prefill), DECODE: (least.decode, rules.most.decode)}
+        role = {
+            name: {"count": count, "min": bounds[name][0], "max": bounds[name][1], "can_be": [other]}
+            for name, count, other in ((PREFILL, counts.prefill, DECODE), (DECODE, counts.decode, PREFILL))
+        }
+        scale = {
+            "ttft": _duration(rules.targets.ttft_s), "itl": _duration(rules.targets.itl_s), "attainment": rules.goal,
+            "budget": int(budget), "deflect": rules.deflect, "interval": _duration(INTERVAL_S),
+            "cool_down": _duration(rules.cool_down_s), "starts": _duration(START_S),
+        }  # fmt: skip
+        given = {"name": "scaled", "model": "simulated", "mode": "pooling", "role": role, "router": {"count": 1}}
+        told = {"scale": scale} if self._rule.targets is not None else {}
+        return fleet_from({**given, **told, "failure": {"drain": _duration(DRAIN_S)}})
 
-    def _wall(self) -> float:
-        return self._world.simulation.wall()
+    # While it runs.
 
-    # Members.
+    def _look(self, world: World) -> None:
+        """Count what has changed, and have the rule decide when it is time."""
+        assert isinstance(world, FleetWorld)
+        roles = {one.name: one.role for one in world.instances}
+        if self._roles:
+            self._num_starts += len(roles.keys() - self._roles.keys())
+            self._num_switches += sum(self._roles.get(name, role) != role for name, role in roles.items())
+        self._roles = dict(roles)
+        if not world.results or world.simulation.now < self._decide_at:
+            return
+        self._decide_at = world.simulation.now + INTERVAL_S
+        status = world.ledger.status()
+        assert status is not None
+        here = Counts(*(status.roles[role].desired for role in ROLES))
+        self._most = Counts(max(self._most.prefill, here.prefill), max(self._most.decode, here.decode))
+        if not self._is_followed:
+            wanted = self._rule.decide(self._seen(world, here, [status.roles[role] for role in ROLES]))
+            if wanted != here:
+                world.want(self._fleet(wanted))
 
-    def _add(self, role: str, start_s: float) -> None:
-        name = f"{role}-{self._number}"
-        self._number += 1
-        self.num_starts += start_s > 0
-        process = self._world.network.host(name).process(name)
-        instance = SimInstance(name, "both", self._instance, process, 8000, TOKEN)
-        self._members[name] = Member(instance, role)
-        self._world.instances.append(instance)
-        self._world.clients.call_later(start_s, instance.start)
-
-    def _of(self, role: str) -> list[Member]:
-        return [one for one in self._members.values() if one.role == role and one.draining_since is None]
-
-    def _reconcile(self) -> None:
-        """Roles change first, then instances start and drain; those that are drained are stopped."""
-        wanted = {"prefill": self._wanted.prefill, "decode": self._wanted.decode}
-        missing = {role: number - len(self._of(role)) for role, number in wanted.items()}
-        for role, other in (("prefill", "decode"), ("decode", "prefill")):
-            for one in self._of(role):
-                is_last = sum(each.serves for each in self._of(role)) == 1
-                if one.serves and not is_last and missing[role] < 0 < missing[other]:
-                    one.role = other
-                    missing[role] += 1
-                    missing[other] -= 1
-                    self.num_switches += 1
-        for role, number in missing.items():
-            for _ in range(number):
-                self._add(role, START_S)
-            for one in sorted(self._of(role), key=lambda one: one.serves)[: max(0, -number)]:
-                one.draining_since = self._world.simulation.now
-
-    def _declare(self) -> None:
-        declared = [
-            Declared(name, "prefill" if one.role == "prefill" else "decode", one.instance.url,
-                     draining=one.draining_since is not None)
-            for name, one in self._members.items()
-            if one.serves
-        ]  # fmt: skip
-        targets = self._rule.targets or LatencyTargets(0.0, 0.0)
-        plan = FleetPlan({}, self._rule.from_tokens, ttft_s=targets.ttft_s, itl_s=targets.itl_s)
-        text = msgspec.json.encode(plan).decode()
-        self._world.routers[0].operate("declares", lambda membership: membership.declare(declared, text))
-
-    def _pass(self, seconds: float) -> None:
-        """Let time pass, and look after the members."""
-        world = self._world
-        before = world.simulation.now
-        self._reconcile()
-        for one in self._members.values():
-            one.serves = one.serves or one.instance.engine is not None
-        self._declare()
-        world.run_until(lambda: world.is_done and bool(world.results), seconds)
-        self.instance_s += len(self._members) * (world.simulation.now - before)
-        router = world.routers[0].router
+    def _seen(self, world: FleetWorld, here: Counts, roles: Sequence[RoleStatus]) -> Seen:
+        router, now = world.routers[0].router, world.simulation.wall()
         assert router is not None
-        drained = {one.name for one in router.services.pools.leaving if one.drained}
-        for name, one in list(self._members.items()):
-            since = one.draining_since
-            if since is not None and (not one.serves or name in drained or world.simulation.now - since > DRAIN_S):
-                del self._members[name]
-                world.clients.call_soon(one.instance.stop)
-
-    # Decisions.
-
-    def _decide(self) -> None:
-        router = self._world.routers[0].router
-        assert router is not None
-        text = router.services.chooser.traffic.encode(self._wall(), 3600, 1024)
+        if isinstance(self._rule, Clairvoyant):
+            self._rule.base = now - world.simulation.now + world.results[0].spec.at_s
+        text = router.services.chooser.traffic.encode(now, 3600, 1024)
         report = msgspec.json.decode(text, type=TrafficReport)
-        ready = Counts(*(sum(one.serves for one in self._of(role)) for role in ("prefill", "decode")))
-        lately = [one for one in report.requests if one.state == "done" and one.arrived > self._wall() - 60.0]
-        seen = Seen(
-            now=self._wall(),
-            counts=self._wanted,
-            ready=ready,
-            draining=sum(one.draining_since is not None for one in self._members.values()),
+        lately = [one for one in report.requests if one.state == "done" and one.arrived > now - 60.0]
+        return Seen(
+            now=now,
+            counts=here,
+            ready=Counts(*(one.ready for one in roles)),
+            draining=sum(one.draining for one in roles),
             report=report,
-            busy_prefill=self._busy("prefill"),
-            busy_decode=self._busy("decode"),
+            busy_prefill=self._busy(world, PREFILL),
+            busy_decode=self._busy(world, DECODE),
             decode_tokens_per_s=sum(one.output_tokens for one in lately) / 60.0,
         )
-        self._wanted = self._rule.decide(seen)
-        self.most = Counts(max(self.most.prefill, self._wanted.prefill), max(self.most.decode, self._wanted.decode))
 
-    def _busy(self, role: str) -> float:
+    def _busy(self, world: FleetWorld, role: str) -> float:
         """The share of the time in which the instances of a role computed, since this was asked last."""
-        here = [one for one in self._of(role) if one.serves and one.instance.executor is not None]
-        total = 0.0
+        total, here = 0.0, [one for one in world.instances if one.role == role and one.executor is not None]
         for one in here:
-            assert one.instance.executor is not None
-            total += one.instance.executor.busy_s - one.busy_s
-            one.busy_s = one.instance.executor.busy_s
+            assert one.executor is not None
+            before = self._busy_s.get(one.name, 0.0)
+            self._busy_s[one.name] = busy_s = one.executor.busy_s
+            total += busy_s - before if busy_s >= before else busy_s  # a new process counts from 0
         return total / (INTERVAL_S * len(here)) if here else 0.0
+
+
+def _duration(seconds: float) -> str:
+    return f"{min(seconds, 1e8):.6f}s"

@@ -90,7 +90,7 @@ class Kvferry(Rule):
     """`fleet.scaling`."""
 
     def __init__(self, start: Counts, rules: Rules = RULES) -> None:
-        self._rules, self.targets = rules, rules.targets
+        self.rules, self.targets = rules, rules.targets
         self._memory = ScalingMemory(start.prefill, start.decode)
         self._measuring: Measuring | None = None
         self.said: list[str] = []
@@ -101,11 +101,11 @@ class Kvferry(Rule):
         self._measuring.note({"router": seen.report}, {}, seen.now, 0.0)
         found = self._measuring.measured(INSTANCE.num_blocks * INSTANCE.block_size, seen.now, INSTANCE.max_num_seqs)
         since = max(self._memory.changed_at, seen.now - RECENT_S)
-        return replace(found, attained=self._measuring.attained(self._rules.targets, since, seen.now))
+        return replace(found, attained=self._measuring.attained(self.rules.targets, since, seen.now))
 
     def decide(self, seen: Seen) -> Counts:
         situation = Situation(seen.ready, seen.draining, START_S)
-        made = decide(self._rules, self._memory, self._measured(seen), situation, seen.now)
+        made = decide(self.rules, self._memory, self._measured(seen), situation, seen.now)
         if made.memory != self._memory:
             self.said.append(f"{seen.now:.0f} {made.what}: {made.why}")
         self._memory, self.from_tokens = made.memory, made.memory.from_tokens

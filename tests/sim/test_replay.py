@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
 from kvferry.sim.targets import Targets
@@ -115,3 +117,20 @@ def test_hand_offs_stay_within_a_unit(num_units: int) -> None:
         assert {decode for decode, _ in pairs} == {0, 1, 2, 3}
         assert any(decode % 2 != prefill for decode, prefill in pairs) == (num_units == 0)
         world.end()
+
+
+def test_what_is_wanted_of_a_fleet_can_change_while_a_trace_runs() -> None:
+    def fleet(num_decode: int) -> WantedFleet:
+        role = {"prefill": {"count": 1}, "decode": {"count": num_decode}}
+        return fleet_from({"name": "simulated", "model": "simulated", "mode": "pooling", "role": role})
+
+    def grow(world: World) -> None:
+        assert isinstance(world, FleetWorld)
+        if world.num_ended == 2 and world.ledger.wanted().number == 1:
+            world.want(fleet(2))
+
+    spec = replace(PLAIN, instance=replace(INSTANCE, start_s=1.0))
+    found = TraceReplay(spec, SEPARATE, fleet=fleet(1), on_look=grow).run(Targets(ttft=1.0))
+    assert found.complete == 5
+    assert (found.roles["prefill"].instances, found.roles["prefill"].fewest) == (1, 1)
+    assert (found.roles["decode"].instances, found.roles["decode"].fewest) == (2, 1)

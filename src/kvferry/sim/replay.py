@@ -146,12 +146,20 @@ class _RoleUse:
 
 class TraceReplay:
     """One run of a trace. `fleet`: its controller brings it up and looks after it; otherwise, the instances of `spec`
-    are there all the time."""
+    are there all the time. `on_look`: called with the world ten times a virtual second, and may change what is wanted
+    of the fleet."""
 
     def __init__(
-        self, spec: WorldSpec, arrivals: Sequence[Arrival], *, seed: int = 0, fleet: WantedFleet | None = None
+        self,
+        spec: WorldSpec,
+        arrivals: Sequence[Arrival],
+        *,
+        seed: int = 0,
+        fleet: WantedFleet | None = None,
+        on_look: Callable[[World], None] = lambda _: None,
     ) -> None:
         self._spec, self._arrivals, self._seed, self._fleet = spec, arrivals, seed, fleet
+        self._on_look = on_look
         self._roles: dict[Role, _RoleUse] = {}
         self._most = 0
         self._before: dict[SimProcess, dict[str, float]] = {}
@@ -220,6 +228,7 @@ class TraceReplay:
             before = world.simulation.now
             world.run_until(lambda: world.is_done, _LOOK_EVERY_S)
             self._look(world, world.simulation.now - before)
+            self._on_look(world)
             if (seen := world.num_ended + len(world.gaps_s)) != last:  # it goes on, however long it takes
                 last, until = seen, max(until, world.simulation.now + self._spec.patience_s)
             on_progress(world.num_ended / len(self._arrivals))
