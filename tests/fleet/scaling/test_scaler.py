@@ -137,13 +137,16 @@ def test_more_is_started_for_what_will_have_come_when_it_has_started() -> None:
     assert slow.total > quick.total
 
 
-def test_neither_chance_nor_a_burst_is_a_trend() -> None:
+def test_neither_chance_nor_a_burst_nor_a_step_is_a_trend() -> None:
     random = Random(4)
     for _ in range(50):
         wobbling = Demand([sum(random.random() < 0.1 for _ in range(60)) for _ in range(36)], 5.0)
         assert wobbling.growth(60.0, 30.0) < 1.5
     bursts = Demand(([1] * 10 + [60] * 2) * 3, 5.0)
     assert bursts.growth(60.0, 30.0) == 1.0
+    for since in range(2, 30):  # requests begin to come, as many as they stay
+        came = Demand([0] * (36 - since) + [random.randint(24, 36) for _ in range(since)], 5.0)
+        assert came.growth(30.0, 30.0) == 1.0
     assert Demand([], 5.0).growth(60.0, 30.0) == 1.0
     assert Demand([0] * 36, 5.0).growth(60.0, 30.0) == 1.0
 

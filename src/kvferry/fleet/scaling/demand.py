@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 _TREND_S = 180.0
 """Seconds in which a trend is looked for; at least half of them must be known."""
@@ -35,7 +36,9 @@ class Demand:
 
     def growth(self, recent_s: float, within_s: float) -> float:
         """The factor, 1 or more, from the rate of the last `recent_s` to that in `within_s` from now: more than 1 where
-        a straight line through the last bins rises by more than their distances from it would explain."""
+        a straight line through the last bins rises by more than their distances from it would explain, and is nearer to
+        them than any single step from one rate to another: a step, as when requests come after a pause, goes on at the
+        rate that it has reached."""
         counts = np.asarray(self._last(_TREND_S))
         number = len(counts)
         recent = self.mean(recent_s)
@@ -45,7 +48,7 @@ class Demand:
         slope = float((place * counts).sum() / (place**2).sum())
         beside = counts - counts.mean() - slope * place
         error = math.sqrt(max(float((beside**2).sum()), float(counts.sum())) / (number - 2) / float((place**2).sum()))
-        if slope <= _SURE * error:
+        if slope <= _SURE * error or _beside_a_step(counts) <= float((beside**2).sum()):
             return 1.0
         ahead = (number - 1) / 2 + within_s / self.bin_s
         expected = (float(counts.mean()) + slope * ahead) / self.bin_s
@@ -53,3 +56,11 @@ class Demand:
 
     def _last(self, for_s: float) -> Sequence[float]:
         return self.counts[-max(1, round(for_s / self.bin_s)) :]
+
+
+def _beside_a_step(counts: NDArray[np.float64]) -> float:
+    """The sum of the squared distances from the nearest single step, from one mean to another."""
+    before = np.arange(1, len(counts))
+    sums, total = counts.cumsum()[:-1], float(counts.sum())
+    explained = sums**2 / before + (total - sums) ** 2 / (len(counts) - before)
+    return float((counts**2).sum() - explained.max())
