@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvferry.core.settings.units import percent
 from kvferry.sim.kv_traffic import prefill_seconds, to_size
 from kvferry.sim.replay import Answered, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets
@@ -359,15 +360,17 @@ class Findings:
 
     def _by_router(self, one: Tried) -> str:
         figures, flags = one.figures, " ".join(one.candidate.router.flags()) or "its own settings"
-        return f"{flags} ({figures.within:.1%}, P99 {figures.ttft.p99 * 1e3:.0f} ms and {figures.itl.p99 * 1e3:.1f} ms)"
+        times = f"P99 {figures.ttft.p99 * 1e3:.0f} ms and {figures.itl.p99 * 1e3:.1f} ms"
+        return f"{flags} ({percent(figures.within)}%, {times})"
 
     def _about(self, one: Tried) -> str:
         figures = one.figures
         if not one.answered:
             return f"{one.candidate} answer no request ({', '.join(figures.reasons)})"
         return (
-            f"{one.candidate} keep {figures.within:.1%} within {self.targets} (P99: {figures.ttft.p99 * 1e3:.0f} ms to"
-            f" the first token, {figures.itl.p99 * 1e3:.1f} ms between tokens; {_busiest(figures)})"
+            f"{one.candidate} keep {percent(figures.within)}% within {self.targets} (P99:"
+            f" {figures.ttft.p99 * 1e3:.0f} ms to the first token, {figures.itl.p99 * 1e3:.1f} ms between tokens;"
+            f" {_busiest(figures)})"
         )
 
     def unreachable(self) -> str:

@@ -264,7 +264,9 @@ async def test_the_routers_stamps_are_kept(asker: Asker) -> None:
     assert timeline["done"] > now
 
 
-@pytest.mark.parametrize("header", ["nonsense", '{"arrived": 1e12}', '{"arrived": -5}', '{"arrived": "x"}', "[]"])
+@pytest.mark.parametrize(
+    "header", ["nonsense", '{"arrived": 1e12}', '{"arrived": -5}', '{"arrived": "x"}', "[]", '{"a": ' * 5000]
+)
 async def test_stamps_that_make_no_sense_are_left_aside(asker: Asker, header: str) -> None:
     before = time.time()
     body = {"prompt": "a", "return_timeline": True}

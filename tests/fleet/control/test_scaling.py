@@ -168,6 +168,7 @@ async def test_a_controller_elsewhere_goes_on_with_what_the_routers_were_told(tm
     assert desired is not None
     assert made.front.told is not None
     assert made.front.told.desired == desired.desired
+    assert made.front.told.decisions == desired.decisions != ()
 
 
 async def test_a_spec_that_is_applied_again_does_not_take_back_what_was_started(tmp_path: Path) -> None:

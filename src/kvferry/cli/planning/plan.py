@@ -33,6 +33,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.core.settings.toml_file import to_toml
+from kvferry.core.settings.units import percent
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
 from kvferry.sim.planner import Candidate, Findings, Planner, busiest
@@ -215,7 +216,7 @@ def _show(
     if found.plain is not None and found.split is not None:
         console.print(_grid(found))
     if not found.holds:
-        console.print(f"No deployment of up to {budget} instances keeps {found.share:.1%}.", style="yellow")
+        console.print(f"No deployment of up to {budget} instances keeps {100 * found.share:g}%.", style="yellow")
         if found.unreachable():
             console.print(found.unreachable(), soft_wrap=True)
     console.print(f"\n[bold]{found.reason()}[/bold]", soft_wrap=True)
@@ -242,7 +243,7 @@ def _table(found: Findings) -> Table:
         figures, number = one.figures, one.candidate.num_instances
         table.add_row(
             str(one.candidate),
-            f"{figures.within:.1%}",
+            f"{percent(figures.within)}%",
             f"{figures.goodput:.2f}",
             f"{figures.goodput / number:.2f}",
             f"{figures.ttft.p99 * 1e3:.0f}",

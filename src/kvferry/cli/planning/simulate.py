@@ -19,6 +19,7 @@ from kvferry.cli.bars import make_bars
 from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
+from kvferry.core.settings.units import percent
 from kvferry.fleet.control.spec import WantedFleet, read_fleet, seconds
 from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
 from kvferry.sim.targets import Targets, parse_targets
@@ -159,7 +160,7 @@ def progress(what: str) -> Iterator[OnProgress]:
 
 
 def _latencies(figures: ReplayFigures, targets: Targets) -> Table:
-    table = Table(title=f"{figures.within:.1%} of requests within {targets}", title_justify="left")
+    table = Table(title=f"{percent(figures.within)}% of requests within {targets}", title_justify="left")
     table.add_column("milliseconds")
     for name in ("P50", "P90", "P99", "mean", "target"):
         table.add_column(name, justify="right")

@@ -14,6 +14,7 @@ from kvferry.cli.planning.simulate import SloFlag
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds
+from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts
 from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Arrangement, Verdict, judge
@@ -77,10 +78,10 @@ def why(
 
 def _lines(found: Verdict) -> list[str]:
     workload, times, stall = found.workload, found.times, found.stall_s
-    measured = "" if found.measured is None else f"; measured: {100 * found.measured:.1f} % within the targets"
+    measured = "" if found.measured is None else f"; measured: {percent(found.measured)} % within the targets"
     lines = [
         f"{found.num_requests} requests, {workload.rate:.2f} a second, prompts of {workload.prompt_tokens.mean():.0f}"
-        f" tokens to compute, answers of {workload.output_tokens.mean():.0f}{measured}",
+        f" tokens to compute, answers of {workload.output_tokens.mean() + 1:.0f}{measured}",
         f"prefill {1000 * times.prefill_base_s:.1f} ms + {1000 * times.prefill_token_s:.3f} ms a token; a decode step"
         f" {1000 * times.decode_base_s:.1f} ms + {1000 * times.decode_sequence_s:.2f} ms an answer",
         f"on one instance, a prompt stops the answers beside it for {1000 * stall[0]:.0f} ms, one in a hundred for"
@@ -98,5 +99,5 @@ def _lines(found: Verdict) -> list[str]:
 
 def _row(what: str, form: Arrangement) -> str:
     one = form.expected
-    figures = f"{100 * one.attained:>10.1f} % {100 * one.ttft:>6.1f} % {100 * one.itl:>6.1f} %"
+    figures = f"{percent(one.attained):>10} % {percent(one.ttft):>6} % {percent(one.itl):>6} %"
     return f"{what:<24} {figures} {100 * min(one.busiest, 9.99):>6.0f} %  {form.counts}"

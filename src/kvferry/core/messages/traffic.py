@@ -19,8 +19,8 @@ class RequestObservation(msgspec.Struct, array_like=True):
     `arrived`: since 1970. `uncached`: tokens of the prompt that were expected to be computed. `prefill_s`: of
     `prefill_tokens`, computed on a prefill instance; where it does not report its own times, what waited there before
     it is included. `first_s`: from arrival to the answer's first byte. `hand_off_s`: from the end of prefill to the
-    first byte. `answer_s`: from the first byte to the last, of `output_tokens` tokens, with `beside` answers on the
-    instance. `prefill`, `decode`: names of the instances."""
+    first byte. `answer_s`: from the first byte to the last, in which `output_tokens` tokens came behind the first
+    one, with `beside` answers on the instance. `prefill`, `decode`: names of the instances."""
 
     arrived: float
     prompt_tokens: int

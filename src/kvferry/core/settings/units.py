@@ -1,7 +1,8 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes and shares as people write them."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from kvferry.core.errors import ConfigError
@@ -38,3 +39,8 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
+
+
+def percent(share: float) -> str:
+    """A share in percent, rounded down to a tenth: what misses a goal never reads like the goal."""
+    return f"{math.floor(1000 * share + 1e-6) / 10:.1f}"

@@ -96,7 +96,7 @@ def timeline_of(header: str | None, now: float) -> Timeline:
     timeline = Timeline()
     try:
         sent = msgspec.json.decode(header or "{}", type=Timeline)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         sent = timeline
     for phase in ("arrived", "routed"):
         stamp = getattr(sent, phase)

@@ -129,7 +129,7 @@ class Front:
                 origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=_MOST_BYTES
             )
             return msgspec.json.decode(answer, type=kind) if status == 200 else None
-        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             logger.debug("the router at %s does not answer: %s", router, error)
             self._client.forget(origin)
             return None
@@ -145,7 +145,7 @@ class Front:
                 return None
             self._refused.pop(router, None)
             return {one.name: one for one in msgspec.json.decode(answer, type=_Shown).instances}
-        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             logger.debug("the router at %s does not answer: %s", router, error)
             self._client.forget(origin)
             return None

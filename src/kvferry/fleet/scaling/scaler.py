@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import Prediction, Predictor, Topology, quantiles_of
 from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
@@ -120,7 +121,7 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
     if rules.idle_s and measured.idle_s >= rules.idle_s and rules.allows(NOTHING):
         return _changed(memory, NOTHING, now, "zero", f"no request for {measured.idle_s:.0f} s")
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
-        why = f"{measured.num_known} of {rules.least_requests} requests are known that it takes to decide"
+        why = f"of the {rules.least_requests} requests that it takes to decide, {measured.num_known} are known"
         return ScalingDecision(memory, "measure", why)
     outlook = Outlook(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
     memory, deflects = _threshold(memory, outlook, seen)
@@ -177,7 +178,7 @@ class Outlook:
         targets = self.rules.targets
         within = f"TTFT {targets.ttft_s:g} s and ITL {1000 * targets.itl_s:g} ms"
         return (
-            f"{_percent(expected.attained)} expected within {within}"
+            f"{percent(expected.attained)} % expected within {within}"
             f" at {self.workload.rate:.2f} requests/s with {counts}"
         )
 
@@ -201,7 +202,7 @@ def _threshold(memory: ScalingMemory, outlook: Outlook, seen: Situation) -> tupl
         return memory, ""
     if not best:
         return replace_from(memory, None), "no prompts need to be deflected to decode any more"
-    told = f"prompts below {best:.0f} tokens go to decode (before: {_percent(before.attained)})"
+    told = f"prompts below {best:.0f} tokens go to decode (before: {percent(before.attained)} %)"
     return replace_from(memory, int(best)), told
 
 
@@ -236,14 +237,14 @@ def _more(
         if rules.price(found) > least and attained.is_known(rules) and attained.share >= rules.goal:
             other = _cheapest_that_holds(rules, outlook, here, there_is)
             if other is not None and rules.price(other) == least:  # nothing is started for what a role may do
-                why = f"{_percent(attained.share)} were kept: {outlook.told(here, expected)}"
+                why = f"{percent(attained.share)} % were kept: {outlook.told(here, expected)}"
                 return ScalingDecision(memory, "hold", why, expected.attained)
         what: What = "role" if rules.price(found) == least else "start"
-        why = f"{instead}; {_percent(expected.attained)} with {here}"
+        why = f"{instead}; {percent(expected.attained)} % with {here}"
         return _changed(memory, found, now, what, why, outlook.best(found).attained)
     there = next((one for one in (here, *reachable) if _is_as_near(outlook.best(one), most)), nearest)
-    told = f"the goal of {_percent(rules.goal)} cannot be kept within the limits"
-    why = f"{told}: at most {outlook.told(there, outlook.best(there))}"
+    best = outlook.told(there, outlook.best(there))
+    why = f"{100 * rules.goal:g} % cannot be kept within the limits; the best is {best}"
     if there == here:
         return ScalingDecision(memory, "unreachable", why, expected.attained)
     return _changed(memory, there, now, "unreachable", why, outlook.best(there).attained)
@@ -299,7 +300,3 @@ def _changed(
 ) -> ScalingDecision:
     new = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode, changed_at=now)
     return ScalingDecision(new, what, f"{memory.counts} → {there}: {why}", attained)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.core.messages.traffic import TrafficReport
+from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_of
 from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
 from kvferry.fleet.scaling.rules import Counts, Rules
@@ -74,8 +75,8 @@ class Verdict:
         if _fewer(self.least_whole, self.least_split) and self.least_whole is not None:
             least = "more" if self.least_split is None else str(self.least_split.counts.total)
             return (
-                f"Do not disaggregate: {whole}, {split}; {self.least_whole.counts.total} instances for both phases"
-                f" are enough for the goal, and {least} with P and D apart."
+                f"Do not disaggregate: {whole}, {split}; for the goal, {self.least_whole.counts.total} for both phases"
+                f" would be enough, and with P and D apart {least}."
             )
         if self.split.expected.attained < self.whole.expected.attained - _ALIKE:
             return f"Do not disaggregate: {whole}, {split}."
@@ -135,4 +136,4 @@ def _fewer(one: Arrangement | None, other: Arrangement | None) -> bool:
 
 
 def _told(form: Arrangement) -> str:
-    return f"{form.counts} keep {100 * form.expected.attained:.1f} % within the targets"
+    return f"{form.counts} keep {percent(form.expected.attained)} % within the targets"

@@ -39,7 +39,7 @@ class RequestRecord:
         self._seen = RequestObservation(request.arrived, asked.num_tokens, asked.num_tokens, streams=asked.streams)
         chooser.traffic.note(self._seen)
         self.num_tokens = 0
-        """Number of tokens of the answer, if its instance tells; `Delivery` writes it."""
+        """Number of tokens behind the first one, if its instance tells; `Delivery` writes it."""
         self._prefill_ended_at = 0.0
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
@@ -133,7 +133,7 @@ class RequestRecord:
         if num_bytes and last is not None and last.work.decodes and last.first_byte_at:
             seconds = last.ended_at - last.first_byte_at
             if self._asked.streams:
-                num_tokens = self.num_tokens or num_bytes / _EVENT_BYTES
+                num_tokens = self.num_tokens or max(1.0, num_bytes / _EVENT_BYTES - 1.0)
                 self._estimates.decoded(last.work.num_beside, num_tokens, seconds)
                 seen.answer_s, seen.output_tokens = seconds, num_tokens
             else:

@@ -49,6 +49,8 @@ class Scaling:
     def take_up(self, plan: FleetPlan | None) -> None:
         """Go on from what an earlier controller has told the routers, which may have been on another machine: then
         nobody here knows when it decided that."""
+        if plan is not None and not self._decisions:
+            self._decisions.extend(plan.decisions)
         if plan is None or plan.goal is None or plan.recommends:
             return
         prefill = plan.desired.get(PREFILL, 0)
