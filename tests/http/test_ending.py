@@ -243,7 +243,7 @@ async def until_refused(port: int) -> None:
 
 
 PROGRAM = """
-import asyncio, uvloop
+import asyncio, signal, uvloop
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.routes import Route, Routes
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -253,6 +253,7 @@ async def hang(request, response):
     await asyncio.Event().wait()
 
 async def main():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with
     server = HttpServer(Routes([Route("GET", "/", hang)]), HttpConfig(port=0, shutdown_grace_s=600))
     with signals_end(server):
         await server.run(lambda host, port: print(port, flush=True))
@@ -263,7 +264,7 @@ uvloop.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_signals(number: int) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         assert process.stdout is not None

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.machine import require_room
+from kvferry.core.process_end import ending_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
@@ -153,10 +154,7 @@ class AttendedFleet:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup makes a process ignore it.
-            numbers.append(signal.SIGHUP)
+        loop, numbers = asyncio.get_running_loop(), ending_signals()
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,13 @@ END_S = 15.0
 """Most seconds that a process takes to close what it has, after its last request."""
 EXIT_S = 2.0
 """Most seconds for what libraries do at a process's exit."""
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to end what it does: Ctrl-C, SIGTERM, and the end of its terminal, unless
+    `nohup` has it outlive that. To be called before any handler is set."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if outlives else (signal.SIGHUP,)))
 
 
 def leave(code: int) -> NoReturn:

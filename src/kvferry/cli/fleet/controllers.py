@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
+from kvferry.core.process_end import ending_signals
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, EndAsked, LetGo, Superseded
@@ -80,7 +80,7 @@ async def look_after(ledger: Ledger, *, waits: bool, follows: bool = False, owne
             grace_s=grace_of(fleet, serve),
         )
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, controller.end, LetGo())
         try:
             end = await controller.run()

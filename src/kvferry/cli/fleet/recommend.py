@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from cyclopts import App, Parameter
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
+from kvferry.core.process_end import ending_signals
 from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling.recommender import Recommender, read_recommended
@@ -56,7 +56,7 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
     async with Front(http_secret()) as front:
         running = asyncio.create_task(Recommender(spec, routers, Ledger(folder), front, SYSTEM_CLOCK).run())
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
         with suppress(asyncio.CancelledError):
             await running

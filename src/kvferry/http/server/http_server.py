@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError
+from kvferry.core.process_end import ending_signals
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.door import Door
 from kvferry.http.server.keys import Guard, Side
@@ -198,16 +198,16 @@ class Stoppable(Protocol):
 
 @contextmanager
 def signals_end(server: Stoppable) -> Iterator[None]:
-    """SIGINT and SIGTERM stop `server`, a second one aborts running requests. Main thread only."""
-    loop = asyncio.get_running_loop()
+    """The `ending_signals` stop `server`, a second one aborts running requests. Main thread only."""
+    loop, numbers = asyncio.get_running_loop(), ending_signals()
 
     def end() -> None:
         (server.abort if server.stopping else server.stop)()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         loop.add_signal_handler(number, end)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
