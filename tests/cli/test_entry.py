@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvferry.cli import main as command
 from kvferry.core.streams import EXIT_UNREAD
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import fleet_from
@@ -37,6 +39,20 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(ignored: bool, tmp_path:
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (7 if ignored else -signal.SIGINT, "")
+
+
+def test_ctrl_c_tells_of_no_coroutine_that_was_not_awaited(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    async def answer() -> None: ...
+
+    def interrupted(*_: object, **__: object) -> None:
+        coroutine = answer()
+        raise KeyboardInterrupt(coroutine.cr_running)
+
+    monkeypatch.setattr(command, "app", SimpleNamespace(meta=interrupted))
+    assert command.main(["fleet", "status"]) == 130
+    assert [str(one.message) for one in recwarn] == []
 
 
 def test_the_script_begins_there() -> None:

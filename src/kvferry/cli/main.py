@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -120,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KvferryError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
+        warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody can await any more
         return 130
     except OutputError as error:
         code = error.exit_code()
