@@ -331,8 +331,7 @@ class ScaledModel:
         prefills, decodes = self._of("prefill", now), self._of("decode", now)
         token_s = self._spec.times.prefill_token_s
         prefill = min(prefills, key=lambda one: one.queued_tokens + arrival.prompt_tokens - one.cached(arrival))
-        company_s = 2.0 * self._spec.times.decode_sequence_s * self._answer_tokens
-        decode = min(decodes, key=lambda one: token_s * one.queued_tokens + company_s * one.num_answers)
+        decode = self._least_busy(decodes)
         left = arrival.prompt_tokens - prefill.cached(arrival)
         whole_left = arrival.prompt_tokens - decode.cached(arrival)
         if self._rule.from_tokens is not None:
@@ -350,6 +349,9 @@ class ScaledModel:
                     self._rule.targets.itl_s, step_s, self._answer_tokens, decode.num_answers, first_s
                 )
             is_whole = is_whole and len(self._requests) >= FEWEST_HAND_OFFS
+            may_answer = not is_whole and len(self._requests) >= FEWEST_HAND_OFFS
+            if may_answer and (one := self._answers_at_prefill(arrival, prefills, decodes)) is not None:
+                is_whole, decode, whole_left = True, one, arrival.prompt_tokens - one.cached(arrival)
         engine, tokens = (decode, whole_left) if is_whole else (prefill, left)
         seen = RequestObservation(
             now, arrival.prompt_tokens, int(tokens), streams=True, decode=decode.name,
@@ -362,6 +364,26 @@ class ScaledModel:
         engine.keep(arrival)
         engine.add_prompt(now, request)
         self._arm(engine)
+
+    def _least_busy(self, engines: Sequence[Engine]) -> Engine:
+        """For a whole request, or for an answer."""
+        token_s = self._spec.times.prefill_token_s
+        company_s = 2.0 * self._spec.times.decode_sequence_s * self._answer_tokens
+        return min(engines, key=lambda one: token_s * one.queued_tokens + company_s * one.num_answers)
+
+    def _answers_at_prefill(
+        self, arrival: Arrival, prefills: Sequence[Engine], decodes: Sequence[Engine]
+    ) -> Engine | None:
+        """The prefill instance that is to answer itself, because no decode instance keeps the targets and it does."""
+        targets, step = self._rule.targets, self._decode
+        if targets is None or step.at(min(one.num_answers for one in decodes) + 1) <= targets.itl_s:
+            return None
+        token_s = self._spec.times.prefill_token_s
+        one = self._least_busy(prefills)
+        first_s = token_s * (one.queued_tokens + arrival.prompt_tokens - one.cached(arrival))
+        step_s = step.at(one.num_answers + 1)
+        keeps = keeps_itl(targets.itl_s, step_s, self._answer_tokens, one.num_answers, first_s)
+        return one if keeps and first_s <= targets.ttft_s else None
 
     # Members.
 

@@ -10,9 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import pytest
 
-from support.processes import Cluster, cluster, until
+from kvferry.core.messages.traffic import FleetPlan, TrafficReport
+from kvferry.http.server.config import HttpConfig
+from kvferry.router.choice.cost import Line
+from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
+from router.peers import routing
+from support.processes import AUTH_TOKEN, Cluster, cluster, until
 
 pytestmark = pytest.mark.processes
 
@@ -82,3 +89,32 @@ def test_all_instances_metrics_are_at_the_router(fleet: Cluster) -> None:
         assert any(
             line.startswith("vllm:num_requests_running{") and f'instance="{name}"' in line for line in text.splitlines()
         )
+
+
+async def test_a_prefill_instance_answers_where_decode_would_miss_the_target_between_tokens(fleet: Cluster) -> None:
+    """What the router has measured is set here: with two answers a token takes longer than the target, with one not."""
+    urls = [[one.url for one in instances] for instances in (fleet.prefill[:1], fleet.decode[:1])]
+    http, found = HttpConfig(shutdown_grace_s=1, secret=AUTH_TOKEN), list[list[int]]()
+    async with routing(*urls, http, policy="cost") as (router, url), aiohttp.ClientSession(url) as session:
+        services = router.services
+        chooser, decode = services.chooser, services.pools.decode.instances[0]
+        router.membership.take_plan(msgspec.json.encode(FleetPlan({}, ttft_s=1e3, itl_s=10.0)).decode())
+        chooser.estimates.hand_off.num_measured = FEWEST_HAND_OFFS
+        for number, others in enumerate((0, 1)):
+            chooser.estimates.decode = Line(base=0.0, slope=6.0, reach=32)
+            decode.load.num_decodes += others
+            body = {"prompt": conversation(number), "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
+            more = {"ignore_eos": True, "return_token_ids": True}
+            async with session.post("/v1/completions", json=body | more) as response:
+                events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: {")]
+            found.append([one for event in events for choice in event["choices"] for one in choice["token_ids"]])
+            decode.load.num_decodes -= others
+        decisions = json.loads(chooser.decisions.encode(2))["decisions"][::-1]
+        report = msgspec.json.decode(chooser.traffic.encode(services.clock.wall(), 600), type=TrafficReport)
+    reasons = [(one["prefill"], one["decode"], one["reason"]) for one in decisions]
+    assert reasons == [("prefill-0", "decode-0", "split"), (None, "prefill-0", "decode_busy")]
+    seen = [(one.prefill, one.decode, one.state) for one in report.requests]
+    assert seen == [("prefill-0", "decode-0", "done"), ("", "prefill-0", "done")]
+    for number, tokens in enumerate(found):
+        plain = fleet.decode[1].complete(conversation(number), max_tokens=NUM_TOKENS)
+        assert tokens == plain["choices"][0]["token_ids"]

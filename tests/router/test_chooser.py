@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry import router
@@ -163,3 +164,23 @@ async def test_a_policy_that_raises_costs_no_request_its_answer(caplog: pytest.L
     for _ in range(2):
         assert chooser.choose(asked, pools.prefill.instances, pools.decode.instances).decode in pools.decode.instances
     assert caplog.text.count("failed; the least loaded instances are chosen") == 1
+
+
+def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_alike() -> None:
+    chooser, pools = parts(1)
+
+    def may_answer() -> bool:
+        options = chooser.pairing.options("m", pools.prefill.alive(), pools.decode.alive(), may_stay_whole=True)
+        return options.prefills_answer
+
+    (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
+    ours = InstanceFacts(engine_id="e", connector="P2pConnector", layout="same", max_model_len=64, model_names=["m"])
+    assert not may_answer(), "nothing is known of them yet"
+    for one in (prefill, decode):
+        one.learn(ours)
+    assert may_answer()
+    prefill.learn(msgspec.structs.replace(ours, max_model_len=32))
+    assert not may_answer()
+    for one in (prefill, decode):
+        one.learn(VllmFacts(model_names=["m"]))
+    assert not may_answer()

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.core.messages.traffic import FleetPlan
 from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
-from kvferry.router.choice.policies.base import Asked
+from kvferry.router.choice.policies.base import Asked, Options
 from kvferry.testing.policy import Fleet, prompt
 
 LONG = prompt(*range(500, 580))
@@ -92,3 +92,46 @@ def test_targets_decide_what_is_computed_beside_answers() -> None:
     fleet.decodes[0].load.num_decodes = 0
     assert reason(prompt(1), 0.0, 0.0) == "short_prompt"
     assert reason(prompt(1), 1.0, 0.02) == "split", "answers are too slow there as it is"
+
+
+def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_would_not() -> None:
+    fleet = measured(Fleet("cost", 2, 2, fixed=None))
+    for number in range(400):
+        fleet.estimates.decoded(number % 20, 200, 200 * (0.01 + 0.001 * (number % 20)))
+
+    def tell(ttft_s: float, itl_s: float, disaggregate_from: int | None = None) -> None:
+        plan = FleetPlan({}, disaggregate_from, ttft_s=ttft_s, itl_s=itl_s)
+        fleet.directions.follow(msgspec.json.encode(plan).decode())
+
+    def choose(number: int, *, prefills_answer: bool = True, may_stay_whole: bool = True) -> tuple[str, str]:
+        options = Options(fleet.prefills, fleet.decodes, may_stay_whole, prefills_answer=prefills_answer)
+        choice = fleet.policy.choose(prompt(*range(number, number + 80)), options)
+        assert (choice.reason == "split") == (choice.prefill is not None)
+        return choice.reason, choice.decode.name
+
+    tell(2.0, 0.020)
+    fleet.decodes[0].load.num_decodes, fleet.decodes[1].load.num_decodes = 20, 8
+    assert choose(1000) == ("split", "decode-1"), "it keeps the target with one answer more"
+    fleet.decodes[1].load.num_decodes = 10
+    fleet.prefills[0].load.num_decodes = 5
+    assert choose(1000) == ("decode_busy", "prefill-1")
+    assert choose(1000, prefills_answer=False) == ("split", "decode-1"), "it may be no instance that answers"
+    assert choose(1000, may_stay_whole=False) == ("split", "decode-1")
+    tell(0.0, 0.0)
+    assert choose(1000) == ("split", "decode-1"), "there are no targets"
+    tell(2.0, 0.020, disaggregate_from=50)
+    assert choose(1000) == ("split", "decode-1"), "the threshold is given"
+    tell(0.5, 0.020)
+    assert choose(1000) == ("split", "decode-1"), "its first token would be late"
+    tell(2.0, 0.030)
+    assert choose(1000) == ("split", "decode-1"), "decode keeps this target"
+    for _ in range(60):
+        fleet.estimates.hand_off.add(8000, 2.5)
+    assert choose(1000) == ("decode_busy", "prefill-1"), "where the first token would wait for a place"
+    tell(2.0, 0.020)
+    fleet.prefills[0].load.prefill_tokens = fleet.prefills[1].load.prefill_tokens = 30_000
+    assert choose(1000) == ("split", "decode-1"), "it would wait too long"
+    tell(6.0, 0.020)
+    assert choose(1000)[0] == "decode_busy", "it has no answer that would wait"
+    fleet.prefills[1].load.num_decodes = 6
+    assert choose(1000)[0] == "split", "its answers would wait for the prompts"

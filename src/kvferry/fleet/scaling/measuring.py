@@ -271,13 +271,14 @@ def _decoded(
 
 
 class _Stalls:
-    """Prompts that decode instances have computed beside their answers."""
+    """Prompts that instances have computed beside their answers."""
 
     def __init__(self, known: Sequence[RequestObservation]) -> None:
         ended: dict[str, list[tuple[float, float]]] = {}
         for one in known:
-            if not one.prefill and one.prefill_s is None and one.first_s is not None:
-                ended.setdefault(one.decode, []).append((one.arrived + one.first_s, float(one.uncached)))
+            if one.first_s is not None:
+                at = one.arrived + one.first_s
+                ended.setdefault(one.prefill or one.decode, []).append((at, float(one.uncached)))
         self._ended = {name: np.array(sorted(those)) for name, those in ended.items()}
         self._tokens = {name: np.concatenate([[0.0], those[:, 1].cumsum()]) for name, those in self._ended.items()}
 

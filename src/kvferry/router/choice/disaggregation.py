@@ -3,16 +3,19 @@
 If only little of a prompt is left to compute, it is faster to compute it on the decode instance than to hand it over;
 the same holds if the prefill instances are too busy. A prefill on a decode instance also costs the others' time: every
 answer there waits meanwhile. Where the fleet has targets, a prompt that would be late from P goes there too if it is in
-time then, and none does by which answers there are expected to miss theirs.
+time then, and none does by which answers there are expected to miss theirs. The other way round, a prefill instance
+answers where no decode instance is expected to keep the targets, if it is expected to.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Asked
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.instances.directions import Directions
-from kvferry.router.instances.load import Target
+from kvferry.router.instances.load import Candidates, Target
 
 FEWEST_HAND_OFFS = 32
 """Measured before the threshold is believed; until then everything is handed off."""
@@ -79,11 +82,36 @@ class Threshold:
         would_miss = False
         if (targets := self._directions.targets_s) is not None:
             ttft_s, itl_s = targets
-            stall_s = estimates.token_s(decode.name) * (load.prefill_tokens + left)
-            step_s = estimates.decode.at(load.num_decodes + 1)
-            if not keeps_itl(itl_s, step_s, estimates.answer_tokens, load.num_decodes, stall_s):
+            if not self._keeps_itl(decode, left, itl_s):
                 return None
             would_miss = first_s <= ttft_s < queued
         if alone < apart:
             return "short_prompt"
         return "prefill_busy" if would_miss or alone < queued else None
+
+    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any]) -> bool:
+        """Whether none of these decode instances is expected to keep the targets with one more answer, whose prompt
+        `prefill` computes: its first token would wait for a place there, or its tokens would be slow."""
+        targets = self._directions.targets_s
+        if targets is None or self._fixed is not None:
+            return False
+        estimates = self._estimates
+        left = max(0, asked.num_tokens - self._index.match(asked.prefix).tokens(prefill))
+        first_s = estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left) + estimates.hand_off.at(left)
+        return first_s > targets[0] or estimates.decode.at(float(decodes.num_decodes.min()) + 1) > targets[1]
+
+    def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
+        """Whether a prefill instance is expected to keep both targets if it answers itself, and those of its answers.
+        Only to be asked where there are targets."""
+        left = max(0, asked.num_tokens - self._index.match(asked.prefix).tokens(prefill))
+        first_s = self._estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left)
+        targets = self._directions.targets_s
+        return targets is not None and first_s <= targets[0] and self._keeps_itl(prefill, left, targets[1])
+
+    def _keeps_itl(self, target: Target, left: float, itl_s: float) -> bool:
+        """Whether an instance that computes a prompt of which it has all but `left` tokens, and those that wait there,
+        keeps this target for the answers beside it and for its own."""
+        estimates, load = self._estimates, target.load
+        stall_s = estimates.token_s(target.name) * (load.prefill_tokens + left)
+        step_s = estimates.decode.at(load.num_decodes + 1)
+        return keeps_itl(itl_s, step_s, estimates.answer_tokens, load.num_decodes, stall_s)

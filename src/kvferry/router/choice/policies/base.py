@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Generic, Literal, Protocol
+from typing import Any, ClassVar, Generic, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from kvferry.router.choice.prompt import NO_PREFIX, Prefix
 from kvferry.router.instances.load import Candidates, T, Target, Vector, candidates
 
 Leg = Literal["prefill", "decode", "whole"]
-"""What an instance is considered for; `whole`: both phases, on a decode instance."""
+"""What an instance is considered for; `whole`: both phases."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -47,12 +47,14 @@ def any_pair(prefill: object, decode: object) -> bool:
 
 class Options(msgspec.Struct, Generic[T], frozen=True):
     """The instances that can serve a request now. `decodes` is never empty. Without `prefills`, one decode instance
-    does both phases; with them it may, unless the prompt has already been computed (`may_stay_whole` False)."""
+    does both phases; with them it may, unless the prompt has already been computed (`may_stay_whole` False), and so may
+    a prefill instance if `prefills_answer`."""
 
     prefills: Sequence[T]
     decodes: Sequence[T]
     may_stay_whole: bool = True
     can_pair: Callable[[T, T], bool] = any_pair
+    prefills_answer: bool = False
 
     def pairs_with(self, prefill: T) -> Candidates[T]:
         """The decode instances that can read the KV of this prefill instance."""
@@ -82,8 +84,8 @@ Scores = tuple[Leg, Sequence[Target], Vector]
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):
-    """Where a request goes. `prefill` None: to `decode` alone. `reason`: why it is split, or not. `scores`: the
-    policy's scores of all candidates, lower is better."""
+    """Where a request goes. `prefill` None: to `decode` alone, which may be of either role. `reason`: why it is split,
+    or not. `scores`: the policy's scores of all candidates, lower is better."""
 
     decode: T
     prefill: T | None = None
@@ -100,6 +102,12 @@ class Disaggregation(Protocol):
 
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, as a short label; None: hand off."""
+
+    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any]) -> bool:
+        """Whether a prefill instance may answer, because none of these decode instances keeps the targets."""
+
+    def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
+        """Whether this prefill instance keeps them if it answers."""
 
 
 @dataclass(frozen=True)
@@ -151,19 +159,23 @@ class LegPolicy(Policy):
 
     def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
         """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
-        read its KV; or one decode instance for both, where that is allowed and better."""
+        read its KV; or one instance for both, where that is allowed and better."""
         scores: list[Scores] = []
         prefills, decodes = options.paired(), candidates(options.decodes)
         if not prefills:
             why = "no_pair" if options.prefills else "no_prefill"
             return Choice(self._best(asked, "whole", decodes, scores), None, why, scores)
         prefill = prefills[0] if len(prefills) == 1 else self._best(asked, "prefill", prefills, scores)
-        if options.may_stay_whole and self.context.disaggregation.active:
+        disaggregation, readers = self.context.disaggregation, options.pairs_with(prefill)
+        if options.may_stay_whole and disaggregation.active:
             alone = self._best(asked, "whole", decodes, scores)
-            reason = self.context.disaggregation.stays_whole(asked, prefill, alone)
+            reason = disaggregation.stays_whole(asked, prefill, alone)
             if reason is not None:
                 return Choice(alone, None, reason, scores)
-        readers = options.pairs_with(prefill)
+            if options.prefills_answer and disaggregation.decode_is_busy(asked, prefill, decodes):
+                alone = self._best(asked, "whole", prefills, scores)
+                if disaggregation.keeps_targets(asked, alone):
+                    return Choice(alone, None, "decode_busy", scores)
         decode = readers[0] if len(readers) == 1 else self._best(asked, "decode", readers, scores)
         return Choice(decode, prefill, "split", scores)
 
