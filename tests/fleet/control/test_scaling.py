@@ -266,6 +266,9 @@ async def test_routers_that_do_not_answer_change_nothing(tmp_path: Path) -> None
             "more than",
         ),
         ({"scale": {"ttft": "1s", "itl": "5ms", "budget": 4, "idle": "5m"}}, "keeps min = 1"),
+        ({"scale": {"ttft": "1s", "itl": "5ms", "budget": 0}}, "no number of instances is allowed"),
+        ({"scale": {"ttft": "1s", "itl": "5ms", "budget": 1}}, "no number of instances is allowed"),
+        ({"scale": {"ttft": "1s", "itl": "5ms", "budget": 9, "fewest_per_decode": 4}}, "no number of instances is"),
         ({"scale": {"ttft": "1s", "itl": "5ms", "budget": 4}, "router": {"count": 0}}, "router.count = 0"),
         (
             {"scale": {"ttft": "1s", "itl": "5ms", "budget": 4}, "role": {"decode": {}, "both": {}, "prefill": {}}},

@@ -9,6 +9,7 @@ with another one is *rolled*, one with other numbers is *scaled*.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -463,3 +464,28 @@ def _check_scale(fleet: WantedFleet, scale: ScaleSpec) -> None:
         raise ConfigError(f"scale.idle stops all instances, and role.{kept[0]} keeps min = {fleet.role[kept[0]].min}")
     if not fleet.router.count and fleet.router.count is not None:
         raise ConfigError("scale: what is asked for is measured by routers; router.count = 0 has none")
+    if not _is_possible(fleet, scale):
+        raise ConfigError(
+            "scale: no number of instances is allowed: min, max, budget and the bounds of the ratio contradict each"
+            " other"
+        )
+
+
+def _is_possible(fleet: WantedFleet, scale: ScaleSpec) -> bool:
+    """Whether any fleet that serves is within all bounds."""
+    budget = math.inf if scale.budget is None else scale.budget
+    most_per_decode = math.inf if scale.most_per_decode is None else scale.most_per_decode
+    if fleet.unit is not None:
+        p = fleet.unit.members.get("prefill", 0)
+        d = sum(fleet.unit.members.values()) - p
+        return p + d <= budget and (not p or scale.fewest_per_decode <= p / d <= most_per_decode)
+    prefill = fleet.role.get("prefill", RoleSpec(count=0, max=0))
+    answering = fleet.role["both" if "both" in fleet.role else "decode"]
+    may_miss = not prefill.min and (scale.aggregate or "both" in fleet.role)
+    most = [budget // one.tensor_parallel_size if one.max is None else one.max for one in (prefill, answering)]
+    for d in range(max(1, answering.min), int(most[1]) + 1):
+        p = 0 if may_miss else max(1, prefill.min, math.ceil(scale.fewest_per_decode * d - 1e-9))
+        price = p * prefill.tensor_parallel_size + d * answering.tensor_parallel_size
+        if p <= most[0] and p <= most_per_decode * d and price <= budget:
+            return True
+    return False
