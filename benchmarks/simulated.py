@@ -1,9 +1,15 @@
 """Does the simulator say what a real fleet does? The same open-loop trace on both, with times that `kvferry calibrate`
-has measured just before, and the errors of the percentiles of TTFT, time between tokens, and time to the last token.
+has measured, and the errors of the percentiles of TTFT, time between tokens, and time to the last token.
 
-    python benchmarks/simulated.py                       calibrates, then runs all fleets
+    python benchmarks/simulated.py                       runs all fleets, and calibrates before and after each five
     python benchmarks/simulated.py --only 1P1D 2P1D      some; the others' results are kept
-    python benchmarks/simulated.py --again --times F     simulates again what was measured before
+    python benchmarks/simulated.py --again               simulates again what was measured before
+    python benchmarks/simulated.py --again --times F     with other times
+
+How fast a machine is changes from minute to minute. So what is simulated is the mean of what follows from the
+calibration before a fleet was measured and from that after it. How far these two are from each other is printed, and so
+is how far the fleets are from what was measured of them the last time, which a simulator without any error would be
+off by.
 
 The machine must be quiet: whatever else runs is in what is measured, and not in what is simulated.
 """
@@ -15,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,8 +51,11 @@ KV = ("--kv-cache-memory=256MiB", "--dtype=float32")
 DOCUMENTS, SMALL = 12, "12MiB"
 """Beginnings that prompts share, and KV caches that have room for some of them."""
 VOCABULARY = 1000
+TOGETHER = 5
+"""Fleets that are measured between two calibrations."""
 LATENCIES = ("ttft", "itl", "e2e")
-PERCENTILES = ("p50", "p99")
+GOALS = {"p50": 0.05, "p90": 0.1, "p99": 0.1}
+PERCENTILES = tuple(GOALS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +187,21 @@ def measured(answers: Sequence[Streamed]) -> dict[str, Spread]:
     }
 
 
+def calibrated() -> MachineTimes:
+    """What `kvferry calibrate` measures now."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "times.json")
+        command = [sys.executable, "-m", "kvferry.cli.main", "calibrate", MODEL, "--write", str(path), "--rounds=2"]
+        subprocess.run([*command, *KV, "--max-num-batched-tokens=512"], check=True, stderr=subprocess.DEVNULL)
+        return read_times(path)
+
+
+def brief(times: MachineTimes) -> MachineTimes:
+    """Without the measurements."""
+    transfer = msgspec.structs.replace(times.transfer, samples=[])
+    return msgspec.structs.replace(times, samples=[], transfer=transfer)
+
+
 def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
     """What the clients of a real fleet saw, and how busy the machine was."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
@@ -197,30 +222,49 @@ def simulate(configuration: Configuration, times: MachineTimes, options: argpars
     return {name: msgspec.to_builtins(getattr(figures, name)) for name in LATENCIES}
 
 
-def compare(real: dict[str, Any], simulated: dict[str, Any]) -> dict[str, Any]:
-    """Both, and the relative errors of the simulator."""
-    errors = {
-        f"{name}_{percentile}": round(simulated[name][percentile] / real[name][percentile] - 1, 4)
-        for name in LATENCIES
-        for percentile in PERCENTILES
+def mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of percentiles that were found several times."""
+    return {
+        latency: {one: statistics.mean(each[latency][one] for each in found) for one in PERCENTILES}
+        for latency in LATENCIES
     }
-    return {"real": real, "simulated": simulated, "errors": errors}
+
+
+def errors(real: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """The relative errors of the other's percentiles."""
+    return {
+        f"{latency} {one}": round(other[latency][one] / real[latency][one] - 1, 4)
+        for latency in LATENCIES
+        for one in PERCENTILES
+    }
 
 
 def show(name: str, found: dict[str, Any]) -> None:
     """One line of Markdown."""
+    real, simulated = found["real"], mean(found["simulated"])
     cells = []
     for latency in LATENCIES:
-        for percentile in PERCENTILES:
-            one, other = (found[side][latency][percentile] * 1e3 for side in ("real", "simulated"))
-            cells.append(f"{one:.1f} / {other:.1f} ({found['errors'][f'{latency}_{percentile}']:+.0%})")
-    print(f"| {name} | " + " | ".join(cells) + f" | {found['real']['cores_busy']:.0%} |", flush=True)
+        for one in PERCENTILES:
+            milliseconds = " / ".join(f"{side[latency][one] * 1e3:.1f}" for side in (real, simulated))
+            cells.append(f"{milliseconds} ({errors(real, simulated)[f'{latency} {one}']:+.0%})")
+    print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def summarize(what: str, found: Sequence[dict[str, float]]) -> None:
+    """A line of Markdown: the median of these errors, the largest, and how many keep the goals."""
+    cells = []
+    for latency in LATENCIES:
+        for one, goal in GOALS.items():
+            off = sorted(abs(each[f"{latency} {one}"]) for each in found)
+            within = sum(each <= goal for each in off)
+            cells.append(f"{statistics.median(off):.0%}, {off[-1]:.0%}, {within} of {len(off)}")
+    print(f"| {what} | " + " | ".join(cells) + " |")
 
 
 def head() -> str:
     """The first lines of the table."""
     names = [f"{latency.upper()} {percentile.upper()}" for latency in LATENCIES for percentile in PERCENTILES]
-    return f"| real / simulated, ms | {' | '.join(names)} | cores busy |\n" + "|---" * (len(names) + 2) + "|"
+    return f"| real / simulated, ms | {' | '.join(names)} |\n" + "|---" * (len(names) + 1) + "|"
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -234,10 +278,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, 3, figsize=(12, 4.2))
     for axes, latency in zip(panels, LATENCIES, strict=True):
         seen: list[float] = []
-        for percentile, marker in zip(PERCENTILES, "o^", strict=True):
-            real, simulated = (
-                [found[side][latency][percentile] * 1e3 for found in results.values()] for side in ("real", "simulated")
-            )
+        for percentile, marker in zip(PERCENTILES, "os^", strict=True):
+            real = [found["real"][latency][percentile] * 1e3 for found in results.values()]
+            simulated = [mean(found["simulated"])[latency][percentile] * 1e3 for found in results.values()]
             axes.scatter(real, simulated, marker=marker, label=percentile.upper(), s=28)
             seen += [*real, *simulated]
         low, high = 0.8 * min(seen), 1.25 * max(seen)
@@ -261,33 +304,37 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CONFIGURATIONS), default=list(CONFIGURATIONS))
     parser.add_argument("--seconds", type=float, default=40.0, help="of each trace")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--times", type=Path, help="a file of kvferry calibrate; default: measure now")
+    parser.add_argument("--times", type=Path, nargs="+", help="files of kvferry calibrate; default: measure them")
     parser.add_argument("--again", action="store_true", help="keep what was measured of the real fleets")
     parser.add_argument("--note", default="", help="kept with the results: what else the machine did")
     options = parser.parse_args()
     print_machine()
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.times or Path(folder, "times.json")
-        if options.times is None:
-            command = [sys.executable, "-m", "kvferry.cli.main", "calibrate", MODEL, "--write", str(path), *KV]
-            subprocess.run([*command, "--max-num-batched-tokens=512"], check=True, stderr=subprocess.DEVNULL)
-        times = read_times(path)
     results: dict[str, Any] = earlier("simulated", {})
+    times = [read_times(path) for path in options.times or ()]
     print(head())
-    for name in options.only:
-        one = CONFIGURATIONS[name]
-        real = results[name]["real"] if options.again else run_real(one, options)
-        results[name] = compare(real, simulate(one, times, options))
-        show(name, results[name])
-        settings = {
-            "model": MODEL,
-            "seconds": options.seconds,
-            "seed": options.seed,
-            "times": msgspec.to_builtins(times),
-        }
-        saved = save("simulated", settings, results)
+    after = [] if times or options.again else [calibrated()]
+    for first in range(0, len(options.only), TOGETHER):
+        names, before = options.only[first : first + TOGETHER], after
+        for name in () if options.again else names:
+            known = results.get(name, {})
+            results[name] = {"before": known.get("real"), "real": run_real(CONFIGURATIONS[name], options)}
+        after = [calibrated()] if before else []
+        for name in names:
+            found = results[name]
+            if here := times or before + after:
+                found["times"] = msgspec.to_builtins([brief(one) for one in here])
+            here = msgspec.convert(found["times"], list[MachineTimes])
+            found["simulated"] = [simulate(CONFIGURATIONS[name], one, options) for one in here]
+            show(name, found)
+        saved = save("simulated", {"model": MODEL, "seconds": options.seconds, "seed": options.seed}, results)
+    print("\n| median, largest, within the goal |" + head().partition("ms |")[2])
+    fleets = [one for one in results.values() if "simulated" in one]
+    summarize("error", [errors(one["real"], mean(one["simulated"])) for one in fleets])
+    if all(one["before"] for one in fleets):
+        summarize("measured before", [errors(one["real"], one["before"]) for one in fleets])
+    summarize("calibrated before and after", [errors(one["simulated"][-1], one["simulated"][0]) for one in fleets])
     picture = RESULTS / f"simulated.{processor()}.png"
-    plot(results, picture)
+    plot({name: one for name, one in results.items() if "simulated" in one}, picture)
     print(f"wrote {saved} and {picture}")
 
 

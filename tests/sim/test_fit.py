@@ -7,12 +7,13 @@ from random import Random
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.fit import fit_steps, fit_transfer
+from kvferry.sim.fit import fit_steps, fit_transfer, spread
 from kvferry.sim.times import StepSample, StepTimes, StepWork
 
 KNOWN = StepTimes(
     base_s=3e-3, prefill_token_s=50e-6, prefill_pair_s=2e-8, decode_sequence_s=2e-4, context_token_s=3e-8, request_s=0.0
 )
+COSTS = [name for name in StepTimes.__struct_fields__ if name.endswith("_s")]
 WORKS = [
     *(StepWork(tokens, tokens * (tokens + 1) / 2, 0, tokens) for tokens in (16, 128, 512, 2048)),
     *(StepWork(0, 0.0, number, number * context) for number in (1, 4, 16) for context in (32, 500, 2000)),
@@ -26,10 +27,7 @@ def _samples(times: StepTimes, noise: float = 0.0) -> list[StepSample]:
 
 
 def _near(found: StepTimes, known: StepTimes, by: float) -> bool:
-    return all(
-        getattr(found, name) == pytest.approx(getattr(known, name), rel=by, abs=1e-12)
-        for name in StepTimes.__struct_fields__
-    )
+    return all(getattr(found, name) == pytest.approx(getattr(known, name), rel=by, abs=1e-12) for name in COSTS)
 
 
 def test_known_costs_are_found() -> None:
@@ -49,7 +47,7 @@ def test_no_cost_is_negative() -> None:
     samples = [StepSample(one, 5e-3 - 1e-7 * one.context_tokens) for one in WORKS if one.decode_sequences]
     samples += [StepSample(one, KNOWN.seconds(one)) for one in WORKS if not one.decode_sequences]
     found, _ = fit_steps(samples)
-    assert min(getattr(found, name) for name in StepTimes.__struct_fields__) >= 0.0
+    assert min(getattr(found, name) for name in COSTS) >= 0.0
     assert found.context_token_s == 0.0
 
 
@@ -58,6 +56,21 @@ def test_several_steps_measured_as_one() -> None:
     work = StepWork(4096, 4096 * 4097 / 2, 0, 2048 + 4096)
     samples.append(StepSample(work, KNOWN.seconds(work) + KNOWN.base_s, num_steps=2))
     assert _near(fit_steps(samples)[0], KNOWN, 1e-6)
+
+
+def test_the_spread_is_that_of_steps_over_the_median_of_their_work() -> None:
+    """However long the steps of one work take."""
+    random = Random(1)
+    factors = [random.uniform(0.9, 1.1) if random.random() < 0.9 else 2.0 for _ in range(400)]
+    decodes = {StepWork(0, 0.0, n, 32 * n): [n * one for one in factors] for n in (1, 8)}
+    prefills = {StepWork(64, 2080.0, 0, 64): [1.0, 1.0, 3.0]}
+    found = spread({**decodes, **prefills}, prefill=False)
+    assert found == sorted(found)
+    assert found[len(found) // 2] == pytest.approx(1.0, abs=0.02)
+    assert sum(one > 1.5 for one in found) / len(found) == pytest.approx(0.1, abs=0.03)
+    prefill = spread({**decodes, **prefills}, prefill=True)
+    assert (prefill[0], prefill[-1]) == (1.0, pytest.approx(3.0, abs=0.05))
+    assert spread(prefills, prefill=False) == []
 
 
 def test_too_few_samples() -> None:

@@ -49,6 +49,22 @@ def test_what_waits_for_ever_is_told() -> None:
         simulation.run_until(tasks[0].done)
 
 
+def test_a_thread_wakes_up_after_its_time_and_keeps_the_order_of_what_it_was_given() -> None:
+    simulation, order = Simulation(3), list[int]()
+    one, other = _threads(simulation, 2)
+    other.wake_s = 0.5
+
+    def give() -> None:
+        for number in range(20):
+            other.call_soon_threadsafe(order.append, number)
+
+    with simulation.running():
+        one.call_soon(give)
+        simulation.run_until(lambda: len(order) == 20)
+    assert order == list(range(20))
+    assert simulation.now == 0.5
+
+
 def _order(seed: int) -> list[str]:
     simulation, order = Simulation(seed), list[str]()
     loops = _threads(simulation, 3)

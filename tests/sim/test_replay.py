@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
@@ -19,7 +20,7 @@ from kvferry.sim.world import RequestSpec, World, WorldSpec
 
 TIMES = StepTimes(base_s=0.01, prefill_token_s=1e-3, decode_sequence_s=0.0, context_token_s=0.0)
 INSTANCE = SimInstanceSpec(times=TIMES, num_blocks=512)
-QUIET = NetworkSpec(latency_s=0.0, jitter_s=0.0, late_share=0.0, bandwidth=1e12)
+QUIET = NetworkSpec(latency_s=0.0, peer_s=0.0, jitter_s=0.0, late_share=0.0, bandwidth=1e12)
 PLAIN = WorldSpec(num_prefill=0, num_decode=0, num_both=1, instance=INSTANCE, network=QUIET)
 SPLIT = replace(PLAIN, num_prefill=1, num_decode=1, num_both=0, router={"disaggregate_from": "0"})
 SEPARATE = [Arrival(2.0 * number, 100, 11) for number in range(5)]
@@ -58,6 +59,21 @@ def test_p_and_d_share_the_work() -> None:
     assert decode.busy == pytest.approx(5 * 0.11 / found.duration_s, rel=0.15)  # ten or eleven steps
     assert found.instance_s == pytest.approx(2 * found.duration_s)
     assert 0 < decode.kv_peak < 0.1
+
+
+def test_a_hand_off_takes_two_wake_ups_and_a_message_between_connectors() -> None:
+    roomy = replace(SPLIT, instance=replace(INSTANCE, num_blocks=4096))  # D has room to wait for the KV
+    slow = replace(roomy, instance=replace(roomy.instance, wake_s=0.002), network=replace(QUIET, peer_s=0.01))
+    assert _run(slow, SEPARATE).ttft.p50 - _run(roomy, SEPARATE).ttft.p50 == pytest.approx(0.014, abs=0.001)
+
+
+def test_steps_differ_as_they_did_when_they_were_measured() -> None:
+    times = msgspec.structs.replace(TIMES, decode_spread=[0.5] + 18 * [1.0] + [3.0], prefill_spread=[2.0])
+    long = [Arrival(10.0 * number, 100, 101) for number in range(5)]
+    found = _run(replace(PLAIN, instance=replace(INSTANCE, times=times)), long)
+    assert (found.itl.p50, found.itl.p99) == (pytest.approx(0.01, abs=1e-4), pytest.approx(0.03, abs=1e-4))
+    assert found.itl.mean == pytest.approx(0.01 * (0.5 + 18 + 3.0) / 20, rel=0.1)
+    assert found.ttft.p50 == pytest.approx(0.22, abs=0.002)
 
 
 def test_the_share_within_the_targets() -> None:

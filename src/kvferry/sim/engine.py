@@ -71,7 +71,8 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 @dataclass(frozen=True)
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
-    until it listens; `empty_step_s`: a step that computes nothing. `connector`: its name, and `options`: what it is
+    until it listens; `empty_step_s`: a step that computes nothing; `wake_s`: until the engine's thread acts on what a
+    transfer loop has for it, and the other way round. `connector`: its name, and `options`: what it is
     told (`kv_connector_extra_config`); `engine`: further settings of `EngineConfig`; `takes_any_role`: it may be given
     another role while it runs.
 
@@ -92,6 +93,7 @@ class SimInstanceSpec:
     times: StepTimes = field(default_factory=StepTimes)
     start_s: float = 5.0
     empty_step_s: float = 50e-6
+    wake_s: float = 0.0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     connector: str = "P2pConnector"
     options: dict[str, Any] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class SimExecutor(Executor):
         self.side.register(self._memory(process))
         address = self.side.address() if isinstance(self.side, ServesPeers) else None
         self.addresses = [] if address is None else [address]
+        self._random = process.simulation.random
         self._num_begun = 0
         self._running: frozenset[str] = frozenset()
         self.busy_s = 0.0
@@ -227,7 +230,7 @@ class SimExecutor(Executor):
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
         running = frozenset(chunk.sequence.request_id for chunk in chunks)
-        seconds = self.spec.times.seconds(StepWork.of(chunks, len(running - self._running)))
+        seconds = self.spec.times.drawn(StepWork.of(chunks, len(running - self._running)), self._random)
         self._running = running
         self.busy_s += seconds
         return seconds
@@ -237,10 +240,11 @@ class SimExecutor(Executor):
         times, each = self.spec.times, len(sequences)
         num_new = sum(one.request_id not in self._running for one in sequences)
         context = sum(one.num_computed_tokens + 1 for one in sequences)
-        first = times.seconds(StepWork(decode_sequences=each, context_tokens=context, num_new=num_new))
-        fixed = times.seconds(StepWork(decode_sequences=each))
-        rest = [fixed + times.context_token_s * (context + place * each) for place in range(1, number)]
-        return [first, *rest][:number]
+        works = [
+            StepWork(decode_sequences=each, context_tokens=context + place * each, num_new=0 if place else num_new)
+            for place in range(number)
+        ]
+        return [times.drawn(work, self._random) for work in works]
 
     def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float, *, is_last: bool) -> StepResult:
         """A step of sequences that decode, in no time. `is_last`: of several that are made together; transfers cannot
@@ -345,7 +349,7 @@ class SimEngine(SteppedEngine):
         super().start()
         self._ended = asyncio.get_running_loop().create_future()
         self._is_stepping = True
-        self.engine.on_transfer(self.wake)
+        self.engine.on_transfer(self._wake_later)
         self._thread.call_soon_threadsafe(lambda: self._thread.create_task(self._run()))
 
     async def close(self) -> None:
@@ -363,6 +367,13 @@ class SimEngine(SteppedEngine):
     def wake(self) -> None:
         """End the rest between two steps."""
         self._thread.call_soon_threadsafe(self._news.set)
+
+    def _wake_later(self) -> None:
+        """Called by a transfer loop's thread: `wake`, in the time that this takes."""
+        if wake_s := self._executor.spec.wake_s:
+            asyncio.get_running_loop().call_later(wake_s, self.wake)
+        else:
+            self.wake()
 
     async def _run(self) -> None:
         try:
@@ -527,7 +538,8 @@ class SimInstance:
             max_waiting=spec.max_waiting,
             **spec.engine,
         )
-        machine = SimMachine(self._storage, process, spec.layout().true_bytes(), pauses=spec.has_contents)
+        true_bytes, pauses = spec.layout().true_bytes(), spec.has_contents
+        machine = SimMachine(self._storage, process, true_bytes, pauses=pauses, wake_s=spec.wake_s)
         executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine, self.core)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
         front = SimEngine(engine, executor, process)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.times import FitError, StepSample, StepTimes
+from kvferry.sim.times import FitError, StepSample, StepTimes, StepWork
 
 _COSTS = ("base_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "context_token_s")
+_QUANTILES = 100
 LEAST_SAMPLES = len(_COSTS)
 
 
@@ -38,8 +40,21 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
                 best[columns] = found / scale[columns]
     off = np.sort(np.abs(relative @ best - 1))
     p50, p90 = (float(off[int(len(off) * share)]) for share in (0.5, 0.9))
-    times = StepTimes(**dict(zip(_COSTS, map(float, best), strict=True)))
-    return times, FitError(len(samples), p50, p90, float(off[-1]))
+    costs: dict[str, Any] = dict(zip(_COSTS, map(float, best), strict=True))
+    return StepTimes(**costs), FitError(len(samples), p50, p90, float(off[-1]))
+
+
+def spread(measured: Mapping[StepWork, Sequence[float]], *, prefill: bool) -> list[float]:
+    """How long steps that prefill, or only decode, took, over the median of those with the same work. `_QUANTILES`
+    values in rising order."""
+    ratios = [
+        np.array(seconds) / np.median(seconds)
+        for work, seconds in measured.items()
+        if bool(work.prefill_tokens) == prefill
+    ]
+    if not ratios:
+        return []
+    return [float(one) for one in np.quantile(np.concatenate(ratios), (np.arange(_QUANTILES) + 0.5) / _QUANTILES)]
 
 
 def _row(sample: StepSample) -> list[float]:

@@ -356,6 +356,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         """Callbacks that are ready; the simulation runs them."""
         self.is_listed = self._is_parked = False
         """Whether the simulation has it among the loops that have something to run."""
+        self.wake_s = 0.0
+        """Seconds until this thread runs what another one gives it."""
+        self._given: deque[SimHandle] = deque()
         self._closed = False
         self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
 
@@ -418,7 +421,15 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> SimHandle:
         if self._closed:
             raise RuntimeError("Event loop is closed")
-        return self.call_soon(callback, *args, context=context)
+        if not self.wake_s or asyncio._get_running_loop() is self:
+            return self.call_soon(callback, *args, context=context)
+        self._given.append(SimHandle(0.0, callback, args, self, copy_context() if context is None else context))
+        self.call_later(self.wake_s, self._take, context=Context())
+        return self._given[-1]
+
+    def _take(self) -> None:
+        """Run the oldest of what was given, whichever timer this is of."""
+        self.add_ready(self._given.popleft())
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None

@@ -261,10 +261,14 @@ class SimThreads(Threads):
 
 class SimMachine(Machine):
     """What the connector of one simulated process uses. `true_bytes`: see `SimDisk`. `pauses`: time passes in the
-    middle of calls; if not, which is cheaper, they are made at once, and their time passes behind them."""
+    middle of calls; if not, which is cheaper, they are made at once, and their time passes behind them. `wake_s`: until
+    a transfer loop runs what another thread gives it."""
 
-    def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, *, pauses: bool = True) -> None:
+    def __init__(
+        self, storage: Storage, process: SimProcess, true_bytes: float, *, pauses: bool = True, wake_s: float = 0.0
+    ) -> None:
         self._storage, self.process, self._true_bytes, self._pauses = storage, process, true_bytes, pauses
+        self._wake_s = wake_s
         self.disk = SimDisk(storage, process, true_bytes, self)
         self.ends_at = 0.0
         """How far the call has come that is made at once."""
@@ -273,7 +277,9 @@ class SimMachine(Machine):
         return SimThreads(self, number, name, pauses=moves_blocks and self._pauses)
 
     def transfer_loop(self, name: str) -> TransferLoop:
-        return SimTransferLoop(self.process.thread(name))
+        loop = self.process.thread(name)
+        loop.wake_s = self._wake_s
+        return SimTransferLoop(loop)
 
     def arena(self, name: str, num_bytes: int) -> SimArena:
         return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self)

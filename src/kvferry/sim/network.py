@@ -41,12 +41,12 @@ _NO_CONTEXT = Context()
 class NetworkSpec:
     """One link for all pairs of hosts. Times in seconds, bandwidth in bytes per second for each host and direction.
 
-    `late_share`: of all pieces, those that take up to `late_s` longer; `cut_share`: those that arrive in two parts;
-    `read_s`: of each read of another instance's blocks, besides its bytes.
+    `peer_s`: the latency between connectors, and of reads of another instance's blocks; `late_share`: of all pieces,
+    those that take up to `late_s` longer; `cut_share`: those that arrive in two parts.
     """
 
     latency_s: float = 50e-6
-    read_s: float = 0.0
+    peer_s: float = 50e-6
     jitter_s: float = 20e-6
     bandwidth: float = 10e9
     late_share: float = 0.0005
@@ -198,6 +198,8 @@ class SimTransport(asyncio.Transport):
     def __init__(self, network: Network, process: SimProcess, sockname: tuple[str, int]) -> None:
         super().__init__()
         self._network, self.process, self.sockname = network, process, sockname
+        self.is_of_connectors = False
+        """Whether it is between two connectors."""
         self._loop: SimLoop | None = None
         self._protocol: asyncio.Protocol
         self._unsent = SendBuffer()
@@ -318,7 +320,8 @@ class SimTransport(asyncio.Transport):
         """Note that the other end has sent something: it arrives later."""
         network = self._network
         num_bytes = 0 if what is _END or what is _RESET else len(what)
-        arrival = network.arrival(self.peer.process.host, self.process.host, num_bytes)
+        source, target = self.peer.process.host, self.process.host
+        arrival = network.arrival(source, target, num_bytes, is_of_connectors=self.is_of_connectors)
         self._last_arrival = max(arrival, self._last_arrival)
         self._under_way.append(what)
         loop = network.loop if self._loop is None or not self.process.is_alive else self._loop
@@ -495,10 +498,10 @@ class Network:
 
     # Time.
 
-    def arrival(self, source: SimHost, target: SimHost, num_bytes: int) -> float:
+    def arrival(self, source: SimHost, target: SimHost, num_bytes: int, *, is_of_connectors: bool = False) -> float:
         """When bytes that are sent now are there. Those of one host leave one after the other, and so they arrive."""
         spec, random, now = self.spec, self.simulation.random, self.simulation.now
-        latency_s = spec.latency_s + random.random() * spec.jitter_s
+        latency_s = (spec.peer_s if is_of_connectors else spec.latency_s) + random.random() * spec.jitter_s
         if spec.late_share and random.random() < spec.late_share:
             latency_s += random.random() * spec.late_s
         if self._slow:

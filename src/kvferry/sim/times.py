@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.step import Chunk
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Factor = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
@@ -77,6 +79,10 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds for each token whose KV is read."""
     request_s: Seconds = 0.0
     """Seconds for each sequence that begins: reading its request and ending its answer."""
+    decode_spread: list[Factor] = []
+    """How long steps took that only decode, over the median of such steps: as likely values. Empty: always 1."""
+    prefill_spread: list[Factor] = []
+    """The same of steps that prefill."""
 
     def seconds(self, work: StepWork) -> float:
         """How long a step with this work takes."""
@@ -89,16 +95,23 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             + self.request_s * work.num_new
         )
 
+    def drawn(self, work: StepWork, random: Random) -> float:
+        """How long one step with this work takes, which differs from step to step as it did when it was measured."""
+        spread = self.prefill_spread if work.prefill_tokens else self.decode_spread
+        return self.seconds(work) * (random.choice(spread) if spread else 1.0)
+
 
 class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long bytes take between two processes."""
 
     latency_s: Seconds = 50e-6
-    """Seconds until another process has read a short message, one way."""
+    """Seconds until another process has read a short message over HTTP, one way."""
+    peer_s: Seconds = 50e-6
+    """Seconds until another instance's connector has read a short message, one way."""
+    wake_s: Seconds = 0.0
+    """Seconds until an engine's thread acts on what its connector's thread has for it, and the other way round."""
     bandwidth: Bandwidth = 10e9
     """Bytes of KV per second."""
-    read_s: Seconds = 0.0
-    """Seconds of each read of KV, besides its bytes."""
     samples: list[tuple[float, float]] = []
     """Bytes and seconds of the hand-offs that were measured."""
 

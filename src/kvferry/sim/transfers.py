@@ -156,7 +156,9 @@ class SimListener(Listener):
         loop = cast(SimLoop, asyncio.get_running_loop())
         async with limited_to(deadline, f"connecting to {host}:{port}"):
             try:
-                _, frames = await loop.create_connection(_Frames, host, port)
+                transport, frames = await loop.create_connection(_Frames, host, port)
+                end = cast(SimTransport, transport)
+                end.is_of_connectors = end.peer.is_of_connectors = True
             except OSError as error:
                 if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
                     raise
@@ -266,8 +268,7 @@ class SimFabricPeer(FabricPeer):
         assert self._ours.process is not None
         source, target = self._theirs.process.host, self._ours.process.host
         now = asyncio.get_running_loop().time()
-        arrival = self._network.arrival(source, target, sum(length for _, length in local))
-        seconds = arrival - now + self._network.spec.read_s
+        seconds = self._network.arrival(source, target, sum(length for _, length in local), is_of_connectors=True) - now
         parts = [(seconds, pairs)]
         if pairs:
             place, first = random.randrange(len(pairs) + 1), random.random() * seconds

@@ -41,6 +41,8 @@ class DemoAnswer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     timeline: Timeline = field(default_factory=Timeline)
+    kv_transfer_params: dict[str, Any] | None = None
+    """The ticket, of an instance that was asked for one."""
     asked_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
     """When each token arrived here, on the same monotonic clock as `asked_s`."""
@@ -83,9 +85,10 @@ class Endpoint:
         return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
     async def ask(
-        self, piece: Piece, num_tokens: int, on_text: Callable[[str], object] = lambda text: None
+        self, piece: Piece, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **more: Any
     ) -> DemoAnswer:
-        """Stream a sampled answer of this many tokens; `on_text` gets each piece of text as it arrives."""
+        """Stream a sampled answer of this many tokens; `on_text` gets each piece of text as it arrives. `more`: further
+        fields of the request."""
         body = {
             "prompt": piece.token_ids,
             "max_tokens": num_tokens,
@@ -95,6 +98,7 @@ class Endpoint:
             "stream": True,
             "return_token_ids": True,
             "return_timeline": True,
+            **more,
         }
         answer, rest = DemoAnswer(asked_s=SYSTEM_CLOCK.monotonic()), b""
         async with self.posting("/v1/completions", body) as coming:
@@ -112,6 +116,7 @@ def _add(answer: DemoAnswer, event: dict[str, Any], now: float, on_text: Callabl
         raise Unavailable(event["error"]["message"])
     if event.get("timeline"):
         answer.timeline = msgspec.convert(event["timeline"], Timeline)
+    answer.kv_transfer_params = event.get("kv_transfer_params") or answer.kv_transfer_params
     for choice in event["choices"]:
         token_ids = choice.get("token_ids") or []
         answer.token_ids += token_ids

@@ -26,6 +26,7 @@ from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
@@ -37,6 +38,7 @@ from kvferry.sim.times import MachineTimes, MediumTimes, write_times
 
 HANDED_OVER = 64
 """During a calibration, prompts of at least this many tokens are handed off; shorter ones show what a router costs."""
+ROUNDS = Bounds(1, 1000)
 UNKNOWN_START_S = 5.0
 """Assumed for an instance that was already running, whose start could not be measured."""
 _NAME = "calibrated"
@@ -52,6 +54,7 @@ def calibrate(
     *,
     write: Annotated[Path, Parameter(help="Write the times to this file, for --times.")] = Path("times.json"),
     seed: Annotated[int, Parameter(help="Decides which prompts are sent.")] = 0,
+    rounds: Annotated[int, Parameter(help="How many times everything is measured.")] = 5,
     store_folder: Annotated[
         Path | None, Parameter(help="Where a store's files would be: their times are measured there. Default: /tmp.")
     ] = None,
@@ -70,6 +73,7 @@ def calibrate(
         kvferry calibrate http://10.0.0.3:8001 --max-num-batched-tokens 1024
     """
     SEED.require("--seed", seed)
+    ROUNDS.require("--rounds", rounds)
     require_writable("--write", write)
     folder = store_folder or Path(tempfile.gettempdir())
     if not folder.is_dir():
@@ -78,9 +82,9 @@ def calibrate(
     set_up_logging(logs, "calibrate")
     try:
         if model.startswith(("http://", "https://")):
-            found = asyncio.run(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed))
+            found = asyncio.run(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
         else:
-            found = _started(complete(EngineConfig, engine, model=model), logs, seed)
+            found = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
             found = msgspec.structs.replace(found, store=asyncio.run(measure_stores(found.kv, folder)))
     except ConfigError:
         raise
@@ -100,7 +104,8 @@ def in_words(found: MachineTimes, path: Path) -> str:
         f" {step.decode_sequence_s * 1e6:.1f} µs a sequence that decodes, {step.context_token_s * 1e9:.1f} ns a token"
         f" of context, {step.prefill_pair_s * 1e9:.2f} ns a pair of tokens in prefill\n"
         f"request: {step.request_s * 1e3:.2f} ms, and {transfer.latency_s * 1e3:.2f} ms a hop\n"
-        f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s, and {transfer.read_s * 1e3:.2f} ms each;"
+        f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s, {transfer.peer_s * 1e3:.2f} ms a message,"
+        f" {transfer.wake_s * 1e3:.2f} ms from engine to connector;"
         f" start: {found.start_s:.1f} s\n"
         f"{_of_medium('files', found.store.file)}; {_of_medium('shared memory', found.store.memory)}\n"
         f"fit of {error.num_samples} measured steps: off by {error.p50:.1%} (median), {error.p90:.1%} (P90),"
@@ -116,13 +121,13 @@ def _of_medium(name: str, times: MediumTimes) -> str:
     )
 
 
-def _started(engine: EngineConfig, log: LogConfig, seed: int) -> MachineTimes:
+def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> MachineTimes:
     """Measure P and D that are started for this."""
     told = Told(
         spec=FleetSpec(prefill=1, decode=1),
         engine=engine,
         instance=InstanceSpec(served_model_name=(_NAME,)),
-        router=RouterConfig(disaggregate_from=str(HANDED_OVER), hand_off="sequential"),
+        router=RouterConfig(disaggregate_from=str(HANDED_OVER)),
         listen=Listen(port=0),
         log=log,
     )
@@ -132,31 +137,36 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int) -> MachineTimes:
 
     async def job(urls: Mapping[str, str]) -> None:
         start_s = SYSTEM_CLOCK.monotonic() - begun
-        decode = next(url for name, url in urls.items() if name.startswith("decode"))
-        found.append(await _measured(decode, urls[ENDPOINT], engine, seed, start_s))
+        prefill, decode = (
+            next(url for name, url in urls.items() if name.startswith(one)) for one in ("prefill", "decode")
+        )
+        found.append(await _measured(decode, prefill, urls[ENDPOINT], engine, seed, rounds, start_s))
 
     asyncio.run(run_alongside(_NAME, told, job))
     return found[0]
 
 
-async def _running(url: str, engine: EngineConfig, seed: int) -> MachineTimes:
+async def _running(url: str, engine: EngineConfig, seed: int, rounds: int) -> MachineTimes:
     """Measure an instance that runs."""
-    return await _measured(url, None, engine, seed, UNKNOWN_START_S)
+    return await _measured(url, None, None, engine, seed, rounds, UNKNOWN_START_S)
 
 
-async def _measured(url: str, router: str | None, engine: EngineConfig, seed: int, start_s: float) -> MachineTimes:
+async def _measured(
+    url: str, prefill: str | None, router: str | None, engine: EngineConfig, seed: int, rounds: int, start_s: float
+) -> MachineTimes:
     async with HttpClient(who="this command") as client:
         facts = await facts_of(Server(SignedClient(client, http_secret([])), url))
         instance = Endpoint(client, url)
         with progress("measuring") as on_progress:
             calibration = Calibration(
                 instance,
+                None if prefill is None else Endpoint(client, prefill),
                 None if router is None else Endpoint(client, router),
                 InstanceLimits(facts, engine.max_num_seqs, engine.max_num_batched_tokens),
                 await Texts.read(instance, facts.max_model_len, seed),
                 on_progress,
             )
-            await calibration.measure()
+            await calibration.measure(rounds)
     default = EngineConfig(model=engine.model)
     settings = {name: str(value) for name, value in vars(engine).items() if getattr(default, name) != value}
     day = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%d")

@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import sysconfig
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.sim.fit import fit_steps, fit_transfer
+from kvferry.sim.fit import fit_steps, fit_transfer, spread
 from kvferry.sim.times import KVSize, MachineTimes, StepSample, StepWork, TransferTimes
 
 STREAMS = (1, 2, 4, 8, 16, 32)
@@ -33,7 +34,6 @@ CONTEXTS = (32, 256, 1024)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = 24
 """Tokens of each timed stream."""
-REPEATS = 5
 PAUSE_S = 0.2
 """Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for long, by a
 third on some machines; and so it is under most traffic."""
@@ -56,10 +56,13 @@ class InstanceLimits:
                 if number <= self.max_num_seqs and self._fits(length, number):
                     yield number, context
 
-    def prompts(self, longest: int | None = None) -> list[int]:
-        """Lengths of prompts that are prefilled in one step."""
-        most = min(self.max_num_batched_tokens, longest or self.max_num_batched_tokens)
-        return [one for one in PROMPTS if one <= most and self._fits(one + 2, 1)]
+    def prompts(self) -> list[int]:
+        """Lengths of prompts that fit."""
+        return [one for one in PROMPTS if self._fits(one + 2, 1)]
+
+    def num_steps(self, length: int) -> int:
+        """In how many steps a prompt is prefilled."""
+        return max(1, -(-length // self.max_num_batched_tokens))
 
     def _fits(self, length: int, number: int) -> bool:
         facts = self.facts
@@ -89,41 +92,52 @@ class Texts:
 
 @dataclass
 class Calibration:
-    """One run. `instance`: measured alone; `router`: of P and D, None where there is none."""
+    """One run. `instance`: measured alone; `prefill`, `router`: P, and the router of it and of `instance`, which is D
+    then; None where there are none."""
 
     instance: Endpoint
+    prefill: Endpoint | None
     router: Endpoint | None
     limits: InstanceLimits
     texts: Texts
     on_progress: Callable[[float], None]
-    steps: list[StepSample] = field(default_factory=list)
-    transfers: list[tuple[float, float]] = field(default_factory=list)
-    request_s: float = 0.0
-    hop_s: float = 0.0
+    steps: dict[StepWork, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Seconds of each step that was measured, by what it computed."""
+    transfers: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Seconds in which D has fetched so many bytes, of P that has computed them."""
+    news_s: list[float] = field(default_factory=list)
+    """From the end of a prefill until D, which waited for it, has the first token."""
+    alone_s: list[float] = field(default_factory=list)
+    """Of a short request to an instance, besides its prefill."""
+    routed_s: list[float] = field(default_factory=list)
+    """The same through the router."""
     _num_done: int = 0
 
-    async def measure(self) -> None:
-        """Measure everything, in an order in which what is slow at first is not timed."""
+    async def measure(self, rounds: int) -> None:
+        """Measure everything in rounds, so that what else the machine does for a while meets all of it."""
         streams, prompts = list(self.limits.streams()), self.limits.prompts()
         if not streams or not prompts:
             raise ConfigError("the instance's KV cache, or its model's longest context, is too small to measure it")
-        total = len(streams) + 2 * len(prompts) + 1
-        await self._prefill(prompts[0])  # the first of all is slow
-        self.steps.clear()
-        for number, context in streams:
-            await self._decode(number, context)
-            self._progress(total)
-        for length in prompts:
+        total = rounds * (len(streams) + 3 * len(prompts))
+        for length in prompts:  # the first ones are slow
             await self._prefill(length)
-            self._progress(total)
-        for length in prompts[1:]:
-            await self._beside(length)
-            self._progress(total)
-        self.request_s, self.hop_s = await self._overheads()
+        self.steps.clear()
+        self.news_s.clear()
+        for _ in range(rounds):
+            for number, context in streams:
+                await self._decode(number, context)
+                self._progress(total)
+            for length in prompts:
+                await self._prefill(length)
+                await self._transfer(length)
+                if length > prompts[0] and self.limits.num_steps(length) == 1:  # else it may not be the longest gap
+                    await self._beside(length)
+                await self._overheads()
+                self._progress(total, 3)
         self.on_progress(1.0)
 
-    def _progress(self, total: int) -> None:
-        self._num_done += 1
+    def _progress(self, total: int, number: int = 1) -> None:
+        self._num_done += number
         self.on_progress(self._num_done / total)
 
     async def _decode(self, number: int, context: int) -> None:
@@ -131,106 +145,118 @@ class Calibration:
         steps of an instance that waited for its KV."""
         endpoint = self.router or self.instance
         tokens = TOKENS + 2 * number  # they begin one after the other
-        found = []
-        for _ in range(REPEATS):
-            prompts = [self.texts.prompt(context) for _ in range(number)]
-            await asyncio.sleep(PAUSE_S)
-            answers = await asyncio.gather(*(endpoint.ask(one, tokens) for one in prompts))
-            begins = max(one.token_times_s[0] for one in answers)
-            ends = min(one.token_times_s[-1] for one in answers)
-            gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
-            if len(gaps) >= TOKENS // 3:
-                found.append(statistics.median(gaps))
-        if found:
-            work = StepWork(0, 0.0, number, number * (context + tokens // 2))
-            self.steps.append(StepSample(work, statistics.median(found)))
+        prompts = [self.texts.prompt(context) for _ in range(number)]
+        await asyncio.sleep(PAUSE_S)
+        answers = await asyncio.gather(*(endpoint.ask(one, tokens) for one in prompts))
+        begins = max(one.token_times_s[0] for one in answers)
+        ends = min(one.token_times_s[-1] for one in answers)
+        gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
+        if len(gaps) >= TOKENS // 3:
+            self.steps[StepWork(0, 0.0, number, number * (context + tokens // 2))] += gaps
 
     async def _prefill(self, length: int) -> None:
-        """The prefill of one prompt on an idle instance, and the transfer of its KV, if there is a router."""
-        seconds, transfers = [], []
-        for _ in range(REPEATS):
-            await asyncio.sleep(PAUSE_S)
-            answer = await (self.router or self.instance).ask(self.texts.prompt(length), 2)
-            seconds.append(_span(answer, "prefill_started", "prefill_done"))
-            if answer.timeline.transfer_done is not None:
-                transfers.append(_span(answer, "transfer_started", "transfer_done"))
-        work = StepWork(length, length * (length + 1) / 2, 0, length)
-        self.steps.append(StepSample(work, statistics.median(seconds)))
-        if transfers:
-            self.transfers.append((length * self.token_bytes, statistics.median(transfers)))
+        """The prefill of one prompt on an idle instance; if there is a router, handed off to D, which waits for it."""
+        await asyncio.sleep(PAUSE_S)
+        answer = await (self.router or self.instance).ask(self.texts.prompt(length), 2)
+        ends = (
+            min(length, (place + 1) * self.limits.max_num_batched_tokens)
+            for place in range(self.limits.num_steps(length))
+        )
+        work = StepWork(length, length * (length + 1) / 2, 0, sum(ends))  # the context is read in each step
+        self.steps[work].append(_span(answer, "prefill_started", "prefill_done"))
+        if answer.timeline.transfer_done is not None:
+            self.news_s.append(_span(answer, "prefill_done", "first_token"))
+
+    async def _transfer(self, length: int) -> None:
+        """The transfer of a prompt's KV, which begins when P has computed it."""
+        if self.prefill is None:
+            return
+        await asyncio.sleep(PAUSE_S)
+        prompt = self.texts.prompt(length)
+        produced = await self.prefill.ask(prompt, 1, kv_transfer_params={"do_remote_decode": True})
+        answer = await self.instance.ask(prompt, 2, kv_transfer_params=produced.kv_transfer_params)
+        self.transfers[length * self.token_bytes].append(_span(answer, "transfer_started", "transfer_done"))
 
     async def _beside(self, length: int) -> None:
         """The prefill of a prompt in a step with others that decode: the longest gap of one of these."""
         number, context = 4, 32
         if self.limits.max_num_seqs < 8:
             return
-        found = []
-        for _ in range(REPEATS):
-            streams = [
-                asyncio.create_task(self.instance.ask(self.texts.prompt(context), 3 * TOKENS)) for _ in range(number)
-            ]
-            asked = SYSTEM_CLOCK.monotonic()
-            late = asyncio.create_task(self._after(asked, length))
-            answers = [await one for one in streams]
-            span = _span(await late, "prefill_started", "prefill_done")
-            longest = max((later - one for one, later in _pairs(answers[0])), default=0.0)
-            if span <= longest < 3 * span:
-                found.append(longest)
-        if found:
-            others = number * (context + TOKENS)
-            work = StepWork(length, length * (length + 1) / 2, number, length + others)
-            self.steps.append(StepSample(work, statistics.median(found)))
+        streams = [
+            asyncio.create_task(self.instance.ask(self.texts.prompt(context), 3 * TOKENS)) for _ in range(number)
+        ]
+        asked = SYSTEM_CLOCK.monotonic()
+        late = asyncio.create_task(self._after(asked, length))
+        answers = [await one for one in streams]
+        span = _span(await late, "prefill_started", "prefill_done")
+        longest = max((later - one for one, later in _pairs(answers[0])), default=0.0)
+        if span <= longest < 3 * span:
+            work = StepWork(length, length * (length + 1) / 2, number, length + number * (context + TOKENS))
+            self.steps[work].append(longest)
 
     async def _after(self, asked: float, length: int) -> DemoAnswer:
-        """Ask in the middle of the streams: when a third of their time, as fitted so far, is over."""
-        so_far = [one.seconds for one in self.steps if one.work.decode_sequences == 4]
+        """Ask in the middle of the streams: when a third of their time, as measured so far, is over."""
+        so_far = [statistics.median(seconds) for work, seconds in self.steps.items() if work.decode_sequences == 4]
         await asyncio.sleep(asked + TOKENS * (so_far[0] if so_far else 0.01) - SYSTEM_CLOCK.monotonic())
         return await self.instance.ask(self.texts.prompt(length), 1)
 
-    async def _overheads(self) -> tuple[float, float]:
-        """What a short request takes besides its prefill: that of an instance alone, and that of each hop, one way,
-        from what a router adds to it."""
-        direct = await self._overhead(self.instance)
-        if self.router is None:
-            return direct, TransferTimes().latency_s
-        hop_s = max(0.0, await self._overhead(self.router) - direct) / 2
-        return max(0.0, direct - 2 * hop_s), hop_s
-
-    async def _overhead(self, endpoint: Endpoint) -> float:
-        seconds = []
-        for _ in range(4 * REPEATS):
-            await asyncio.sleep(PAUSE_S)
-            answer = await endpoint.ask(self.texts.prompt(PROMPTS[0]), 1)
-            ttft_s = answer.token_times_s[0] - answer.asked_s
-            seconds.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))
-        return max(0.0, statistics.median(seconds))
+    async def _overheads(self) -> None:
+        """What a short request takes besides its prefill, of an instance alone and with what a router adds to it."""
+        for endpoint, found in ((self.instance, self.alone_s), (self.router, self.routed_s)):
+            if endpoint is not None:
+                await asyncio.sleep(PAUSE_S)
+                answer = await endpoint.ask(self.texts.prompt(PROMPTS[0]), 1)
+                ttft_s = answer.token_times_s[0] - answer.asked_s
+                found.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the KV of one token in all layers on all ranks."""
         return token_bytes(self.limits.facts.kv_layout)
 
+    def _transfer_times(self) -> TransferTimes:
+        """A hop, one way, is half of what a router adds to a request. The news that a prefill has ended takes one
+        message between connectors, and one wake-up on each side; a transfer takes these and four messages more: D's
+        question, the read, and the fence with its answer."""
+        if not (self.routed_s and self.transfers and self.news_s):
+            return TransferTimes()
+        hop_s = max(0.0, statistics.median(self.routed_s) - statistics.median(self.alone_s)) / 2
+        samples = [(float(size), statistics.median(seconds)) for size, seconds in self.transfers.items()]
+        bandwidth, whole_s = fit_transfer(samples)
+        news_s = statistics.median(self.news_s)
+        peer_s = max(0.0, whole_s - news_s) / 4
+        return TransferTimes(hop_s, peer_s, max(0.0, news_s - peer_s) / 2, bandwidth, samples)
+
     def times(self, model: str, day: str, start_s: float, settings: dict[str, str]) -> MachineTimes:
         """What was measured on this day. Raises `ConfigError` if it was too little."""
         facts = self.limits.facts
-        step, error = fit_steps(self.steps)
+        samples = [
+            StepSample(work, statistics.median(seconds), self.limits.num_steps(work.prefill_tokens))
+            for work, seconds in self.steps.items()
+        ]
+        step, error = fit_steps(samples)
         layout = facts.kv_layout
         assert layout is not None
-        bandwidth, whole_s = fit_transfer(self.transfers) if self.transfers else (TransferTimes().bandwidth, 0.0)
-        read_s = max(0.0, whole_s - 2 * self.hop_s)  # a question and its answer come before the bytes
+        transfer = self._transfer_times()
+        step = msgspec.structs.replace(
+            step,
+            request_s=max(0.0, statistics.median(self.alone_s) - 2 * transfer.latency_s),
+            decode_spread=spread(self.steps, prefill=False),
+            prefill_spread=spread(self.steps, prefill=True),
+        )
         return MachineTimes(
             model=model,
             machine=this_machine(),
             measured=day,
-            step=msgspec.structs.replace(step, request_s=self.request_s),
+            step=step,
             step_error=error,
             kv=KVSize(len(layout.layers), self.token_bytes, facts.num_kv_tokens, facts.block_size),
-            transfer=TransferTimes(self.hop_s, bandwidth, read_s, self.transfers),
+            transfer=transfer,
             start_s=start_s,
             max_model_len=facts.max_model_len,
             tensor_parallel_size=facts.tp_size,
             settings=settings,
-            samples=self.steps,
+            samples=samples,
         )
 
 

@@ -66,7 +66,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         if one.name not in _NOT_SIMULATED and getattr(router, one.name) != getattr(default, one.name)
     }
     transfer = times.transfer
-    network = NetworkSpec(transfer.latency_s, transfer.read_s, 0.0, transfer.bandwidth, late_share=0.0)
+    network = NetworkSpec(transfer.latency_s, transfer.peer_s, 0.0, transfer.bandwidth, late_share=0.0)
     return WorldSpec(
         num_prefill=counts.get("prefill", 0),
         num_decode=counts.get("decode", 0),
@@ -195,6 +195,7 @@ def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, rol
         has_contents=False,
         tokens_at_once=_TOKENS_AT_ONCE,
         empty_step_s=0.0,
+        wake_s=times.transfer.wake_s,
         engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
     )
     found = _transfer(fleet, plain.layout())
