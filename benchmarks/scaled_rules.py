@@ -27,7 +27,7 @@ from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts, Rules
 from kvferry.fleet.scaling.scaler import RECENT_S, Measured, ScalingMemory, Situation, decide
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
 
@@ -99,7 +99,8 @@ class Kvferry(Rule):
         if self._measuring is None:
             self._measuring = Measuring(INTERVAL_S, seen.now)
         self._measuring.note({"router": seen.report}, {}, seen.now, 0.0)
-        found = self._measuring.measured(INSTANCE.num_blocks * INSTANCE.block_size, seen.now, INSTANCE.max_num_seqs)
+        room = Room(INSTANCE.num_blocks * INSTANCE.block_size, INSTANCE.max_num_seqs)
+        found = self._measuring.measured(room, seen.now)
         since = max(self._memory.changed_at, seen.now - RECENT_S)
         return replace(found, attained=self._measuring.attained(self.rules.targets, since, seen.now))
 

@@ -171,10 +171,12 @@ def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_
 
     def may_answer() -> bool:
         options = chooser.pairing.options("m", pools.prefill.alive(), pools.decode.alive(), may_stay_whole=True)
-        return options.prefills_answer
+        return options.decode_places > 0
 
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
-    ours = InstanceFacts(engine_id="e", connector="P2pConnector", layout="same", max_model_len=64, model_names=["m"])
+    ours = InstanceFacts(
+        engine_id="e", connector="P2pConnector", layout="same", max_model_len=64, max_num_seqs=8, model_names=["m"]
+    )
     assert not may_answer(), "nothing is known of them yet"
     for one in (prefill, decode):
         one.learn(ours)

@@ -103,8 +103,8 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
         plan = FleetPlan({}, disaggregate_from, ttft_s=ttft_s, itl_s=itl_s)
         fleet.directions.follow(msgspec.json.encode(plan).decode())
 
-    def choose(number: int, *, prefills_answer: bool = True, may_stay_whole: bool = True) -> tuple[str, str]:
-        options = Options(fleet.prefills, fleet.decodes, may_stay_whole, prefills_answer=prefills_answer)
+    def choose(number: int, *, places: int = 64, may_stay_whole: bool = True) -> tuple[str, str]:
+        options = Options(fleet.prefills, fleet.decodes, may_stay_whole, decode_places=places)
         choice = fleet.policy.choose(prompt(*range(number, number + 80)), options)
         assert (choice.reason == "split") == (choice.prefill is not None)
         return choice.reason, choice.decode.name
@@ -115,7 +115,7 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
     fleet.decodes[1].load.num_decodes = 10
     fleet.prefills[0].load.num_decodes = 5
     assert choose(1000) == ("decode_busy", "prefill-1")
-    assert choose(1000, prefills_answer=False) == ("split", "decode-1"), "it may be no instance that answers"
+    assert choose(1000, places=0) == ("split", "decode-1"), "it may be no instance that answers"
     assert choose(1000, may_stay_whole=False) == ("split", "decode-1")
     tell(0.0, 0.0)
     assert choose(1000) == ("split", "decode-1"), "there are no targets"
@@ -125,6 +125,8 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
     assert choose(1000) == ("split", "decode-1"), "its first token would be late"
     tell(2.0, 0.030)
     assert choose(1000) == ("split", "decode-1"), "decode keeps this target"
+    assert choose(1000, places=11) == ("split", "decode-1"), "it has a place"
+    assert choose(1000, places=10) == ("decode_busy", "prefill-1"), "it would wait for a place"
     for _ in range(60):
         fleet.estimates.hand_off.add(8000, 2.5)
     assert choose(1000) == ("decode_busy", "prefill-1"), "where the first token would wait for a place"

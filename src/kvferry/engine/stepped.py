@@ -106,6 +106,7 @@ class SteppedEngine(ABC):
             block_size=engine.layout.block_size,
             kv_events=None if engine.events is None else EventsAddress(**vars(engine.events.addresses)),
             max_model_len=self.max_model_len,
+            max_num_seqs=engine.scheduler.limits.max_num_seqs,
             model_names=list(self.model_names),
         )
 

@@ -10,7 +10,7 @@ import pytest
 from fleet.scaling.exact import even, observed, poisson, simulate
 from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_of
 from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, waits
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload, fit_answers, fit_line
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.045)
@@ -51,7 +51,7 @@ def test_what_one_division_shows_tells_what_others_attain(rate: float, seen_with
     targets = LatencyTargets(ttft_s=1.0, itl_s=0.04)
     requests = poisson(6, rate, 1000, prompt=2000, output=100)
     known = observed(TIMES, seen_with, requests, 0.0)
-    times = phase_times(known, most_sequences=TIMES.most_sequences)
+    times = phase_times(known, Room(sequences=TIMES.most_sequences))
     assert times is not None
     predictor = Predictor(workload_of(known, times, 0.0, requests[-1][0]), times, targets)
     for topology in (Topology(1, 3), Topology(2, 2), Topology(3, 1)):

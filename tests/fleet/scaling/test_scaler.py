@@ -16,7 +16,7 @@ from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
 from kvferry.fleet.scaling.scaler import Attained, Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload
 
 TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
 LENGTHS = [(prompt, output) for _, prompt, output in poisson(1, 1.0, 300, prompt=2000, output=150)]
@@ -220,7 +220,7 @@ def test_demand_counts_although_nothing_is_finished() -> None:
     stuck = [RequestObservation(-60.0 + one / 8, 2000, 2000, **times, first_s=0.3) for one in range(480)]
     known = Measuring(5.0, -200.0)
     known.note({"router": TrafficReport(0.0, 520, 0, [*ended, *stuck])}, {}, 0.0, 0.0)
-    made = decide(RULES, memory(1, 1), known.measured(0, 0.0), Situation(Counts(1, 1)), 0.0)
+    made = decide(RULES, memory(1, 1), known.measured(Room(), 0.0), Situation(Counts(1, 1)), 0.0)
     assert made.what in ("start", "role")
 
 

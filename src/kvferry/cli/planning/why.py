@@ -17,6 +17,7 @@ from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts
+from kvferry.fleet.scaling.traffic import Room
 from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Arrangement, Verdict, judge
 from kvferry.sim.targets import parse_targets
 
@@ -26,6 +27,7 @@ SECONDS = Bounds(1, 86_400)
 
 class _Facts(msgspec.Struct):
     num_kv_tokens: int = 0
+    max_num_seqs: int = 0
 
 
 class _Used(msgspec.Struct):
@@ -63,8 +65,9 @@ def why(
     used = [one for one in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if one.alive]
     report = ask(router, "GET", f"{TRAFFIC_PATH}?seconds={seconds}", TrafficReport)
     counts = Counts(sum(one.role == "prefill" for one in used), sum(one.role == "decode" for one in used))
-    kv_tokens = [one.facts.num_kv_tokens for one in used if one.role == "decode" and one.facts is not None]
-    found = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, min(kv_tokens, default=0))
+    facts = [one.facts for one in used if one.role == "decode" and one.facts is not None]
+    room = Room.least((one.num_kv_tokens, one.max_num_seqs) for one in facts)
+    found = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, room)
     if found is None:
         done = sum(one.state == "done" for one in report.requests)
         raise ConfigError(

@@ -88,6 +88,8 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: Number = 0
     kv_events: EventsAddress | None = None
     max_model_len: Number = 0
+    max_num_seqs: Number = 0
+    """How many requests it runs at a time; 0: it does not say."""
     model_names: list[str] = []
 
     def has_part(self, part: Literal["prefill", "decode"]) -> bool:

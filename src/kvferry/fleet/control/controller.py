@@ -234,7 +234,7 @@ class Controller:
         if self._observer.has_routers and self._scaling.is_due(fleet):
             reports = await self._observer.traffic(members)
             instances = [one for one in seen if one.role != "router"]
-            await self._scaling.decide(fleet, instances, reports, self._observer.kv_tokens())
+            await self._scaling.decide(fleet, instances, reports, self._observer.room())
         steps = [
             *plan(front, [one for one in seen if one.role == "router"], self._failures, now),
             *plan(fleet, [one for one in seen if one.role != "router"], self._failures, now),

@@ -13,6 +13,7 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH, FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member
+from kvferry.fleet.scaling.traffic import Room
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
@@ -31,6 +32,7 @@ class ViewedFacts(msgspec.Struct, frozen=True):
     """What an instance says about itself, as far as the fleet needs it."""
 
     num_kv_tokens: int = 0
+    max_num_seqs: int = 0
 
 
 class View(msgspec.Struct, frozen=True):
@@ -44,6 +46,12 @@ class View(msgspec.Struct, frozen=True):
     drained: bool
     facts: ViewedFacts | None = None
     url: str = ""
+
+
+def room_of(views: Iterable[View]) -> Room:
+    """What one of these decode instances takes, as far as they have said so."""
+    told = (one.facts for one in views if one.role == "decode" and one.facts is not None)
+    return Room.least((one.num_kv_tokens, one.max_num_seqs) for one in told)
 
 
 class _Shown(msgspec.Struct):

@@ -12,9 +12,10 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import Observed, Phase
-from kvferry.fleet.control.front import Front, View
+from kvferry.fleet.control.front import Front, View, room_of
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
+from kvferry.fleet.scaling.traffic import Room
 
 
 class Observer:
@@ -74,11 +75,9 @@ class Observer:
         reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MOST_ASKED) for one in routers))
         return {router: one for router, one in zip(routers, reports, strict=True) if one is not None}
 
-    def kv_tokens(self) -> int:
-        """The fewest tokens that the KV cache of a decode instance takes; 0: none has said so."""
-        views = (self._views or {}).values()
-        told = [one.facts.num_kv_tokens for one in views if one.role == "decode" and one.facts is not None]
-        return min((one for one in told if one), default=0)
+    def room(self) -> Room:
+        """What one decode instance takes, as far as they have said so."""
+        return room_of((self._views or {}).values())
 
     def begin(self, member: MemberSpec, now: float) -> None:
         """Note that a member is being started."""

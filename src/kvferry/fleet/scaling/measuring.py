@@ -12,7 +12,7 @@ from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.scaler import Attained, Measured
-from kvferry.fleet.scaling.traffic import PhaseTimes, Vector, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, PhaseTimes, Room, Vector, Workload, fit_answers, fit_line
 
 MOST_ASKED = 1024
 """Requests of each router that are looked at."""
@@ -120,13 +120,12 @@ class Measuring:
         judged = [found for one in lately if (found := _is_within(one, targets, now)) is not None]
         return Attained(sum(judged) / len(judged) if judged else 0.0, len(judged))
 
-    def measured(self, kv_tokens: int, now: float, most_sequences: int = 256, hold_s: float = 900.0) -> Measured:
-        """What is known now. `kv_tokens`: that one decode instance can keep; 0: not known. `hold_s`: for how long a
-        request counts."""
+    def measured(self, room: Room, now: float, hold_s: float = 900.0) -> Measured:
+        """What is known now. `room`: what one decode instance takes. `hold_s`: for how long a request counts."""
         demand = Demand(tuple(self._bins), self._bin_s)
         known = list(self._known.values())
         warm = [one for one in known if self._is_warm(one)][-MOST_ASKED:]
-        times = phase_times(warm, kv_tokens, most_sequences)
+        times = phase_times(warm, room)
         workload = None
         if times is not None:
             first = known[0].arrived
@@ -178,9 +177,7 @@ def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) 
     return found
 
 
-def phase_times(
-    known: Sequence[RequestObservation], kv_tokens: int = 0, most_sequences: int = 256
-) -> PhaseTimes | None:
+def phase_times(known: Sequence[RequestObservation], room: Room = ROOM_UNKNOWN) -> PhaseTimes | None:
     """Lines through what was measured; None: something was not measured yet."""
     prefill = fit_line(_computed(known))
     if prefill is None:
@@ -198,7 +195,6 @@ def phase_times(
         base, growth = (step := base + growth * float(np.mean(beside))), step * _UNSEEN_GROWTH
     hand_offs = [one.hand_off_s for one in known if one.hand_off_s is not None]
     mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
-    fits = int(kv_tokens / mean_tokens) if kv_tokens else most_sequences
     return PhaseTimes(
         prefill_base_s=prefill[0],
         prefill_token_s=prefill[1],
@@ -206,7 +202,7 @@ def phase_times(
         decode_sequence_s=growth,
         first_token_s=float(np.quantile(hand_offs, _QUICK)) if hand_offs else 0.0,
         hand_off_s=delay,
-        most_sequences=max(1, min(most_sequences, fits)),
+        most_sequences=room.fits(mean_tokens),
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
+MOST_SEQUENCES = 256
+"""That a decode instance is taken to run at a time, where nobody says how many it does."""
 _ALIKE = 0.02
 """Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
 _WAITED, _MOST_FITS = 2.0, 3
@@ -31,8 +34,29 @@ class PhaseTimes:
     decode_sequence_s: float
     first_token_s: float = 0.0
     hand_off_s: float = 0.0
-    most_sequences: int = 256
+    most_sequences: int = MOST_SEQUENCES
     chunk_tokens: int = 2048
+
+
+class Room(NamedTuple):
+    """What one decode instance takes at a time: tokens in its KV cache, and sequences; 0: not known."""
+
+    tokens: int = 0
+    sequences: int = 0
+
+    @classmethod
+    def least(cls, told: Iterable[tuple[int, int]]) -> Room:
+        """The least that any of these (tokens, sequences) takes, as far as they are known."""
+        tokens, sequences = zip(*told, strict=True) if (told := list(told)) else ((), ())
+        return cls(min(filter(None, tokens), default=0), min(filter(None, sequences), default=0))
+
+    def fits(self, mean_tokens: float) -> int:
+        """How many sequences of so many tokens in the mean; `MOST_SEQUENCES` if nothing is known."""
+        by_tokens = int(self.tokens / mean_tokens) if self.tokens else MOST_SEQUENCES
+        return max(1, min(self.sequences or MOST_SEQUENCES, by_tokens))
+
+
+ROOM_UNKNOWN = Room()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_
 from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
 from kvferry.fleet.scaling.rules import Counts, Rules
 from kvferry.fleet.scaling.scaler import Outlook
-from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, PhaseTimes, Room, Workload
 
 _ALIKE = 0.005
 """Shares that differ by less are the same: then what is simpler is better."""
@@ -84,11 +84,11 @@ class Verdict:
 
 
 def judge(
-    report: TrafficReport, counts: Counts, targets: LatencyTargets, goal: float = 0.99, kv_tokens: int = 0
+    report: TrafficReport, counts: Counts, targets: LatencyTargets, goal: float = 0.99, room: Room = ROOM_UNKNOWN
 ) -> Verdict | None:
     """Judge by a report's requests; None: fewer than `FEWEST_REQUESTS` ended, or what takes how long is not known."""
     known = [one for one in report.requests if one.state != "failed"]
-    times = phase_times(known, kv_tokens)
+    times = phase_times(known, room)
     if times is None or sum(one.state == "done" for one in known) < FEWEST_REQUESTS:
         return None
     workload = workload_of(known, times, min(one.arrived for one in known), report.now)

@@ -89,16 +89,19 @@ class Threshold:
             return "short_prompt"
         return "prefill_busy" if would_miss or alone < queued else None
 
-    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any]) -> bool:
+    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
         """Whether none of these decode instances is expected to keep the targets with one more answer, whose prompt
-        `prefill` computes: its first token would wait for a place there, or its tokens would be slow."""
+        `prefill` computes: its first token would wait for one of the `places` that each has, or for memory, or its
+        tokens would be slow."""
         targets = self._directions.targets_s
         if targets is None or self._fixed is not None:
             return False
-        estimates = self._estimates
+        estimates, fewest = self._estimates, float(decodes.num_decodes.min())
+        if fewest >= places or estimates.decode.at(fewest + 1) > targets[1]:
+            return True
         left = max(0, asked.num_tokens - self._index.match(asked.prefix).tokens(prefill))
         first_s = estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left) + estimates.hand_off.at(left)
-        return first_s > targets[0] or estimates.decode.at(float(decodes.num_decodes.min()) + 1) > targets[1]
+        return first_s > targets[0]
 
     def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
         """Whether a prefill instance is expected to keep both targets if it answers itself, and those of its answers.

@@ -29,7 +29,7 @@ class Pairing:
         self._forms: dict[Instance, MakeForm | str] = {}
         """How each prefill instance hands off now, or why it cannot."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
-        self._models_differ = self._prefills_answer = False
+        self._models_differ, self._decode_places = False, 0
 
     def options(
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
@@ -41,7 +41,7 @@ class Pairing:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
         can_pair = _can_pair if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
-        return Options(prefills, decodes, may_stay_whole, can_pair, self._prefills_answer)
+        return Options(prefills, decodes, may_stay_whole, can_pair, self._decode_places)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """The decode instances that can read the KV of this prefill instance, as far as is known."""
@@ -77,9 +77,7 @@ class Pairing:
             if self._known.get(instance) is not instance.facts:
                 self._note_facts(instance, instance.facts)
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
-        longest = {one.facts.max_model_len if isinstance(one.facts, InstanceFacts) else None for one in everyone}
-        # All are kvferry's, and end an answer at the same length: it does not matter which of them gives it.
-        self._prefills_answer = len(longest) == 1 and None not in longest
+        self._decode_places = _decode_places(everyone, decode)
         all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
         self._can_pair = any_pair if all_pair else _can_pair
         self._revision = self._now.number
@@ -94,6 +92,16 @@ class Pairing:
         if facts.num_kv_tokens:
             self._index.set_capacity(instance, facts.num_kv_tokens)
         self._known[instance] = facts
+
+
+def _decode_places(everyone: Sequence[Instance], decode: Sequence[Instance]) -> int:
+    """How many answers each decode instance runs at a time, if all instances are kvferry's and end an answer at the
+    same length, so that it does not matter which of them gives it; else 0."""
+    known = [one.facts for one in everyone if isinstance(one.facts, InstanceFacts)]
+    if len(known) < len(everyone) or len({one.max_model_len for one in known}) > 1:
+        return 0
+    places = (one.facts.max_num_seqs for one in decode if isinstance(one.facts, InstanceFacts))
+    return min(places, default=0)
 
 
 def _can_pair(prefill: Instance, decode: Instance) -> bool:

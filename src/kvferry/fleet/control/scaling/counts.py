@@ -23,6 +23,7 @@ from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import DECODE, NOTHING, PREFILL, Counts, Rules
 from kvferry.fleet.scaling.scaler import RECENT_S, ScalingDecision, ScalingMemory, Situation, decide
+from kvferry.fleet.scaling.traffic import Room
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +117,12 @@ class Scaling:
         fleet: WantedFleet,
         seen: Sequence[Observed],
         reports: Mapping[str, TrafficReport],
-        kv_tokens: int,
+        room: Room,
     ) -> None:
-        """Decide by what the routers report. `seen`: the instances; `kv_tokens`: that one decode instance can keep. If
+        """Decide by what the routers report. `seen`: the instances; `room`: what one decode instance takes. If
         that fails, the counts stay as they are: the fleet is looked after in any case."""
         try:
-            await self._decide(fleet, seen, reports, kv_tokens)
+            await self._decide(fleet, seen, reports, room)
         except Exception:
             logger.exception("scaling: nothing could be decided from what the routers report")
 
@@ -130,7 +131,7 @@ class Scaling:
         fleet: WantedFleet,
         seen: Sequence[Observed],
         reports: Mapping[str, TrafficReport],
-        kv_tokens: int,
+        room: Room,
     ) -> None:
         scale, now, wall = fleet.scale, self._clock.monotonic(), self._clock.wall()
         if scale is None or self._memory is None:
@@ -155,7 +156,7 @@ class Scaling:
         rules = rules_of(fleet, scale)
         since = max(memory.changed_at, wall - RECENT_S)
         measured = replace(
-            self._measuring.measured(kv_tokens, wall, hold_s=seconds(scale.hold)),
+            self._measuring.measured(room, wall, hold_s=seconds(scale.hold)),
             attained=self._measuring.attained(rules.targets, since, wall),
         )
         situation = Situation(

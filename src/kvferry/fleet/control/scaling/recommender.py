@@ -22,7 +22,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.facts import Observed, Phase
-from kvferry.fleet.control.front import Front, View
+from kvferry.fleet.control.front import Front, View, room_of
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling.counts import Scaling, counts_of, with_counts
 from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
@@ -84,9 +84,8 @@ class Recommender:
             return
         wanted = self._scaling.wanted(with_counts(fleet, there))
         if self._scaling.is_due(wanted):
-            told = [one.facts.num_kv_tokens for each in views.values() for one in each.values() if one.facts]
-            kv_tokens = min((one for one in told if one), default=0)
-            await self._scaling.decide(wanted, seen, await self._traffic(views), kv_tokens)
+            room = room_of(one for each in views.values() for one in each.values())
+            await self._scaling.decide(wanted, seen, await self._traffic(views), room)
             wanted = self._scaling.wanted(with_counts(fleet, there))
         plan = self._scaling.plan(wanted)
         await asyncio.gather(*(self._front.tell(one, plan) for one in views))

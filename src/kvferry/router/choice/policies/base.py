@@ -48,13 +48,13 @@ def any_pair(prefill: object, decode: object) -> bool:
 class Options(msgspec.Struct, Generic[T], frozen=True):
     """The instances that can serve a request now. `decodes` is never empty. Without `prefills`, one decode instance
     does both phases; with them it may, unless the prompt has already been computed (`may_stay_whole` False), and so may
-    a prefill instance if `prefills_answer`."""
+    a prefill instance if `decode_places`, which is how many answers each decode instance runs at a time."""
 
     prefills: Sequence[T]
     decodes: Sequence[T]
     may_stay_whole: bool = True
     can_pair: Callable[[T, T], bool] = any_pair
-    prefills_answer: bool = False
+    decode_places: int = 0
 
     def pairs_with(self, prefill: T) -> Candidates[T]:
         """The decode instances that can read the KV of this prefill instance."""
@@ -103,7 +103,7 @@ class Disaggregation(Protocol):
     def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, as a short label; None: hand off."""
 
-    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any]) -> bool:
+    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
         """Whether a prefill instance may answer, because none of these decode instances keeps the targets."""
 
     def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
@@ -172,7 +172,8 @@ class LegPolicy(Policy):
             reason = disaggregation.stays_whole(asked, prefill, alone)
             if reason is not None:
                 return Choice(alone, None, reason, scores)
-            if options.prefills_answer and disaggregation.decode_is_busy(asked, prefill, decodes):
+            places = options.decode_places
+            if places and disaggregation.decode_is_busy(asked, prefill, decodes, places):
                 alone = self._best(asked, "whole", prefills, scores)
                 if disaggregation.keeps_targets(asked, alone):
                     return Choice(alone, None, "decode_busy", scores)
