@@ -113,3 +113,20 @@ def test_the_url_that_clients_have_is_not_a_base_url(url: str) -> None:
 def test_wrong_settings_name_their_flag(settings: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         RouterConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_who_joins_has_taken_in_as_much_as_the_least_of_the_others() -> None:
+    """Or all prompts would go to an instance that was started, or is back, until its cache has taken in as much."""
+    pool = a_pool(2)
+    first, second = pool.instances
+    for instance, num_tokens in ((first, 3e6), (second, 2e6)):
+        instance.load.note_taken(num_tokens, 0.0)
+    assert list(pool.alive().weighed(recent_tokens=1.0)) == [3e6, 2e6], "they begin together"
+    new = pool.add("http://new:1")
+    assert list(pool.alive().weighed(recent_tokens=1.0)) == [3e6, 2e6, 2e6]
+    new.is_down("it is off")
+    assert len(pool.alive()) == 2
+    for instance in (first, second):
+        instance.load.note_taken(5e6, 0.0)
+    new.is_well()
+    assert list(pool.alive().weighed(recent_tokens=1.0)) == [8e6, 7e6, 7e6]

@@ -136,7 +136,8 @@ class Predictor:
         prompts = np.where(whole, workload.prompt_tokens, 0.0)
         begins = workload.arrivals + np.where(whole, 0.0, self._prefill_s)
         first_s, answer_s = answer(begins, prompts, workload.output_tokens, num, times)
-        ttft = np.where(whole, first_s <= self.targets.ttft_s, 1.0)
+        first_s += np.where(whole, 0.0, self._prefill_s + times.first_token_s)  # of those that wait for a place
+        ttft = np.where(first_s <= self.targets.ttft_s, 1.0, 0.0)
         answer_s += np.where(whole, 0.0, times.hand_off_s)
         itl = (answer_s <= self.targets.itl_s * workload.output_tokens) | (workload.output_tokens <= 1.0)
         return PoolPrediction(ttft, np.where(itl, 1.0, 0.0), load)
@@ -237,8 +238,10 @@ class _Decoding:
                 self._now, self._steps = ends_at, max(self._steps, self._running[0][0])
             while self._running and self._running[0][0] <= self._steps:
                 last_at[heapq.heappop(self._running)[1]] = self._now
-                if self._waiting:
-                    self._run(*self._waiting.popleft())
+                if self._waiting:  # for a place, which its first token waits for, too
+                    place, output = self._waiting.popleft()
+                    first_at[place] = self._now
+                    self._run(place, output)
         self._now = max(self._now, until) if until < math.inf else self._now
 
 

@@ -104,6 +104,13 @@ class InstanceLoad:
         scale = self.table.scale(now)  # first: it may scale the column
         self.table.cells[self.at + _RECENT] += num_tokens * scale
 
+    def level(self, peers: Iterable[InstanceLoad]) -> None:
+        """Count the instance's cache as having taken in at least as much as those of all its peers, which it joins or
+        rejoins: until it had, all that comes would go to it, whatever waits there."""
+        cells = self.table.cells
+        least = min((cells[one.at + _RECENT] for one in peers), default=0.0)
+        cells[self.at + _RECENT] = max(cells[self.at + _RECENT], least)
+
     def __repr__(self) -> str:
         return f"InstanceLoad({self.table.numbers[self.row]})"
 

@@ -100,12 +100,20 @@ class RolePool:
         if exclude:
             return Candidates(self._find_alive(exclude, now))
         if self._alive_states != self.revision.states or now >= self._alive_until:
-            self._alive = Candidates(self._find_alive((), now))
+            before, self._alive = self._alive, Candidates(self._find_alive((), now))
+            self._level(before)
             self._alive_states = self.revision.states
             self._alive_until = min(
                 (one.busy_until for one in self.instances if one.busy_until > now), default=math.inf
             )
         return self._alive
+
+    def _level(self, before: Candidates[Instance]) -> None:
+        """Instances that were not among those `before` are new, or were not usable for a while."""
+        stayed = [one.load for one in self._alive if one in before]
+        for one in self._alive:
+            if one not in before:
+                one.load.level(stayed)
 
     def _find_alive(self, exclude: Collection[Instance], now: float) -> list[Instance]:
         best = [one for one in self.instances if one.trusted and one.busy_until <= now and one not in exclude]

@@ -168,15 +168,15 @@ class LegPolicy(Policy):
         prefill = prefills[0] if len(prefills) == 1 else self._best(asked, "prefill", prefills, scores)
         disaggregation, readers = self.context.disaggregation, options.pairs_with(prefill)
         if options.may_stay_whole and disaggregation.active:
-            alone = self._best(asked, "whole", decodes, scores)
-            reason = disaggregation.stays_whole(asked, prefill, alone)
-            if reason is not None:
-                return Choice(alone, None, reason, scores)
             places = options.decode_places
             if places and disaggregation.decode_is_busy(asked, prefill, decodes, places):
                 alone = self._best(asked, "whole", prefills, scores)
                 if disaggregation.keeps_targets(asked, alone):
                     return Choice(alone, None, "decode_busy", scores)
+            alone = self._best(asked, "whole", decodes, scores)
+            reason = disaggregation.stays_whole(asked, prefill, alone)
+            if reason is not None:
+                return Choice(alone, None, reason, scores)
         decode = readers[0] if len(readers) == 1 else self._best(asked, "decode", readers, scores)
         return Choice(decode, prefill, "split", scores)
 
