@@ -6,11 +6,7 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
+from typing import Any, TextIO
 
 EXIT_UNREAD = 141
 """The exit code that a shell reports of a program that SIGPIPE has ended."""
@@ -33,7 +29,7 @@ def prepare_streams() -> None:
 
 
 class _Output(io.FileIO):
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -41,7 +37,7 @@ class _Output(io.FileIO):
 
 
 class _ErrorOutput(io.FileIO):
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:

@@ -108,7 +108,7 @@ class Calibration:
     news_s: list[float] = field(default_factory=list)
     """From the end of a prefill until D, which waited for it, has the first token."""
     alone_s: list[float] = field(default_factory=list)
-    """Of a short request to an instance, besides its prefill."""
+    """Seconds that a short request to an instance takes besides its prefill."""
     routed_s: list[float] = field(default_factory=list)
     """The same through the router."""
     _num_done: int = 0
