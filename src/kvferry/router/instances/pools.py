@@ -110,9 +110,10 @@ class RolePool:
 
     def _level(self, before: Candidates[Instance]) -> None:
         """Instances that were not among those `before` are new, or were not usable for a while."""
-        stayed = [one.load for one in self._alive if one in before]
+        known = set(before)
+        stayed = [one.load for one in self._alive if one in known]
         for one in self._alive:
-            if one not in before:
+            if one not in known:
                 one.load.level(stayed)
 
     def _find_alive(self, exclude: Collection[Instance], now: float) -> list[Instance]:
