@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,11 +45,14 @@ def test_ctrl_c_tells_of_no_coroutine_that_was_not_awaited(
 ) -> None:
     async def answer() -> None: ...
 
-    def interrupted(*_: object, **__: object) -> None:
-        coroutine = answer()
-        raise KeyboardInterrupt(coroutine.cr_running)
+    class App(list[str]):
+        """Without commands, whatever variables are set."""
 
-    monkeypatch.setattr(command, "app", SimpleNamespace(meta=interrupted))
+        def meta(self, *_: object, **__: object) -> None:
+            coroutine = answer()
+            raise KeyboardInterrupt(coroutine.cr_running)
+
+    monkeypatch.setattr(command, "app", App())
     assert command.main(["fleet", "status"]) == 130
     assert [str(one.message) for one in recwarn] == []
 
