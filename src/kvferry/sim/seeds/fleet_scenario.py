@@ -19,6 +19,8 @@ KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 _BECOMES_SO_S = 120.0
 _SCALED_SHARE = 0.35
 """Share of the seeds whose fleet has `[scale]`."""
+_AGAIN_S = (0.0, 0.5, 2.5)
+"""When each request comes to such a fleet, after its time in one without."""
 _MOST = 4
 """Instances of a role that such a fleet has at most."""
 
@@ -92,12 +94,14 @@ def draw_fleet(seed: int) -> FleetScenario:
     if not is_gentle:
         changes += draw_faults(random, random.choice((0, 1, 3)), 4.0, OUTSIDE)
     own = Random(f"kvferry scale {seed}")  # so that the other seeds stay what they were
-    scale, requests = None, plain.requests
+    scale, world, requests = None, plain.world, plain.requests
     if own.random() < _SCALED_SHARE:
         scale = _draw_scale(own) | ({"budget": _MOST} if is_gentle else {})
-        requests = [replace(one, at_s=one.at_s + again) for again in (0.0, 0.5, 2.5) for one in plain.requests]
+        requests = [replace(one, at_s=one.at_s + again) for again in _AGAIN_S for one in plain.requests]
         requests.sort(key=lambda one: one.at_s)
-    return FleetScenario(seed, plain.world, counts, requests, sorted(changes, key=lambda one: one.at_s), scale)
+        room = len(_AGAIN_S) * world.instance.max_waiting  # else they may be refused without a fault
+        world = replace(world, instance=replace(world.instance, max_waiting=room))
+    return FleetScenario(seed, world, counts, requests, sorted(changes, key=lambda one: one.at_s), scale)
 
 
 def _draw_scale(random: Random) -> dict[str, Any]:
