@@ -87,6 +87,26 @@ def test_what_cannot_be_read_is_said(ledger: Ledger) -> None:
         ledger.wanted()
 
 
+def test_bytes_that_are_no_text_are_what_cannot_be_read(ledger: Ledger) -> None:
+    ledger.want(fleet())
+    lease = ledger.try_to_act()
+    assert lease is not None
+    ledger.note("start", "both-0")
+    for name, text in {
+        "wanted.json": b'{"fleet": {"name": "\xff"}}',
+        "status.json": b'{"url": "\xff"}',
+        "scaled.json": b'{"prefill": "\xff"}',
+        "controller.lock": b'{"pid": "\xff"}',
+        "history.jsonl": b'{"what": "\xff"}\n',
+    }.items():
+        (ledger.folder / name).write_bytes(text)
+    with pytest.raises(ConfigError, match=r"wanted\.json cannot be read"):
+        ledger.wanted()
+    assert (ledger.status(), ledger.scaled(), ledger.controller) == (None, None, None)
+    assert list(ledger.history()) == []
+    lease.close()
+
+
 def test_the_history_is_in_order_and_lines_that_are_torn_are_passed_over(ledger: Ledger) -> None:
     ledger.want(fleet())
     ledger.note("start", "both-0", "1 wanted")

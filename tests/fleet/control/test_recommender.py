@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -98,6 +99,44 @@ async def test_one_that_begins_goes_on_from_what_was_told(tmp_path: Path) -> Non
         assert [one and one.desired for one in told(routers)] == [{"prefill": 5, "decode": 3}] * 2
 
 
+@pytest.mark.parametrize("recommend", [True, False])
+async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, recommend: bool) -> None:
+    """With the same folder, or, on another machine, without it."""
+    path = spec(tmp_path, scale={**SCALE, "recommend": recommend})
+    clock = ManualClock(1e6)
+    async with two_routers() as (routers, urls), Told() as front:
+
+        async def looks(folder: Path) -> FleetPlan:
+            file = SpecFile(path, read_recommended)
+            made = Recommender(file, urls, Ledger(folder), front, clock, registers_s=0)
+            for _ in range(40):
+                clock.now = max(clock.now, Traffic(8.0)().now)
+                await made.look()
+                clock.advance(0.3)
+            plan = told(routers)[0]
+            assert plan is not None
+            return plan
+
+        front.reported = Traffic(8.0)
+        (tmp_path / "elsewhere").mkdir()
+        before = await looks(tmp_path)
+        front.reported = lambda: None
+        after, elsewhere = [await looks(folder) for folder in (tmp_path, tmp_path / "elsewhere")]
+    assert before.decisions
+    assert after.decisions == elsewhere.decisions == before.decisions
+    if not recommend:
+        assert after.desired == elsewhere.desired == before.desired
+
+
+async def test_a_router_that_does_not_answer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with Told() as front:
+        file = SpecFile(spec(tmp_path), read_recommended)
+        made = Recommender(file, ["http://127.0.0.1:9"], Ledger(tmp_path), front, ManualClock(1e6))
+        await made.look()
+        await made.look()
+    assert caplog.text.count("no router answers") == 1
+
+
 async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> None:
     async with two_routers() as (routers, urls), Front("another token of tests") as front:
         made = Recommender(
@@ -151,3 +190,14 @@ def test_what_cannot_be_recommended(tmp_path: Path, capsys: pytest.CaptureFixtur
         SpecFile(path, read_recommended)
     assert main(["fleet", "recommend", str(spec(tmp_path)), "--router", "chat:8000"]) == 2
     assert "--router 'chat:8000' must look like http://HOST:PORT" in capsys.readouterr().err
+
+
+def test_one_recommends_for_a_fleet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path))
+    lease = Ledger(tmp_path / "recommended" / "chat").try_to_act()
+    assert lease is not None
+    assert main(["fleet", "recommend", str(spec(tmp_path)), "--router", "http://127.0.0.1:9"]) == 2
+    assert f"process {os.getpid()} recommends for chat on this machine already" in capsys.readouterr().err
+    lease.close()

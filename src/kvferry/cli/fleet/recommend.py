@@ -54,9 +54,16 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
+    ledger = Ledger(folder)
+    lease = ledger.try_to_act()
+    if lease is None:
+        other = ledger.controller
+        who = "another process" if other is None else f"process {other.pid}"
+        raise ConfigError(f"{who} recommends for {spec.fleet.name} on this machine already; end it first")
     async with Front(http_secret()) as front:
-        running = asyncio.create_task(Recommender(spec, routers, Ledger(folder), front, SYSTEM_CLOCK).run())
+        running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
         for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
         with suppress(asyncio.CancelledError):
             await running
+    lease.close()

@@ -107,7 +107,7 @@ def holder(path: Path) -> Holder | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Holder)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return None
 
 

@@ -96,7 +96,7 @@ class Ledger:
             return msgspec.json.decode((self.folder / "wanted.json").read_bytes(), type=Wanted)
         except FileNotFoundError as error:
             raise ConfigError(f"there is no fleet in {self.folder}; `kvferry fleet apply` makes one") from error
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.folder / 'wanted.json'} cannot be read: {error}; apply the fleet's spec again"
             ) from error
@@ -193,7 +193,7 @@ class Ledger:
         for line in lines:
             try:
                 yield msgspec.json.decode(line, type=Event)
-            except msgspec.MsgspecError:
+            except ValueError:
                 continue
 
     def write_status(self, status: FleetStatus) -> None:
@@ -213,14 +213,14 @@ class Ledger:
         """The counts that were decided last, of a fleet that is scaled by what is asked for; None: there are none."""
         try:
             return msgspec.json.decode((self.folder / "scaled.json").read_bytes(), type=ScalingMemory)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return None
 
     def status(self) -> FleetStatus | None:
         """What a controller has seen last; None: there was none yet."""
         try:
             return msgspec.json.decode((self.folder / "status.json").read_bytes(), type=FleetStatus)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return None
 
     # Who acts.

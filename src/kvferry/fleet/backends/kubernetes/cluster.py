@@ -242,7 +242,7 @@ class Cluster:
 def _decoded(content: bytes) -> Object:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # neither JSON nor text
         raise ClusterError(f"what answers is not a Kubernetes API server: {error}") from error
 
 

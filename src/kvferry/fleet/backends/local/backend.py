@@ -214,7 +214,7 @@ class LocalBackend(FleetBackend):
         """The ports that the routers of an earlier controller have, by the addresses that were asked for."""
         try:
             bound = msgspec.json.decode((self._folder / "ports").read_bytes(), type=list[tuple[str, int, int]])
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return {address: address[1] for address in self.recipe.addresses if address[1]}
         return {(host, port): number for host, port, number in bound}
 

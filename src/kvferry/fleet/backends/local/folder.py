@@ -82,7 +82,7 @@ class MemberFolder:
         """What the controller wrote."""
         try:
             return msgspec.json.decode((self.path / "about").read_bytes(), type=About)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError):
             return None
 
     def pid(self) -> int | None:

@@ -98,6 +98,11 @@ class Scaling:
         )
 
     @property
+    def is_decided(self) -> bool:
+        """Whether this controller, or an earlier one, has decided about the counts."""
+        return self._memory is not None
+
+    @property
     def told(self) -> str:
         """What was decided last, in words; empty if nothing was."""
         return "" if self._decision is None else f"{self._decision.what}: {self._decision.why}"

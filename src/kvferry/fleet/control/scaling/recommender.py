@@ -12,6 +12,7 @@ were told last; if they have none, it waits until all instances have had time to
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 from kvferry.fleet.scaling.rules import PREFILL, Counts
+
+logger = logging.getLogger(__name__)
 
 REGISTERS_S = 30.0
 """Seconds after a router first answers in which all serving instances register: two leases."""
@@ -60,8 +63,8 @@ class Recommender:
         registers_s: float = REGISTERS_S,
     ) -> None:
         self._spec, self._routers, self._front, self._clock = spec, routers, front, clock
-        self._scaling, self._has_begun = Scaling(ledger, clock), ledger.scaled() is not None
-        self._registers_s, self._answered_at = registers_s, 0.0
+        self._scaling, self._has_begun = Scaling(ledger, clock), False
+        self._registers_s, self._answered_at, self._is_answered = registers_s, 0.0, True
         self._since: dict[str, tuple[Phase, float]] = {}
         self._met: set[str] = set()
         """Routers that are known to have the same token."""
@@ -93,21 +96,24 @@ class Recommender:
     async def _begin(self, fleet: WantedFleet, seen: Sequence[Observed]) -> Counts | None:
         """The counts from which it goes on; None: not known yet."""
         registered = Counts(sum(one.role == PREFILL for one in seen), sum(one.role != PREFILL for one in seen))
-        if self._has_begun or (fleet.scale is not None and fleet.scale.recommend):
+        if self._has_begun:
             return registered
+        is_said_only = fleet.scale is not None and fleet.scale.recommend
+        plans = await asyncio.gather(*(self._front.plan(one) for one in self._routers))
+        plan = next((one for one in plans if one is not None), None)
+        self._scaling.take_up(plan)
         now = self._clock.monotonic()
         self._answered_at = self._answered_at or now
-        plans = await asyncio.gather(*(self._front.plan(one) for one in self._routers))
-        for plan in plans:
-            if plan is not None:
-                self._has_begun = True
-                desired = plan.desired
-                return Counts(desired.get(PREFILL, 0), sum(desired.values()) - desired.get(PREFILL, 0))
-        if now - self._answered_at < self._registers_s:
-            return None
+        if plan is None and not (self._scaling.is_decided or is_said_only):
+            if now - self._answered_at < self._registers_s:
+                return None
+            wanted = counts_of(fleet)
+            registered = Counts(max(wanted.prefill, registered.prefill), max(wanted.decode, registered.decode))
+        elif plan is not None and not is_said_only:
+            prefill = plan.desired.get(PREFILL, 0)
+            registered = Counts(prefill, sum(plan.desired.values()) - prefill)
         self._has_begun = True
-        wanted = counts_of(fleet)
-        return Counts(max(wanted.prefill, registered.prefill), max(wanted.decode, registered.decode))
+        return registered
 
     async def _views(self) -> dict[str, Mapping[str, View]]:
         """The instances that each router knows which answers, by name."""
@@ -117,6 +123,12 @@ class Recommender:
         views = await asyncio.gather(*(self._front.views(one) for one in self._routers))
         found = {router: one for router, one in zip(self._routers, views, strict=True) if one is not None}
         self._met |= found.keys()
+        if bool(found) is not self._is_answered:
+            self._is_answered = bool(found)
+            if found:
+                logger.warning("a router answers again")
+            else:
+                logger.warning("no router answers; nothing is recommended until one does")
         return found
 
     def _observe(self, views: Mapping[str, Mapping[str, View]]) -> list[Observed]:
