@@ -176,17 +176,20 @@ def _told(answer: _Changed, what: str) -> int:
 
 def ask(where: Where, method: str, path: str, wanted: type[Answer], body: object = None) -> Answer:
     """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
+    router = Origin.parse(where.router, "--router")
     try:
-        status, content = asyncio.run(_exchange(where, method, path, body))
+        status, content = asyncio.run(_exchange(router, where, method, path, body))
+    except ConfigError:
+        raise
     except (KvferryError, ValueError) as error:
-        raise ConfigError(f"the router at {where.router} (--router) did not answer: {error}") from error
+        raise ConfigError(f"the router at {router} did not answer: {error}") from error
     if status != 200:
         kind = _NotThere if status == 404 else ConfigError
         raise kind(f"the router answered {status}: {_KEY if status == 401 else _message(content)}")
     try:
         return msgspec.json.decode(content, type=wanted)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"what answers at {where.router} is no router of kvferry's: {error}") from error
+        raise ConfigError(f"what answers at {router} is no router of kvferry's: {error}") from error
 
 
 def _message(content: bytes) -> str:
@@ -197,14 +200,11 @@ def _message(content: bytes) -> str:
         return repr(content[:200].decode(errors="replace"))
 
 
-async def _exchange(where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:
+async def _exchange(router: Origin, where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:
     sent = None if body is None else msgspec.json.encode(body)
-    tls = client_context(where.tls_ca) if where.router.startswith("https") else None
+    tls = client_context(where.tls_ca) if router.tls else None
     key = where.admin_key
     async with HttpClient(tls=tls, who="this command") as http:
-        client, origin = (
-            SignedClient(http, http_secret([key] if key else []), key),
-            Origin.parse(where.router.rstrip("/")),
-        )
-        status, _, content = await client.ask(origin, method, path, purpose="operate", timeout_s=_ASK_S, body=sent)
+        client = SignedClient(http, http_secret([key] if key else []), key)
+        status, _, content = await client.ask(router, method, path, purpose="operate", timeout_s=_ASK_S, body=sent)
     return status, content

@@ -10,7 +10,6 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.fleet.command import Where, ask
-from kvferry.cli.planning.simulate import SloFlag
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds
@@ -19,6 +18,7 @@ from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.rules import Counts
 from kvferry.fleet.scaling.traffic import Room
 from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Arrangement, Verdict, judge
+from kvferry.http.client.origin import Origin
 from kvferry.sim.targets import parse_targets
 
 SHARE = Bounds(0, 1, above=True)
@@ -43,9 +43,13 @@ class _AllUsed(msgspec.Struct):
 def why(
     url: Annotated[str, Parameter(help="URL of the fleet's router, such as http://127.0.0.1:8000.")],
     *,
-    slo: SloFlag = "ttft=2s,itl=50ms",
+    slo: Annotated[
+        str, Parameter(help="Targets: time to the first token, and mean time between two tokens of an answer.")
+    ] = "ttft=2s,itl=50ms",
     goal: Annotated[float, Parameter(help="Share of requests that is to be within the targets.")] = 0.99,
-    seconds: Annotated[int, Parameter(help="How long ago requests may have come that are looked at.")] = 600,
+    seconds: Annotated[
+        int, Parameter(help="Look at the requests of this many seconds, as far as the router remembers.")
+    ] = 600,
     admin_key: Annotated[str | None, Parameter(help="Admin key of the router, if it has one.")] = None,
     tls_ca: Annotated[Path | None, Parameter(help="Certificate authorities (PEM) of a router at https://.")] = None,
 ) -> int:
@@ -61,7 +65,8 @@ def why(
     targets = parse_targets(slo)
     if targets.ttft is None or targets.itl is None or targets.e2e is not None:
         raise ConfigError("--slo: give ttft and itl, as in ttft=2s,itl=50ms")
-    router = Where(router=url.rstrip("/"), admin_key=admin_key, tls_ca=tls_ca)
+    Origin.parse(url, "URL")
+    router = Where(router=url, admin_key=admin_key, tls_ca=tls_ca)
     used = [one for one in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if one.alive]
     report = ask(router, "GET", f"{TRAFFIC_PATH}?seconds={seconds}", TrafficReport)
     counts = Counts(sum(one.role == "prefill" for one in used), sum(one.role == "decode" for one in used))
