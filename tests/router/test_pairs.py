@@ -186,3 +186,14 @@ async def test_vllm_says_the_size_and_type_of_its_cache_in_its_metrics() -> None
         (one,) = router.services.pools.decode.instances
         assert isinstance(one.facts, VllmFacts)
         assert (one.facts.num_kv_tokens, one.facts.cache_dtype) == (1600, "fp8")
+
+
+async def test_a_size_that_no_cache_has_is_not_believed() -> None:
+    async def metrics(peer: Peer) -> str:
+        return f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1.0\n'
+
+    d = Peer("decode", answer, vllm="0.32", metrics=metrics)
+    async with instances(d), routing([], [d.url]) as (router, _):
+        (one,) = router.services.pools.decode.instances
+        assert isinstance(one.facts, VllmFacts)
+        assert one.facts.num_kv_tokens == 0

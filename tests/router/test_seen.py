@@ -26,7 +26,11 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 async def telling(peer: Peer, request: Request, body: Any) -> Response:
     """P, which says how long it took and what it had."""
     params = ticket_for(peer, body)
-    params["prefill_result"]["timeline"] = {"prefill_queued": 100.0, "prefill_started": 100.5, "prefill_done": 102.0}
+    params["prefill_result"]["timeline"] = {
+        "prefill_queued": 100.0,
+        "prefill_started": 100.00001,
+        "prefill_done": 100.00007,
+    }
     usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
     return JSONResponse({"choices": [{"text": "x"}], "usage": usage, "kv_transfer_params": params})
 
@@ -51,7 +55,7 @@ async def test_a_decision_says_who_why_and_when() -> None:
     timings = one["timings"]
     order = ["arrived", "routed", "prefill_sent", "prefill_answered", "decode_sent", "first_byte", "done"]
     assert [timings[name] for name in order] == sorted(timings[name] for name in order)
-    assert timings["prefill"]["prefill_started"] == 100.5
+    assert timings["prefill"]["prefill_started"] == 100.00001
     assert one["prefill_usage"]["cached_tokens"] == 32
     assert one["has_session"] is True
     said = json.dumps(one)
@@ -75,8 +79,9 @@ async def test_only_the_last_decisions_are_kept_the_newest_first() -> None:
         assert [one["request_id"] for one in await decisions(url)] == ["r4", "r3", "r2"]
         assert [one["request_id"] for one in await decisions(url, "?limit=1")] == ["r4"]
         assert await decisions(url, "?limit=0") == []
-        for wrong in ("?limit=-1", "?limit=x", "?limit=9999999999"):
-            assert (await get(url, "/kvferry/decisions" + wrong))[0] == 400
+        many = "&".join(f"a{number}=1" for number in range(17))
+        for wrong in ("limit=-1", "limit=x", "limit=9999999999", "limit=", "limit=1&limit=2", "limit=%D9%A3", many):
+            assert (await get(url, "/kvferry/decisions?" + wrong))[0] == 400
         (one, *_) = await decisions(url)
         assert (one["prefill"], one["reason"]) == (None, "no_prefill")
 
@@ -104,7 +109,7 @@ async def test_a_client_that_asks_is_told_where_its_time_went() -> None:
         metrics = (await get(url, "/metrics"))[1]
     phases = dict(one.strip().split(";dur=") for one in headers["Server-Timing"].split(","))
     assert list(phases) == ["router", "prefill_queue", "prefill", "transfer_and_decode_queue", "first_byte"]
-    assert float(phases["prefill"]) == 1500.0
+    assert float(phases["prefill"]) == 0.1
     assert "Server-Timing" not in without
     assert "x-kvferry-server-timing" not in p.calls[0].headers
     assert 'kvferry_router_phase_seconds_count{phase="prefill"} 2.0' in metrics
@@ -193,7 +198,8 @@ async def test_spans_cover_both_legs_and_instances_are_told_of_them() -> None:
     assert d.calls[0].headers["traceparent"] == f"00-{TRACE}-{legs['decode'][0].span_id.hex()}-01"
     assert p.calls[0].headers["tracestate"] == "vendor=1"
     assert spans["queue"].parent_span_id == leg.span_id
-    assert [one.end_time_unix_nano - one.start_time_unix_nano for one in legs["prefill"]].count(1_500_000_000) == 1
+    lasted = [one.end_time_unix_nano - one.start_time_unix_nano for one in legs["prefill"]]
+    assert sum(abs(one - 60_000) < 1000 for one in lasted) == 1
 
 
 async def test_without_an_endpoint_a_clients_trace_travels_as_it_came() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
-from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, routing
+from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, routing, ticket_for
 from router.test_declaring import KEY, SOON, Fields, declare, declared
 from router.test_hand_off import BODY, a_decode, a_prefill, get, post
 from router.test_membership import post as post_here
@@ -35,10 +39,49 @@ async def test_a_request_is_reported_with_its_lengths_and_times() -> None:
     (one,) = told.requests
     assert (one.state, one.prefill, one.decode, one.streams) == ("done", "prefill-0", "decode-0", True)
     assert (one.prompt_tokens, one.uncached) == (40, 8)
-    assert (one.prefill_tokens, one.prefill_s) == (8, 1.5), "as P says itself"
+    assert (one.prefill_tokens, one.prefill_s) == (8, pytest.approx(0.00006)), "as P says itself"
     assert one.first_s is not None
     assert one.answer_s is not None
     assert min(one.first_s, one.output_tokens, one.beside) > 0
+
+
+WRONG = {
+    "ends before it begins": {"prefill_started": 102.0, "prefill_done": 100.5},
+    "longer than the leg": {"prefill_started": 1.0, "prefill_done": 1e10},
+    "begins before it came": {"prefill_queued": 100.0002, "prefill_started": 100.0, "prefill_done": 100.0002},
+}
+
+
+@pytest.mark.parametrize("stamps", WRONG.values(), ids=WRONG)
+async def test_an_instances_own_times_are_not_believed_where_they_cannot_be(stamps: dict[str, float]) -> None:
+    async def lying(peer: Peer, request: Request, body: Any) -> Response:
+        params = ticket_for(peer, body)
+        params["prefill_result"]["timeline"] = stamps
+        usage = {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
+        return JSONResponse({"choices": [{"text": "x"}], "usage": usage, "kv_transfer_params": params})
+
+    p, d = a_prefill(lying), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential", disaggregate_from="0") as (_, url):
+        _, _, headers = await post(url, {**BODY, "stream": True}, **{"X-Kvferry-Server-Timing": "1"})
+        (one,) = (await report(url)).requests
+    assert one.prefill_s is not None
+    assert one.first_s is not None
+    assert 0 < one.prefill_s < one.first_s, "as the router saw it"
+    assert "prefill_queue" not in headers["Server-Timing"]
+
+
+@pytest.mark.parametrize("tokens", [-5, 2**40, 1.5, "40"])
+async def test_numbers_of_tokens_that_cannot_be_are_not_believed(tokens: Any) -> None:
+    async def lying(peer: Peer, request: Request, body: Any) -> Response:
+        params = ticket_for(peer, body)
+        return JSONResponse({"choices": [], "usage": {"prompt_tokens": tokens}, "kv_transfer_params": params})
+
+    p, d = a_prefill(lying), a_decode()
+    async with instances(p, d), routing([p.url], [d.url], hand_off="sequential", disaggregate_from="0") as (_, url):
+        assert (await post(url, {**BODY, "stream": True}))[0] == 200
+        (one,) = (await report(url)).requests
+    assert 0 < one.prompt_tokens < 1000
+    assert 0 <= one.uncached <= one.prompt_tokens
 
 
 async def test_demand_is_counted_when_it_arrives_and_not_when_it_is_served() -> None:

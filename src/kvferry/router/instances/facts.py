@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.core.errors import TransferError
-from kvferry.core.messages.instance_facts import read_facts
+from kvferry.core.messages.instance_facts import Port, read_facts
 from kvferry.router.config import ProtocolName
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_COUNT = re.compile(rb"[0-9]{1,9}")
 
 
 class RouterHealth(msgspec.Struct):
@@ -42,7 +43,7 @@ class _Model(msgspec.Struct):
 
 class _SglangServer(msgspec.Struct):
     disaggregation_mode: str
-    disaggregation_bootstrap_port: int = 0
+    disaggregation_bootstrap_port: Port = 0
     served_model_name: str | None = None
     version: str = ""
 
@@ -149,7 +150,7 @@ async def _cache_config(instance: Instance, connections: Connections, timeout_s:
     line = _CACHE_CONFIG.search(text) if status == 200 else None
     labels = dict(_LABEL.findall(line[1])) if line else {}
     blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
-    num_tokens = int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    num_tokens = int(blocks) * int(size) if _COUNT.fullmatch(blocks) and _COUNT.fullmatch(size) else 0
     return num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.messages.hand_off import RankAddress
+from kvferry.core.messages.hand_off import Count, RankAddress
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
 from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
@@ -136,11 +136,11 @@ class HandOff:
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: Count = 0
     prompt_tokens_details: _Details | None = None
 
 
@@ -161,15 +161,15 @@ _ANSWER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 def prefill_usage(answer: bytes) -> PrefillUsage:
-    """Read it from P's answer, whatever else is in it."""
+    """Read it from P's answer, whatever else is in it; of an answer with wrong numbers, nothing."""
     try:
         found = _ANSWER.decode(answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PrefillUsage()
     usage, params = found.usage or _Usage(), found.kv_transfer_params
     result, details = params.prefill_result if params else None, usage.prompt_tokens_details
-    num_cached = min(max(0, details.cached_tokens if details else 0), max(0, usage.prompt_tokens))
-    return PrefillUsage(max(0, usage.prompt_tokens), num_cached, result.timeline if result else None)
+    num_cached = min(details.cached_tokens if details else 0, usage.prompt_tokens)
+    return PrefillUsage(usage.prompt_tokens, num_cached, result.timeline if result else None)
 
 
 class _Ticket(msgspec.Struct):

@@ -8,6 +8,9 @@ router's monotonic clock.
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
+
+import msgspec
 
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.messages.traffic import RequestObservation
@@ -82,6 +85,8 @@ class RequestRecord:
     def prefilled(self, leg: Leg, usage: PrefillUsage) -> None:
         """P has answered: how long it took, and where its time went."""
         estimates, decision = self._estimates, self.decision
+        if usage.timeline is not None and not _can_be(usage.timeline, leg.ended_at - leg.begun_at):
+            usage = msgspec.structs.replace(usage, timeline=None)
         decision.prefill_answered, decision.prefill_usage = self.now(), usage
         computed = usage.prompt_tokens - usage.cached_tokens if usage.prompt_tokens else leg.work.uncached
         estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
@@ -113,7 +118,7 @@ class RequestRecord:
         has."""
         self.decision.first_byte = now = self.now()
         if self._asked.streams and leg.has_served:
-            self._seen.first_s = now - self.decision.arrived
+            self._seen.first_s = max(0.0, now - self.decision.arrived)  # the clock may have been set back
             if prefill is not None:
                 self._seen.hand_off_s = max(0.0, leg.first_byte_at - prefill.ended_at) if prefill.ended_at else 0.0
         if not (self._asked.streams and leg.work.decodes and leg.has_served):
@@ -150,3 +155,9 @@ class RequestRecord:
                 self.span.part("first byte", decision.arrived, decision.first_byte)
             about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
             self.span.end(now, about, "" if num_bytes else "not delivered")
+
+
+def _can_be(told: Timeline, seconds: float) -> bool:
+    """Whether an instance's stamps of its prefill are in order, and within the `seconds` that its leg took."""
+    stamps = [one for one in (told.prefill_queued, told.prefill_started, told.prefill_done) if one is not None]
+    return all(one <= later for one, later in pairwise(stamps)) and (not stamps or stamps[-1] - stamps[0] <= seconds)
