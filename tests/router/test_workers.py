@@ -180,6 +180,10 @@ async def test_figures_and_decisions_are_those_of_all_workers() -> None:
         assert len(routed) == 24
         assert routed == sorted(routed, reverse=True)
         assert (await router.ask("GET", "/kvferry/decisions?limit=x"))[0] == 400
+        _, traffic = await router.ask("GET", "/kvferry/traffic?limit=3")
+        assert [len(json.loads(traffic)["requests"]), json.loads(traffic)["num_arrived"]] == [3, 24]
+        for wrong in ("limit=-1", "limit=1&limit=2", "limit=", "seconds=nan"):
+            assert (await router.ask("GET", f"/kvferry/traffic?{wrong}"))[0] == 400, wrong
 
 
 async def test_operators_reach_all_workers_and_a_new_one_knows_what_they_did() -> None:

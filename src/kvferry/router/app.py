@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
-from kvferry.core.errors import InvalidRequest, QueueFull, RequestError
+from kvferry.core.errors import QueueFull, RequestError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import internal_error
 from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
@@ -60,19 +59,8 @@ CLIENT_GONE = 499
 
 
 DECISIONS_PATH = "/kvferry/decisions"
-
-
-def wanted_decisions(request: HttpRequest) -> int:
-    """The number in `?limit=`. Raises `InvalidRequest`."""
-    return wanted_number(request, "limit", 100)
-
-
-def wanted_number(request: HttpRequest, name: str, default: int) -> int:
-    """The number in `?name=`. Raises `InvalidRequest`."""
-    text = parse_qs(request.query, max_num_fields=16).get(name, [str(default)])[0]
-    if not text.isdecimal() or len(text) > 9:
-        raise InvalidRequest(f"{name} must be a number, as in ?{name}=100", param=name)
-    return int(text)
+DECISIONS, TRAFFIC_S = 100, 300
+"""How many decisions, and requests of how many seconds, are shown if nobody says."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class Router:
     async def instances_metrics(self, request: HttpRequest) -> bytes:
         """The metrics of all instances, if the request asks for them."""
         services = self.services
-        if parse_qs(request.query, max_num_fields=16).get("instances") != ["all"]:
+        if request.parameter("instances") != "all":
             return b""
         return await fleet_metrics(services.pools, services.connections, services.config.health_timeout_s)
 
@@ -134,13 +122,12 @@ class Router:
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
-        response.send_json(self.services.chooser.decisions.encode(wanted_decisions(request)))
+        response.send_json(self.services.chooser.decisions.encode(request.number("limit", DECISIONS)))
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: how many requests came, their lengths, and the times of their phases."""
-        now, most = self.services.clock.wall(), wanted_number(request, "limit", MOST_OBSERVED)
-        seconds = wanted_number(request, "seconds", 300)
-        response.send_json(self.services.chooser.traffic.encode(now, seconds, most))
+        most, seconds = request.number("limit", MOST_OBSERVED), request.number("seconds", TRAFFIC_S)
+        response.send_json(self.services.chooser.traffic.encode(self.services.clock.wall(), seconds, most))
 
     async def show_plan(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/plan: how many instances the fleet's controller wants, and its last decisions; {}: there is no

@@ -16,14 +16,14 @@ import msgspec
 
 from kvferry.core.errors import TransferError
 from kvferry.core.messages.openai import UnknownRoute
-from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
+from kvferry.core.messages.traffic import MOST_OBSERVED, TRAFFIC_PATH, TrafficReport
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.headers import find_header
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Route, Routes
-from kvferry.router.app import DECISIONS_PATH, Router, wanted_decisions, wanted_number
+from kvferry.router.app import DECISIONS, DECISIONS_PATH, TRAFFIC_S, Router
 from kvferry.router.edge.admin import INSTANCES_PATH
 from kvferry.router.edge.summed import summed
 from kvferry.router.instances.shared_state import SharedState
@@ -93,7 +93,7 @@ class Others:
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: the last of all routers, the newest first."""
-        limit = wanted_decisions(request)
+        limit = request.number("limit", DECISIONS)
         own = self._router.services.chooser.decisions.encode(limit)
         found = [
             decision
@@ -105,17 +105,19 @@ class Others:
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: of all routers together."""
-        seconds, services = wanted_number(request, "seconds", 300), self._router.services
-        own = services.chooser.traffic.encode(services.clock.wall(), seconds)
-        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds}")]
+        most, seconds = request.number("limit", MOST_OBSERVED), request.number("seconds", TRAFFIC_S)
+        services = self._router.services
+        own = services.chooser.traffic.encode(services.clock.wall(), seconds, most)
+        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds}&limit={most}")]
         reports = [msgspec.json.decode(one, type=TrafficReport) for one in texts]
+        requests = sorted((one for each in reports for one in each.requests), key=lambda one: one.arrived)
         response.send_json(
             msgspec.json.encode(
                 TrafficReport(
                     now=reports[0].now,
                     num_arrived=sum(one.num_arrived for one in reports),
                     num_waiting=sum(one.num_waiting for one in reports),
-                    requests=sorted((one for each in reports for one in each.requests), key=lambda one: one.arrived),
+                    requests=requests[max(0, len(requests) - most) :],
                 )
             )
         )

@@ -18,7 +18,6 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 from typing import Literal
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -100,7 +99,7 @@ class Guard:
 
     async def challenge(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""
-        nonce = parse_qs(request.query, max_num_fields=4).get("nonce", [""])[0]
+        nonce = request.parameter("nonce")
         if self._verifier is None or not 0 < len(nonce) <= _LONGEST_NONCE:
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
 from kvferry.core.entropy import secret_hex
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, sane_request_id
 from kvferry.http.headers import RawHeaders
 from kvferry.http.server.body import Body
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
+_MOST_PARAMETERS, _MOST_DIGITS = 16, 9
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -50,6 +52,27 @@ class HttpRequest(msgspec.Struct, eq=False):
     def query(self) -> str:
         """The part after the question mark, not decoded."""
         return self.target.partition("?")[2]
+
+    def parameter(self, name: str, default: str = "") -> str:
+        """The parameter of the query with that name. Raises `InvalidRequest` if it is given twice, which two readers
+        could understand differently, or if there are too many parameters."""
+        query = self.query
+        if not query:
+            return default
+        try:
+            values = parse_qs(query, keep_blank_values=True, max_num_fields=_MOST_PARAMETERS).get(name, [default])
+        except ValueError as error:
+            raise InvalidRequest(f"the query has more than {_MOST_PARAMETERS} parameters") from error
+        if len(values) > 1:
+            raise InvalidRequest(f"{name} is given {len(values)} times; give it once", param=name)
+        return values[0]
+
+    def number(self, name: str, default: int) -> int:
+        """The number in a parameter of the query. Raises `InvalidRequest` for anything else, and for one above 10⁹."""
+        text = self.parameter(name, str(default))
+        if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+            raise InvalidRequest(f"{name} must be a number, as in ?{name}=100", param=name)
+        return int(text)
 
     def header(self, name: str) -> str | None:
         """The first header of that name, whatever its case; None when there is none."""
