@@ -13,7 +13,7 @@ import pytest
 from kvferry.cli.fleet_settings import Told, failing, fleet_of, fleet_token
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import to_arguments, variable_name
+from kvferry.fleet.arguments import overridden, to_arguments, variable_name
 from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
 from kvferry.fleet.cpu import available_cores
 from kvferry.fleet.process import ProcessSpec, RouterGroup
@@ -205,6 +205,16 @@ def test_arguments_leave_out_what_was_not_said() -> None:
     assert "--no-trust-remote-code" in arguments
     assert "--seed=-1" in arguments
     assert not any(one.startswith(("--model", "--num-threads")) for one in arguments)
+
+
+def test_what_others_say_too_is_said_once() -> None:
+    given = ["m", "--seed=1", "--dtype", "bfloat16", "--no-prefix-caching", "--name=a", "--name=b", "--port=0"]
+    assert overridden(given, ("--dtype=float32", "--prefix-caching", "--name=c")) == [
+        *("m", "--seed=1", "--port=0"),
+        *("--dtype=float32", "--prefix-caching", "--name=c"),
+    ]
+    assert overridden(["--max-num-seqs=4"], ("--max_num_seqs", "8")) == ["--max_num_seqs", "8"]
+    assert overridden(given, ()) == given
 
 
 def test_names_of_variables() -> None:

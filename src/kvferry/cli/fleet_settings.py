@@ -16,7 +16,7 @@ from kvferry.cli.flags import complete
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import to_arguments
+from kvferry.fleet.arguments import overridden, to_arguments
 from kvferry.fleet.control.spec import Backend, EngineSpec, Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
@@ -170,7 +170,7 @@ def flags_of_fleet(fleet: WantedFleet, command: Any) -> dict[str, Any]:
 def engine_of_role(fleet: WantedFleet, role: MemberRole, command: Any) -> EngineConfig:
     """The settings of the engines of one role. Raises `ConfigError`."""
     one = fleet.role.get(role, RoleSpec())
-    told = _parse(command, f"role.{role}.args", [fleet.model, *fleet.engine.args, *fleet.args, *one.args])
+    told = _parse(command, f"role.{role}.args", [fleet.model, *overridden((*fleet.engine.args, *fleet.args), one.args)])
     parallel = {} if one.tensor_parallel_size == 1 else {"tensor_parallel_size": one.tensor_parallel_size}
     return complete(EngineConfig, told["engine"], model=fleet.model, **parallel)
 

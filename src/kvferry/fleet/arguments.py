@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +16,22 @@ def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
         if field.name not in skipped
         for argument in _flag(field.name, getattr(config, field.name))
     ]
+
+
+def overridden(arguments: Iterable[str], others: Sequence[str]) -> list[str]:
+    """`arguments` without the flags that `others` say too, and their values; then `others`."""
+    said = {_said(one) for one in others}
+    kept, is_said = list[str](), False
+    for one in arguments:
+        is_said = _said(one) in said if one.startswith("--") else is_said
+        if not is_said:
+            kept.append(one)
+    return [*kept, *others]
+
+
+def _said(argument: str) -> str:
+    """The flag in an argument, whichever way it says it."""
+    return argument.partition("=")[0].replace("_", "-").replace("--no-", "--")
 
 
 def flag_name(field: str) -> str:

@@ -14,7 +14,7 @@ from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.arguments import flag_name, to_arguments
+from kvferry.fleet.arguments import flag_name, overridden, to_arguments
 from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
 from kvferry.fleet.cpu import Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
@@ -158,15 +158,17 @@ class LocalRecipe:
         told = self.fleet.role.get(role)
         if told is not None and told.tensor_parallel_size > 1:
             settings = replace(settings, tensor_parallel_size=told.tensor_parallel_size)
-        arguments = (
-            "serve" if started_as == "both" else started_as,
-            settings.model,
+        of_all = (
             *to_arguments(settings, without=("model",)),
             *to_arguments(instances),
             *to_arguments(self.listen if is_alone else self._behind_the_routers(number)),
             *to_arguments(HttpAccess(tls_ca=self.access.tls_ca)),
-            *(() if told is None else told.args),
             *to_arguments(self.log),
+        )
+        arguments = (
+            "serve" if started_as == "both" else started_as,
+            settings.model,
+            *overridden(of_all, () if told is None else told.args),
         )
         return ProcessSpec(
             name=name,

@@ -8,9 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.cli.main import main
+from kvferry.cli.fleet_settings import local_recipe
+from kvferry.cli.main import app, main
 from kvferry.cli.planning.plan import spec_of
 from kvferry.cli.planning.simulated import ASSUMED, world_of
+from kvferry.cli.serve import serve
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.fleet.control.spec import fleet_from, read_fleet
@@ -29,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 def test_a_plan_is_written_and_can_be_simulated(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec, picture = tmp_path / "chat.toml", tmp_path / "grid.svg"
+    spec, picture = tmp_path / "Chat 2.toml", tmp_path / "grid.svg"
     arguments = ["plan", str(trace), "--slo", "ttft=2s,itl=50ms", "--model", "m", "--write", str(spec)]
     assert main([*arguments, "--plot", str(picture)]) == 0
     said = capsys.readouterr()
@@ -37,7 +39,7 @@ def test_a_plan_is_written_and_can_be_simulated(
     assert "no --times" in said.err
     assert picture.read_bytes().startswith(b"<?xml")
     fleet = read_fleet(spec)
-    assert (fleet.model, fleet.role["both"].count) == ("m", 1)
+    assert (fleet.name, fleet.model, fleet.role["both"].count) == ("chat-2", "m", 1)
     assert main(["simulate", str(spec), "--trace", str(trace), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["complete"] == 20
 
@@ -46,6 +48,7 @@ def test_targets_that_are_out_of_reach(trace: Path, capsys: pytest.CaptureFixtur
     """600 tokens take 28 ms by the assumed times."""
     assert main(["plan", str(trace), "--slo", "ttft=5ms", "--budget", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
+    assert 'Put the model that it is to serve in the place of "assumed"' in said
     assert "No deployment of up to 2 instances" in said
     assert "no number of instances changes that" in said
 
@@ -53,7 +56,7 @@ def test_targets_that_are_out_of_reach(trace: Path, capsys: pytest.CaptureFixtur
 def test_findings_are_shown_also_where_the_spec_cannot_be_written(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(trace), "--budget", "1", "--write", "/dev/full"]) == 2
+    assert main(["plan", str(trace), "--budget", "1", "--model", "m", "--write", "/dev/full"]) == 2
     said = capsys.readouterr()
     assert "do not disaggregate: 1 plain" in said.out
     assert said.err.endswith("--write /dev/full: No space left on device\n")
@@ -61,7 +64,7 @@ def test_findings_are_shown_also_where_the_spec_cannot_be_written(
 
 def test_the_trace_is_not_overwritten(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = trace.read_bytes()
-    assert main(["plan", str(trace), "--write", str(trace)]) == 2
+    assert main(["plan", str(trace), "--model", "m", "--write", str(trace)]) == 2
     assert "this is --trace" in capsys.readouterr().err
     assert trace.read_bytes() == before
 
@@ -131,8 +134,9 @@ def test_a_spec_is_the_same_as_toml(candidate: Candidate) -> None:
         (["--share", "1.5"], "--share must be above 0 and at most 1"),
         (["--plot", "grid.pdf"], "--plot grid.pdf: the name must end in .svg or .png"),
         (["--slo", "ttft=fast"], "--slo: ttft: 'fast' is not a duration"),
-        (["--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: there is no folder /nowhere"),
-        (["--write", "/tmp"], "--write /tmp: this is a folder"),
+        (["--write", "chat.toml"], "--write: say with --model which model the spec is to serve"),
+        (["--model", "m", "--write", "/nowhere/chat.toml"], "--write /nowhere/chat.toml: there is no folder /nowhere"),
+        (["--model", "m", "--write", "/tmp"], "--write /tmp: this is a folder"),
         (["--times", "/dev/zero"], "--times /dev/zero has more than 16 MiB"),
     ],
 )
@@ -141,6 +145,20 @@ def test_what_is_wrong_is_said_before_the_trace_is_read(
 ) -> None:
     assert main(["plan", str(tmp_path / "none"), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("candidate", [Candidate(both=2, chunk=512), SPLIT])
+def test_instances_of_a_plan_start(candidate: Candidate) -> None:
+    """Their commands are understood: what a role says is not said twice."""
+    times = msgspec.structs.replace(ASSUMED, settings={"max_num_seqs": "16"})
+    fleet = fleet_from(spec_of(candidate, times, "m"))
+    recipe = local_recipe(fleet, "a token of tests, long enough", serve)
+    for role in fleet.role:
+        process = recipe.instance(f"{role}-0", role, 0, recipe.cores)
+        words = process.command[process.command.index("m") - 1 :]
+        _, bound, _ = app.parse_args(list(words), print_error=False, exit_on_error=False)
+        assert bound.arguments["engine"].max_num_batched_tokens == candidate.chunk
+        assert bound.arguments["engine"].max_num_seqs == 16
 
 
 def test_settings_of_the_measured_engine_are_kept(

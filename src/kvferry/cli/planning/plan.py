@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ _KEPT = (
 """Settings of the engine that was measured which a plan keeps."""
 _MOST_MEMORY = 2**40
 """Bytes of a store that may be in the memory of one machine."""
+_MODEL_COMMENT = '# Put the model that it is to serve in the place of "assumed", or give --model.\n'
 _STORE_COMMENT = """
 # The store: memory: is shared by the instances of one machine; file: by those that share the directory, valkey:// and
 # mooncake:// by those of several machines.
@@ -63,7 +65,7 @@ def plan(
     budget: Annotated[int, Parameter(help="Most instances.")] = 8,
     share: Annotated[float, Parameter(help="Share of the requests that is to be within the targets.")] = 0.99,
     times: TimesFlag = None,
-    model: Annotated[str | None, Parameter(help="The model in the spec. Default: that of the times.")] = None,
+    model: Annotated[str | None, Parameter(help="The model in the spec. Default: that of --times.")] = None,
     write: Annotated[Path | None, Parameter(help="Write the fleet's spec (TOML), for `kvferry fleet apply`.")] = None,
     plot_file: Annotated[
         Path | None,
@@ -97,6 +99,8 @@ def plan(
     SEED.require("--seed", seed)
     targets = parse_targets(slo)
     if write is not None:
+        if model is None and times is None:
+            raise ConfigError("--write: say with --model which model the spec is to serve, as there are no --times")
         require_writable("--write", write, trace=trace, times=times, plot=plot_file)
     if plot_file is not None:
         check_plot(plot_file)
@@ -120,7 +124,10 @@ def plan(
             found = planner.with_store(found, kv.store.num_bytes)
     if not found.chosen.candidate.store_bytes:
         kv = replace(kv, way="P2P" if one.is_split else "nothing", store=None)
-    spec = to_toml(spec_of(found.chosen.candidate, measured, model)) + (_STORE_COMMENT if kv.store is not None else "")
+    spec = to_toml(spec_of(found.chosen.candidate, measured, model, write))
+    spec += _STORE_COMMENT if kv.store is not None else ""
+    if model is None and times is None:
+        spec = _MODEL_COMMENT + spec
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(found, kv, spec))) + b"\n")
     else:
@@ -142,8 +149,11 @@ def _world(candidate: Candidate, arrivals: list[Arrival], times: MachineTimes, m
     return world_of(fleet_from(spec_of(smaller, times, model)), times)
 
 
-def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None) -> dict[str, Any]:
-    """A deployment as a fleet's spec, with the settings of the engine that was measured."""
+def spec_of(
+    candidate: Candidate, times: MachineTimes, model: str | None = None, path: Path | None = None
+) -> dict[str, Any]:
+    """A deployment as a fleet's spec, with the settings of the engine that was measured. `path`: its file, after which
+    it is named: applied, a fleet replaces the one of the same name."""
     store = {"kv_transfer_config": _with_store(candidate)} if candidate.store_bytes else {}
     kept = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
     chunk = [f"--max-num-batched-tokens={candidate.chunk}"]
@@ -151,13 +161,18 @@ def spec_of(candidate: Candidate, times: MachineTimes, model: str | None = None)
     ranks = {} if times.tensor_parallel_size == 1 else {"tensor_parallel_size": times.tensor_parallel_size}
     roles = {role: {"count": number, **ranks, "args": chunk} for role, number in counts.items() if number}
     return {
-        "name": "planned",
+        "name": "planned" if path is None else _name(path),
         "model": model or times.model,
         "mode": "pooling",
         **({"engine": {**({"args": kept} if kept else {}), **store}} if kept or store else {}),
         **({"router": {"args": candidate.router.flags()}} if candidate.router.flags() else {}),
         "role": roles,
     }
+
+
+def _name(path: Path) -> str:
+    """The name of a file, as far as a fleet can have it."""
+    return re.sub(r"[^a-z0-9]+", "-", path.stem.lower())[:40].strip("-") or "planned"
 
 
 def _with_store(candidate: Candidate) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.settings.environment import AUTH_TOKEN, STATE_DIR
-from kvferry.fleet.arguments import variable_name
+from kvferry.fleet.arguments import overridden, variable_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
 from kvferry.fleet.control.spec import MemberRole, Role, WantedFleet, seconds
 from kvferry.fleet.kubernetes.values import Values
@@ -178,7 +178,7 @@ class Pods:
         if engine.kind == "kvferry":
             arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
             arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
-            return [*arguments, *engine.args, *more]
+            return overridden([*arguments, *engine.args], more)
         python = [f"--engine-python={engine.python}"] if engine.python else []
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 
