@@ -7,7 +7,7 @@
 `--trace sine`, `reasoning` and `bursts` are generated: a rate that goes from 1 to 8 requests a second and back in 900 s
 (8,000 tokens in, 1,000 out, as in dynamo #10528), long answers whose rate changes every two minutes, and bursts of 15
 to 60 s at twelve times the rate between them. `mmpp`, `diurnal` and `mix` are generated too, and held out
-(`held_out.py`): nothing was tuned on them.
+(`held_out.py`): nothing was tuned on them, but for those of other seeds (`--seed`).
 
 A trace runs on a simulated fleet (`scaled_fleet.py`), or with `--model` on a model of it that is a hundred times as
 fast and knows less (`scaled_model.py`). What is compared (`scaled_rules.py`) decides every five seconds.
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--from-s", type=float, default=0.0)
     parser.add_argument("--for-s", type=float, default=600.0)
     parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1, help="of a generated trace")
+    parser.add_argument("--seed", type=int, help="of a generated trace; default: 1, or that of a held-out one")
     parser.add_argument("--ttft-s", type=float, default=1.0)
     parser.add_argument("--itl-s", type=float, default=0.030)
     parser.add_argument("--start", type=int, nargs=2, default=(2, 1), metavar=("P", "D"), help="what rules begin with")
@@ -170,9 +170,10 @@ def main() -> None:
     options = parser.parse_args()
     print_machine()
     if options.trace in MAKERS:
-        options.seed = SEEDS[options.trace]
-        arrivals = held_out(options.trace, options.for_s)
+        options.seed = SEEDS[options.trace] if options.seed is None else options.seed
+        arrivals = held_out(options.trace, options.for_s, options.seed)
     elif options.trace in GENERATED:
+        options.seed = 1 if options.seed is None else options.seed
         arrivals = generated(options.trace, options.seed, options.for_s)
     else:
         recorded = faster(read_traffic(Path(options.trace)), options.speed)

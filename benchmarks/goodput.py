@@ -86,6 +86,7 @@ def adapting(targets: LatencyTargets) -> Rules:
         most=Counts(most, most),
         budget=NUM_INSTANCES,
         deflect=False,
+        overflows=True,
         switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
         cool_down_s=1e9,  # nothing is ever released
     )

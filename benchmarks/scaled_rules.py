@@ -44,6 +44,7 @@ RULES = Rules(
     budget=2 * MOST,
     goal=GOAL,
     deflect=False,
+    overflows=True,
     switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
     cool_down_s=COOL_DOWN_S,
 )

@@ -110,14 +110,19 @@ def test_routers_with_a_threshold_of_their_own_are_not_counted_on() -> None:
     """A controller cannot change it, and would wait for ever for what it brings."""
     fleet = scaled(deflect=True)
     assert fleet.scale is not None
-    assert rules_of(fleet, fleet.scale).deflect
+    rules = rules_of(fleet, fleet.scale)
+    assert (rules.deflect, rules.overflows) == (True, True)
     fixed = pooling(
         role={"prefill": {"max": 2}, "decode": {"max": 2}},
         router={"args": ["--disaggregate-from=0"]},
         scale={**SCALE, "deflect": True},
     )
     assert fixed.scale is not None
-    assert not rules_of(fixed, fixed.scale).deflect
+    rules = rules_of(fixed, fixed.scale)
+    assert (rules.deflect, rules.overflows) == (False, False)
+    only_said = scaled(recommend=True)
+    assert only_said.scale is not None
+    assert not rules_of(only_said, only_said.scale).overflows, "its routers are not told the targets"
 
 
 async def test_what_is_released_drains_until_its_tickets_are_over(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ chunks of prompts in the same steps."""
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 from kvferry.core.messages.traffic import RequestObservation
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
+from kvferry.router.choice.disaggregation import keeps_itl
 
 
 @dataclass
@@ -77,7 +80,7 @@ class DecodeInstance:
     waiting: list[Request] = field(default_factory=list)
     prompts: list[Request] = field(default_factory=list)
     """In the order in which they are computed here."""
-    ends_at: float = float("inf")
+    ends_at: float = math.inf
     computing: float = 0.0
 
     @property
@@ -97,14 +100,13 @@ class DecodeInstance:
             self.computing = min(times.chunk_tokens, first.uncomputed)
             is_new = first.uncomputed == first.prompt
             seconds += times.prefill_token_s * self.computing + (times.prefill_base_s if is_new else 0.0)
-        self.ends_at = now + seconds if self.running or self.prompts else float("inf")
+        self.ends_at = now + seconds if self.running or self.prompts else math.inf
 
-    def end(self, now: float) -> list[Request]:
-        """The step is over; returns those that have their last token."""
+    def end(self, now: float) -> None:
+        """The step is over."""
         for one in self.running:
             one.given += 1
             one.last_at = now
-        over = [one for one in self.running if one.given >= one.output]
         self.running = [one for one in self.running if one.given < one.output]
         if self.prompts:
             first = self.prompts[0]
@@ -114,45 +116,77 @@ class DecodeInstance:
                 first.first_at = now
                 self.waiting.append(first)
         self.begin(now)
-        return over
 
 
-def serve(times: PhaseTimes, topology: Topology, requests: list[tuple[float, float, int]]) -> list[Request]:
+def serve(
+    times: PhaseTimes,
+    topology: Topology,
+    requests: list[tuple[float, float, int]],
+    overflow: LatencyTargets | None = None,
+) -> list[Request]:
     """All requests, in the order of their arrival, when they are over. Each is given as arrival, prompt tokens, output
-    tokens."""
+    tokens. `overflow`: a prompt that would miss these targets on prefill goes to decode, as routers have it."""
     decodes = [DecodeInstance(f"d-{number}", times) for number in range(topology.decode)]
     prefills = [PrefillInstance(f"p-{number}", times) for number in range(topology.prefill)]
     made = [Request(at, prompt, output, uncomputed=prompt) for at, prompt, output in requests]
-    comes = []
+    typical = sum(output for _, _, output in requests) / len(requests)
+    coming: list[tuple[float, int, Request]] = []
+    number = count()
+
+    def wait_s(p: PrefillInstance, now: float) -> float:
+        return max(0.0, p.free_at - now) + times.prefill_token_s * p.left
+
+    def overflows(one: Request, p: PrefillInstance) -> bool:
+        if overflow is None:
+            return False
+        d = min(decodes, key=lambda one: one.num)
+        own_s = times.prefill_base_s + times.prefill_token_s * one.prompt
+        stall_s = own_s + times.prefill_token_s * sum(each.uncomputed for each in d.prompts)
+        late = wait_s(p, one.arrived) + own_s + times.first_token_s > overflow.ttft_s
+        step_s = times.decode_base_s + times.decode_sequence_s * (d.num + 1)
+        return late and stall_s <= overflow.ttft_s and keeps_itl(overflow.itl_s, step_s, typical, d.num, stall_s)
+
     for one in made:
-        if prefills and one.prompt >= topology.from_tokens:
-            comes += [each for p in prefills for each in p.advance(one.arrived)]
-            min(prefills, key=lambda p: max(0.0, p.free_at - one.arrived) + times.prefill_token_s * p.left).add(one)
+        for each in (each for p in prefills for each in p.advance(one.arrived)):
+            heapq.heappush(coming, (each.first_at, next(number), each))
+        _answer_until(decodes, coming, one.arrived)
+        p = min(prefills, key=lambda p: wait_s(p, one.arrived), default=None)
+        if p is None or one.prompt < topology.from_tokens or overflows(one, p):
+            heapq.heappush(coming, (one.arrived, next(number), one))
         else:
-            comes.append(one)
-    comes += [each for p in prefills for each in p.advance(float("inf"))]
-    events = [(one.first_at if one.prefill else one.arrived, number, one) for number, one in enumerate(comes)]
-    heapq.heapify(events)
-    num_over = 0
-    while num_over < len(made):
-        next_d = min(decodes, key=lambda one: one.ends_at)
-        if events and events[0][0] <= next_d.ends_at:
-            now, _, request = heapq.heappop(events)
-            d = min(decodes, key=lambda one: one.num)
-            request.decode = d.name
-            (d.prompts if request.uncomputed else d.waiting).append(request)
-            if d.ends_at == float("inf"):
-                d.begin(now)
-        else:
-            num_over += len(next_d.end(next_d.ends_at))
+            p.add(one)
+    for each in (each for p in prefills for each in p.advance(math.inf)):
+        heapq.heappush(coming, (each.first_at, next(number), each))
+    _answer_until(decodes, coming, math.inf)
     return made
 
 
+def _answer_until(decodes: list[DecodeInstance], coming: list[tuple[float, int, Request]], until: float) -> None:
+    """Answer what comes to decode before this time, and make the steps that end before it."""
+    while True:
+        next_d = min(decodes, key=lambda one: one.ends_at)
+        if coming and coming[0][0] <= min(next_d.ends_at, until):
+            now, _, request = heapq.heappop(coming)
+            d = min(decodes, key=lambda one: one.num)
+            request.decode = d.name
+            (d.prompts if request.uncomputed else d.waiting).append(request)
+            if d.ends_at == math.inf:
+                d.begin(now)
+        elif next_d.ends_at < until:
+            next_d.end(next_d.ends_at)
+        else:
+            return
+
+
 def simulate(
-    times: PhaseTimes, targets: LatencyTargets, topology: Topology, requests: list[tuple[float, float, int]]
+    times: PhaseTimes,
+    targets: LatencyTargets,
+    topology: Topology,
+    requests: list[tuple[float, float, int]],
+    overflows: bool = False,
 ) -> tuple[float, float, float]:
     """Shares of requests within both targets, within that of TTFT, and within that of ITL."""
-    settled = serve(times, topology, requests)[len(requests) // 10 :]
+    settled = serve(times, topology, requests, targets if overflows else None)[len(requests) // 10 :]
     ttft = [one.first_at + times.first_token_s - one.arrived <= targets.ttft_s for one in settled]
     itl = [(one.last_at - one.first_at) / one.output <= targets.itl_s for one in settled]
     both = [one and other for one, other in zip(ttft, itl, strict=True)]

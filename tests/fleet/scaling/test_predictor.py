@@ -44,6 +44,39 @@ def test_predictions_are_near_exact_simulations(rate: float, topology: Topology,
     assert found.itl == pytest.approx(exact[2], abs=off)
 
 
+@pytest.mark.parametrize(
+    ("rate", "topology"),
+    [(2.0, Topology(1, 1)), (3.0, Topology(1, 1)), (3.0, Topology(1, 2)), (4.0, Topology(1, 2)), (6.0, Topology(2, 2))],
+)
+def test_what_overflows_to_decode_is_predicted(rate: float, topology: Topology) -> None:
+    """As routers have it that know the targets; a prefill pool that is alone with its queue attains less."""
+    requests = poisson(1, rate, 3000, prompt=2000, output=150)
+    exact = simulate(TIMES, TARGETS, topology, requests, overflows=True)[0]
+    workload = Workload.of(requests, requests[-1][0])
+    found = Predictor(workload, TIMES, TARGETS, overflows=True).predict(topology).attained
+    assert found == pytest.approx(exact, abs=0.02)
+    assert found > predicted(requests).predict(topology).attained + 0.02
+
+
+def test_a_prompt_overflows_if_it_is_in_time_and_counts_less_by_what_it_costs() -> None:
+    """Prompts of 0.4 s and a target of 1 s: of four at once, prefill has two in time, decode one or two."""
+    times = PhaseTimes(0.0, 1e-4, 0.01, 0.0, chunk_tokens=1000)
+    four = Workload.of([(0.0, 4000.0, 200.0)] * 4, 10.0)
+    idle = Predictor(four, times, LatencyTargets(1.0, 0.03), overflows=True)
+    assert idle.overflow_ttft(1, 1).tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0])
+    assert idle.predict(Topology(1, 1, from_tokens=1.0)).attained == 0.5  # a threshold lets nothing overflow
+    late = Predictor(four, times, LatencyTargets(0.7, 0.03), overflows=True)
+    assert late.overflow_ttft(1, 1).tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0])  # the first of each
+    assert late.overflow_ttft(1, 2).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.0])
+    near = Predictor(four, times, LatencyTargets(0.85, 0.03), overflows=True)
+    assert near.overflow_ttft(1, 1).tolist() == pytest.approx([1.0, 0.5, 1.0, 0.0])  # half a chunk before the target
+    busy = Workload.of([(0.0, 0.0, 400.0)] * 10 + [(1.0, 4000.0, 400.0)] * 3, 10.0)  # 10 answer; 8 s of slack
+    costs = Predictor(busy, times, LatencyTargets(1.0, 0.03), overflows=True).overflow_ttft(1, 1)[-1]
+    assert costs == pytest.approx(1.0 - 2 * 10 * (0.44 / 8.0) ** 2)
+    tight = Predictor(busy, times, LatencyTargets(1.0, 0.0101), overflows=True)
+    assert tight.overflow_ttft(1, 1)[-1] == 0.0
+
+
 @pytest.mark.parametrize("rate", [3.0, 6.0, 7.0, 8.0, 9.0, 10.0])
 @pytest.mark.parametrize("seen_with", [Topology(2, 2), Topology(3, 1)])
 def test_what_one_division_shows_tells_what_others_attain(rate: float, seen_with: Topology) -> None:
@@ -111,9 +144,10 @@ def test_bursts_count_as_they_came() -> None:
     assert found == pytest.approx(simulate(TIMES, TARGETS, topology, requests)[0], abs=0.03)
 
 
-def test_more_of_either_role_is_never_worse() -> None:
+@pytest.mark.parametrize("overflows", [False, True])
+def test_more_of_either_role_is_never_worse(overflows: bool) -> None:
     requests = poisson(2, 5.0, 2000, prompt=2000, output=150)
-    predictor = predicted(requests)
+    predictor = Predictor(Workload.of(requests, requests[-1][0]), TIMES, TARGETS, overflows)
     for prefill in range(1, 5):
         for decode in range(1, 5):
             here = predictor.predict(Topology(prefill, decode)).attained

@@ -69,6 +69,28 @@ def test_the_cheapest_that_keeps_the_goal_is_taken_and_really_keeps_it() -> None
         assert all(share < rules.goal + 0.02 for share in exact.values())
 
 
+def test_nothing_is_started_for_prompts_that_decode_computes_in_time() -> None:
+    """With routers that know the targets, fewer instances keep the goal, and really do."""
+    apart, rate = replace(RULES, deflect=False, targets=LatencyTargets(1.0, 0.06)), 2.0
+    rules = replace(apart, overflows=True)
+    alone = settled(apart, memory(1, 1), measured(rate))[-1].memory.counts
+    counts = settled(rules, memory(1, 1), measured(rate))[-1].memory.counts
+    assert counts.total < alone.total
+    requests = poisson(7, rate, 3000, prompt=2000, output=150)
+    topology = Topology(counts.prefill, counts.decode)
+    assert simulate(TIMES, rules.targets, topology, requests)[0] < rules.goal
+    assert simulate(TIMES, rules.targets, topology, requests, overflows=True)[0] >= rules.goal
+
+
+def test_of_as_cheap_ones_that_change_as_much_the_one_that_attains_most_is_taken() -> None:
+    rules = replace(RULES, deflect=False, overflows=True, goal=0.85)
+    told, here = measured(4.0), memory(1, 1)
+    outlook = Outlook(rules, [even(4.0, LENGTHS, 1500)], TIMES)
+    other, best = outlook.best(Counts(1, 2)).attained, outlook.best(Counts(2, 1)).attained
+    assert rules.goal <= other < best
+    assert decide(rules, here, told, Situation(Counts(1, 1)), 0.0).memory.counts == Counts(2, 1)
+
+
 def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
     rules = replace(RULES, switches=SWITCHES)
     state, taken, now = memory(1, 2), [], 0.0
@@ -318,5 +340,5 @@ def test_a_line_says_what_and_why() -> None:
     made = decide(RULES, memory(1, 1), measured(8.0), Situation(Counts(1, 1)), 0.0)
     assert "\n" not in made.why
     assert made.why.startswith("1 P + 1 D → ")
-    for part in ("TTFT 1.5 s", "ITL 45 ms", "requests/s with 2 P + 3 D", "%"):
+    for part in ("TTFT 1.5 s", "ITL 45 ms", "requests/s with 3 P + 2 D", "%"):
         assert part in made.why

@@ -8,6 +8,9 @@ be computed if it did not wait.
 Where decode instances also compute prompts (`from_tokens`), each is replayed by itself: in a step, it computes a chunk
 of the first prompt that waits there, and each answer beside it waits for that.
 
+Where prompts overflow, one that would be late from prefill is computed on a decode instance if it is in time there, by
+the rule of the router; it counts as less than 1 by what it is expected to cost the answers beside it.
+
 A request is within its ITL target if the mean time between its tokens is; with a single token, it is.
 """
 
@@ -24,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.fleet.scaling.traffic import PhaseTimes, Vector, Workload
+from kvferry.router.choice.disaggregation import answers_missed
 
 ALL_WHOLE = math.inf
 """`from_tokens` of a fleet in which decode instances compute all prompts."""
@@ -71,20 +75,24 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PoolPrediction:
-    """What one pool contributes: for each request, 1 if the pool keeps it within a target, else 0."""
+    """What one pool contributes: for each request, 1 if the pool keeps it within a target, else 0. `answers`: how many
+    run on each instance of the pool when the request arrives."""
 
     ttft: Vector
     itl: Vector
     load: float
+    answers: Vector
 
 
 class Predictor:
-    """Predicts for one workload. What a pool of some size does is computed once: a fleet's prediction joins two."""
+    """Predicts for one workload. What a pool of some size does is computed once: a fleet's prediction joins two.
+    `overflows`: prompts that would be late from prefill go to decode, where no `from_tokens` is set."""
 
-    def __init__(self, workload: Workload, times: PhaseTimes, targets: LatencyTargets) -> None:
-        self.workload, self.times, self.targets = workload, times, targets
+    def __init__(self, workload: Workload, times: PhaseTimes, targets: LatencyTargets, overflows: bool = False) -> None:
+        self.workload, self.times, self.targets, self._overflows = workload, times, targets, overflows
         self._prefill: dict[tuple[int, float], PoolPrediction] = {}
         self._decode: dict[tuple[int, float], PoolPrediction] = {}
+        self._overflow: dict[tuple[int, int], Vector] = {}
 
     def predict(self, topology: Topology) -> Prediction:
         """Predict what one topology attains. Without a prefill instance, decode instances compute all prompts."""
@@ -92,7 +100,10 @@ class Predictor:
             return Prediction(1.0, 1.0, 1.0, 0.0, 0.0)
         from_tokens = topology.from_tokens if topology.prefill else ALL_WHOLE
         p, d = self.prefill_pool(topology.prefill, from_tokens), self.decode_pool(topology.decode, from_tokens)
-        ttft, itl = p.ttft * d.ttft, p.itl * d.itl
+        in_time = p.ttft
+        if self._overflows and not from_tokens and topology.decode and not in_time.all():
+            in_time = self.overflow_ttft(topology.prefill, topology.decode)
+        ttft, itl = in_time * d.ttft, p.itl * d.itl
         return Prediction(float((ttft * itl).mean()), float(ttft.mean()), float(itl.mean()), p.load, d.load)
 
     def prefill_pool(self, num: int, from_tokens: float) -> PoolPrediction:
@@ -108,6 +119,15 @@ class Predictor:
         if key not in self._decode:
             self._decode[key] = self._decodes(num, from_tokens)
         return self._decode[key]
+
+    def overflow_ttft(self, num_prefill: int, num_decode: int) -> Vector:
+        """For each request, what its prompt contributes if it may overflow. From prefill: how likely it is in time,
+        because the chunk with its end may hold parts of the prompts behind, which the router does not expect. From
+        decode, where it is in time: 1 less the answers that are expected to miss their target because of it."""
+        key = (num_prefill, num_decode)
+        if key not in self._overflow:
+            self._overflow[key] = self._with_overflow(num_prefill, num_decode)
+        return self._overflow[key]
 
     @cached_property
     def _prefill_s(self) -> Vector:
@@ -125,22 +145,50 @@ class Predictor:
         elif len(service):
             first_s = waits(self.workload.arrivals[here], service, num) + service + self.times.first_token_s
             ttft[here] = first_s <= self.targets.ttft_s
-        return PoolPrediction(ttft, itl, load)
+        return PoolPrediction(ttft, itl, load, np.zeros(len(here)))
+
+    def _with_overflow(self, num_prefill: int, num_decode: int) -> Vector:
+        times, workload, ttft_s = self.times, self.workload, self.targets.ttft_s
+        answers = self.decode_pool(num_decode, 0.0).answers
+        step_s = times.decode_base_s + times.decode_sequence_s * (answers + 1.0)
+        on_decode_s = self._prefill_s + step_s * np.ceil(workload.prompt_tokens / times.chunk_tokens)
+        answer_tokens = float(workload.output_tokens.mean())
+        prefill, decode = [-math.inf] * num_prefill, [-math.inf] * num_decode  # when each has no prompt left; heaps
+        chunk_s = times.prefill_token_s * times.chunk_tokens
+        found = np.zeros(len(answers))
+        for place, at in enumerate(workload.arrivals.tolist()):
+            ends = max(at, prefill[0]) + float(self._prefill_s[place])
+            there = max(at, decode[0]) + float(on_decode_s[place])
+            in_time = ends + times.first_token_s - at <= ttft_s
+            if not in_time and there - at <= ttft_s:
+                missed = answers_missed(
+                    self.targets.itl_s, float(step_s[place]), answer_tokens, float(answers[place]), there - at
+                )
+                if missed < 1.0:
+                    found[place] = 1.0 - missed
+                    heapq.heapreplace(decode, there)
+                    continue
+            spare_s = ttft_s - (ends + times.first_token_s - at)
+            found[place] = min(1.0, max(0.0, spare_s / chunk_s))
+            heapq.heapreplace(prefill, ends)
+        return found
 
     def _decodes(self, num: int, from_tokens: float) -> PoolPrediction:
         times, workload = self.times, self.workload
         whole = workload.prompt_tokens < from_tokens
         load = self._decode_load(num, whole)
         if not num:
-            return PoolPrediction(np.where(whole, 0.0, 1.0), np.zeros(len(whole)), load)
+            return PoolPrediction(np.where(whole, 0.0, 1.0), np.zeros(len(whole)), load, np.zeros(len(whole)))
         prompts = np.where(whole, workload.prompt_tokens, 0.0)
         begins = workload.arrivals + np.where(whole, 0.0, self._prefill_s)
         first_s, answer_s = answer(begins, prompts, workload.output_tokens, num, times)
+        begun = np.searchsorted(np.sort(begins), workload.arrivals, side="right")
+        ended = np.searchsorted(np.sort(begins + first_s + answer_s), workload.arrivals, side="right")
         first_s += np.where(whole, 0.0, self._prefill_s + times.first_token_s)  # of those that wait for a place
         ttft = np.where(first_s <= self.targets.ttft_s, 1.0, 0.0)
         answer_s += np.where(whole, 0.0, times.hand_off_s)
         itl = (answer_s <= self.targets.itl_s * workload.output_tokens) | (workload.output_tokens <= 1.0)
-        return PoolPrediction(ttft, np.where(itl, 1.0, 0.0), load)
+        return PoolPrediction(ttft, np.where(itl, 1.0, 0.0), load, (begun - ended) / num)
 
     def _decode_load(self, num: int, whole: NDArray[np.bool_]) -> float:
         """Share of the time that steps take in which as many answers run as can, and prompts."""

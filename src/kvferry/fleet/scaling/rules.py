@@ -35,7 +35,8 @@ class Rules:
     """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: the most
     of both, weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of
     prefill instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do
-    both. `deflect`: short prompts may be computed on decode instances. `switches`: (from, to) of roles that an instance
+    both. `deflect`: short prompts may be computed on decode instances. `overflows`: routers know the targets, and have
+    a decode instance compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance
     can change while it runs. `unit`: the instances of one unit, where they come in units.
 
     `cool_down_s`: how long nothing is released after a change, or after requests begin to be counted. `idle_s`: how
@@ -52,6 +53,7 @@ class Rules:
     most_per_decode: float = float("inf")
     aggregate: bool = False
     deflect: bool = True
+    overflows: bool = False
     switches: frozenset[tuple[str, str]] = frozenset()
     unit: Counts | None = None
     cool_down_s: float = 120.0

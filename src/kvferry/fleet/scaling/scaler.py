@@ -148,7 +148,7 @@ class Outlook:
 
     def __init__(self, rules: Rules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
         self.rules, self.workload = rules, workloads[-1]
-        self._predictors = [Predictor(one, times, rules.targets) for one in workloads]
+        self._predictors = [Predictor(one, times, rules.targets, rules.overflows) for one in workloads]
         self._best: dict[Counts, float] = {}
         self.thresholds = [0.0, *quantiles_of(workloads[0].prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
 
@@ -258,15 +258,20 @@ def _is_as_near(one: Prediction, most: Prediction) -> bool:
 
 
 def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: list[Counts]) -> Counts | None:
-    """The cheapest counts that reach the goal; at the same price, those that change the fewest instances."""
+    """The cheapest counts that reach the goal; at the same price, those that change the fewest instances, and then
+    those that attain the most."""
     found: list[Counts] = []
     for one in among:  # the cheapest first
         if found and rules.price(one) > rules.price(found[0]):
             break
         if outlook.best(one).attained >= rules.goal:
             found.append(one)
-    moved = [abs(one.prefill - here.prefill) + abs(one.decode - here.decode) for one in found]
-    return found[moved.index(min(moved))] if found else None
+
+    def merit(one: Counts) -> tuple[int, float]:
+        moved = abs(one.prefill - here.prefill) + abs(one.decode - here.decode)
+        return -moved, round(outlook.best(one).attained, 3)
+
+    return max(found, key=merit, default=None)
 
 
 def _less(

@@ -9,6 +9,7 @@ answers where no decode instance is expected to keep the targets, if it is expec
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvferry.router.choice.cost import Estimates
@@ -21,12 +22,18 @@ FEWEST_HAND_OFFS = 32
 """Measured before the threshold is believed; until then everything is handed off."""
 
 
-def keeps_itl(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> bool:
-    """Whether fewer than one of the answers on an instance are expected to miss a target between tokens because of a
-    stall, if a token takes `step_s` there and lengths of answers, `answer_tokens` in the mean, are distributed as the
-    sum of two exponential ones: about `2 · r²` of them are shorter than `r` times the mean, if `r` is small."""
+def answers_missed(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> float:
+    """How many of the answers on an instance are expected to miss a target between tokens because of a stall, if a
+    token takes `step_s` there and lengths of answers, `answer_tokens` in the mean, are distributed as the sum of two
+    exponential ones: about `2 · r²` of them are shorter than `r` times the mean, if `r` is small. Infinite if a step
+    alone takes longer than the target."""
     slack_s = (itl_s - step_s) * answer_tokens
-    return slack_s > 0 and 2 * num_answers * stall_s**2 < slack_s**2
+    return 2 * num_answers * (stall_s / slack_s) ** 2 if slack_s > 0 else math.inf
+
+
+def keeps_itl(itl_s: float, step_s: float, answer_tokens: float, num_answers: float, stall_s: float) -> bool:
+    """Whether fewer than one of the answers on an instance are expected to miss a target because of a stall."""
+    return answers_missed(itl_s, step_s, answer_tokens, num_answers, stall_s) < 1.0
 
 
 class Threshold:

@@ -232,6 +232,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
         aggregate=scale.aggregate or _answering(fleet) == "both",
         deflect=scale.deflect and not _has_fixed_threshold(fleet),
+        overflows=not scale.recommend and not _has_fixed_threshold(fleet),
         switches=frozenset(
             (one, other)
             for one, spec in fleet.role.items()
