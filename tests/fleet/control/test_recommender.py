@@ -76,7 +76,7 @@ async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
         await made.look()
         assert told(routers) == [None, None], "who has just begun does not know yet who is there"
         clock.advance(REGISTERS_S)
-        front.reported = Traffic(8.0)
+        front.reported = Traffic(12.0)
         for _ in range(40):
             clock.now = max(clock.now, front.reported().now)
             await made.look()
@@ -110,14 +110,14 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
             file = SpecFile(path, read_recommended)
             made = Recommender(file, urls, Ledger(folder), front, clock, registers_s=0)
             for _ in range(40):
-                clock.now = max(clock.now, Traffic(8.0)().now)
+                clock.now = max(clock.now, Traffic(12.0)().now)
                 await made.look()
                 clock.advance(0.3)
             plan = told(routers)[0]
             assert plan is not None
             return plan
 
-        front.reported = Traffic(8.0)
+        front.reported = Traffic(12.0)
         (tmp_path / "elsewhere").mkdir()
         before = await looks(tmp_path)
         front.reported = lambda: None
