@@ -54,6 +54,21 @@ def test_the_row_of_one_that_is_gone_is_used_again_and_begins_with_nothing() -> 
     assert all(load.prefill_tokens == load.num_prefills == load.num_decodes == load.last_turn == 0 for load in loads)
 
 
+def test_a_row_is_free_when_no_role_of_its_instance_is_left() -> None:
+    table = LoadTable()
+    before = InstanceLoad(table)
+    work = Work(before, 100, 5.0, computes=True, decodes=True)
+    after = InstanceLoad(before=before)
+    assert (after.num_decodes, after.prefill_tokens, after.num_legs) == (1, 100, 0)
+    del before
+    assert InstanceLoad(table).row != after.row
+    work.end()
+    assert (after.num_decodes, after.prefill_tokens) == (0, 0)
+    row = after.row
+    del work, after
+    assert InstanceLoad(table).row == row
+
+
 def test_candidates_are_of_one_router() -> None:
     with pytest.raises(ValueError, match="several tables"):
         Candidates([*instances("prefill", 1), *instances("decode", 1)])

@@ -237,6 +237,23 @@ async def test_an_instance_changes_its_role() -> None:
         await holds(lambda: [one.name for one in router.services.pools] == ["prefill-0", "decode-1"])
 
 
+async def test_what_runs_on_an_instance_counts_in_its_new_role_too() -> None:
+    """Elsewhere, an answer is placed where fewer run."""
+    busy = Peer("decode", answer_when_told, facts={**DECODE, "role": "both"})
+    async with instances(busy), routing([], [busy.url], HTTP, **SOON) as (router, url):
+        running = asyncio.create_task(post(url, stream=True))
+        await busy.called.wait()
+        router.membership.change_role("decode-0", "prefill")
+        (after,) = router.services.pools.prefill.instances
+        assert (after.load.num_decodes, after.load.num_prefills) == (1, 1)
+        assert not after.is_held, "it is the old role's answer, for which that waits"
+        busy.go.set()
+        assert await running == 200
+        assert (after.load.num_decodes, after.load.num_prefills, after.load.prefill_tokens) == (0, 0, 0)
+        await holds(lambda: [one.name for one in router.services.pools] == ["prefill-0"])
+        assert router.services.pools.prefill.alive().num_decodes.tolist() == [0]
+
+
 async def test_what_operators_ask_wrongly() -> None:
     p, d, plain = a_prefill(), a_decode(), Peer("decode", answer, facts={**DECODE, "role": "both", "connector": None})
     async with instances(p, d, plain), routing([p.url], [d.url, plain.url], HTTP) as (_, url):

@@ -169,7 +169,9 @@ class Instance:
         member: int = 0,
         unit: str = "",
         loads: LoadTable | None = None,
+        before: Instance | None = None,
     ) -> None:
+        """`before`: the instance at this address in the role that it had before."""
         self.role = role
         self.address = Address.parse(url, bootstrap_port)
         self.name = name or f"{role} instance"
@@ -194,7 +196,7 @@ class Instance:
         self.is_doubted = False
         """Whether it has failed since it was asked: another process may be at its address. What kind of server is there
         stays known until a look shows otherwise; what is this process's alone does not hold (`confirmed`)."""
-        self.load = InstanceLoad(loads)
+        self.load: InstanceLoad = InstanceLoad(loads, None if before is None else before.load)
         """What the router has given it to do."""
 
     # What happens to it.

@@ -75,24 +75,36 @@ def _cell(column: int, about: str) -> Any:
     return property(get, put, doc=about)
 
 
+class _Row:
+    """A row of a table, which is free again when no load has it any more."""
+
+    __slots__ = ("number", "table")
+
+    def __init__(self, table: LoadTable) -> None:
+        self.table, self.number = table, table.take_row()
+
+    def __del__(self) -> None:
+        self.table.free_row(self.number)
+
+
 class InstanceLoad:
     """What the router has given one instance to do: a row of a table, and two counts that no policy asks for. Written
-    by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator."""
+    by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator.
 
-    __slots__ = ("at", "num_legs", "num_tickets", "row", "table")
+    `before`: the load of the same instance in the role that it had before. Both have one row, so that whoever chooses
+    sees what still runs there; legs and tickets are counted for each."""
 
-    def __init__(self, table: LoadTable | None = None) -> None:
-        self.table = table or LoadTable()
-        self.row = self.table.take_row()
+    __slots__ = ("_row", "at", "num_legs", "num_tickets", "row", "table")
+
+    def __init__(self, table: LoadTable | None = None, before: InstanceLoad | None = None) -> None:
+        self._row: _Row = _Row(table or LoadTable()) if before is None else before._row
+        self.table, self.row = self._row.table, self._row.number
         self.at = self.row * _NUM_COLUMNS
         """Where its cells begin."""
         self.num_legs = 0
         """Legs that are under way there."""
         self.num_tickets = 0
         """Hand-offs of the router's requests for which it may keep blocks."""
-
-    def __del__(self) -> None:
-        self.table.free_row(self.row)
 
     prefill_tokens = _cell(_PREFILL_TOKENS, "Of prompts that it computes or that wait there, without what it had.")
     num_prefills = _cell(_NUM_PREFILLS, "Prompts that it computes or that wait there.")

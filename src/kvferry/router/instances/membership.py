@@ -262,11 +262,17 @@ class Membership:
         """Make the pools those that all routers share."""
         self._pools.directions.follow(self._state.known_fact(_PLAN))
         here = {one.member: one for one in self._pools}
+        at = {one.url: one for one in here.values()}
         for row in self._state.members():
             instance = here.pop(row.id, None)
             if instance is None:
                 instance = self._pools.pool(row.role).add(
-                    row.url, row.bootstrap_port, name=row.name, member=row.id, unit=row.unit
+                    row.url,
+                    row.bootstrap_port,
+                    name=row.name,
+                    member=row.id,
+                    unit=row.unit,
+                    before=at.get(row.url),
                 )
             instance.name = row.name
             if row.draining:

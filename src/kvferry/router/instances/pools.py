@@ -42,9 +42,16 @@ class RolePool:
         """Prefill instances over which requests are not split, and until when, on the router's monotonic clock."""
 
     def add(
-        self, url: str, bootstrap_port: int = BOOTSTRAP_PORT, *, name: str = "", member: int = 0, unit: str = ""
+        self,
+        url: str,
+        bootstrap_port: int = BOOTSTRAP_PORT,
+        *,
+        name: str = "",
+        member: int = 0,
+        unit: str = "",
+        before: Instance | None = None,
     ) -> Instance:
-        """Add an instance. Raises `ConfigError`."""
+        """Add an instance. `before`: the one at this address, which is leaving its role. Raises `ConfigError`."""
         instance = Instance(
             self.role,
             url,
@@ -54,6 +61,7 @@ class RolePool:
             member=member,
             unit=unit,
             loads=self._loads,
+            before=before,
         )
         self.instances.append(instance)
         self.revision.grow()
