@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,15 @@ def test_prompts_without_named_blocks_share_nothing() -> None:
     assert list(one) == list(again)
     assert list(one)[:8] != list(other)[:8]
     assert list(TracePrompt(Arrival(0, 40, 1), 1, 8, 4096))[:8] != list(one)[:8]  # another seed
+
+
+def test_a_long_trace_is_in_memory_once(tmp_path: Path) -> None:
+    path = _written(tmp_path, "".join(MOONCAKE.splitlines(keepends=True)[0] for _ in range(5000)))
+    tracemalloc.start()
+    try:
+        found = faster(part_of(read_traffic(path)), 1.0)
+        now, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 5000
+    assert most < 1.3 * now

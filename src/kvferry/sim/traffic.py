@@ -18,6 +18,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import overload
 
@@ -56,15 +57,17 @@ def read_traffic(path: Path) -> list[Arrival]:
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
     is_json = begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
-    found = list(_mooncake(path) if is_json else _azure(path))
-    if not found:
+    found = _mooncake(path) if is_json else _azure(path)
+    first = next(found, None)
+    if first is None:
         raise ConfigError(f"the trace {path} has no request")
-    first_s = found[0].at_s
-    return [replace(one, at_s=one.at_s - first_s) for one in found]
+    return [replace(one, at_s=one.at_s - first.at_s) for one in chain((first,), found)]  # there may be millions
 
 
 def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float | None = None) -> list[Arrival]:
     """Requests that arrive in `[first_s, last_s)`, at times since `first_s`. Raises `ConfigError` if there are none."""
+    if arrivals and not first_s and last_s is None:
+        return list(arrivals)
     end_s = float("inf") if last_s is None else last_s
     found = [replace(one, at_s=one.at_s - first_s) for one in arrivals if first_s <= one.at_s < end_s]
     if not found:
@@ -75,7 +78,7 @@ def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float 
 
 def faster(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """The same requests at `factor` times their rate."""
-    return [replace(one, at_s=one.at_s / factor) for one in arrivals]
+    return list(arrivals) if factor == 1 else [replace(one, at_s=one.at_s / factor) for one in arrivals]
 
 
 def _mooncake(path: Path) -> Iterator[Arrival]:

@@ -252,8 +252,8 @@ def _show(
 def _table(found: Findings) -> Table:
     table = Table(title=f"Goodput within {found.targets}", title_justify="left")
     table.add_column("deployment", no_wrap=True)
-    for name in ("within", "goodput/s", "for each instance", "TTFT P99, ms", "ITL P99, ms", "busiest"):
-        table.add_column(name, justify="right")
+    for name in ("within", "goodput /s", "for each instance", "TTFT P99, ms", "ITL P99, ms", "busiest"):
+        table.add_column(name, justify="right", overflow="fold")
     for one in found.tried:
         figures, number = one.figures, one.candidate.num_instances
         table.add_row(
