@@ -47,17 +47,22 @@ def processor() -> str:
     return "-".join([*words[:2], ability]).lower()
 
 
-def save(name: str, settings: dict[str, Any], results: Any) -> Path:
-    """Write `results/<name>.<processor>.json`; the newest run replaces the one before, whose figures git keeps."""
+def save(name: str, settings: dict[str, Any], results: Any, *, in_lines: bool = False) -> Path:
+    """Write `results/<name>.<processor>.json`; the newest run replaces the one before, whose figures git keeps.
+    `in_lines`: the results are a table of which each is long; one is one line."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.{processor()}.json"
     record = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
         "settings": settings,
-        "results": results,
+        "results": {} if in_lines else results,
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    text = json.dumps(record, indent=1)
+    if in_lines:
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in results.items())
+        text = text.removesuffix("{}\n}") + "{\n" + lines + "\n }\n}"
+    path.write_text(text + "\n")
     return path
 
 

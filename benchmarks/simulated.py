@@ -34,9 +34,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 
 from kvferry.cli.planning.simulated import world_of
+from kvferry.core.settings.units import parse_bytes
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.replay import Spread, TraceReplay
 from kvferry.sim.targets import Targets
@@ -47,10 +47,12 @@ from report import RESULTS, earlier, print_machine, processor, save
 from served import kvferry, replicas
 
 MODEL = "kvferry/tiny-python"
-KV = ("--kv-cache-memory=256MiB", "--dtype=float32")
+KV_MEMORY, TOKEN_BYTES = "256MiB", 6144
+KV = (f"--kv-cache-memory={KV_MEMORY}", "--dtype=float32")
 DOCUMENTS, SMALL = 12, "12MiB"
 """Beginnings that prompts share, and KV caches that have room for some of them."""
 VOCABULARY = 1000
+WARM_TOKENS = 1400
 TOGETHER = 5
 """Fleets that are measured between two calibrations."""
 LATENCIES = ("ttft", "itl", "e2e")
@@ -79,6 +81,13 @@ class Configuration:
         """Flags of every instance."""
         kv = KV if not self.kv_memory else (f"--kv-cache-memory={self.kv_memory}", *KV[1:])
         return (*kv, f"--max-num-batched-tokens={self.chunk}")
+
+    @property
+    def num_warm(self) -> int:
+        """How many requests come before the trace, as many as fill all KV caches: memory takes longer when it is
+        written to for the first time, and the first requests find connections and code that are not there yet."""
+        kv_bytes = parse_bytes(self.kv_memory or KV_MEMORY, "KV_MEMORY")
+        return -(-kv_bytes // (WARM_TOKENS * TOKEN_BYTES)) * max(self.prefill, self.decode, self.both)
 
     def transfer(self, folder: str) -> str:
         """The connectors' configuration; empty: the default."""
@@ -156,14 +165,14 @@ def make_trace(configuration: Configuration, duration_s: float, seed: int) -> li
         found.append(Arrival(now, prompt, source.randrange(8, 65), ids))
 
 
-async def play(url: str, arrivals: Sequence[Arrival]) -> list[Streamed]:
-    """Send the trace to a real fleet, each request at its time."""
+async def play(url: str, arrivals: Sequence[Arrival], num_warm: int) -> list[Streamed]:
+    """Send the trace to a real fleet, each request at its time, after so many others that are not counted."""
     timeout, connector = aiohttp.ClientTimeout(total=None, sock_connect=10), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         async with session.get(f"{url}/v1/models") as response:
             model = (await response.json())["data"][0]["id"]
-        for number in range(4):  # the first requests find connections and code that are not there yet
-            warm = TracePrompt(Arrival(0.0, 700, 8), 10**6 + number, 1, VOCABULARY)
+        for number in range(num_warm):
+            warm = TracePrompt(Arrival(0.0, WARM_TOKENS, 8), 10**6 + number, 1, VOCABULARY)
             await stream_completion(session, url, model, list(warm), 8)
         begun = time.monotonic()
 
@@ -198,19 +207,17 @@ def calibrated() -> MachineTimes:
 
 def brief(times: MachineTimes) -> MachineTimes:
     """Without the measurements."""
-    transfer = msgspec.structs.replace(times.transfer, samples=[])
-    return msgspec.structs.replace(times, samples=[], transfer=transfer)
+    step, transfer = times.step, msgspec.structs.replace(times.transfer, samples=[])
+    spreads = {name: [round(one, 3) for one in getattr(step, name)] for name in ("decode_spread", "prefill_spread")}
+    return msgspec.structs.replace(times, samples=[], transfer=transfer, step=msgspec.structs.replace(step, **spreads))
 
 
 def run_real(configuration: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-    """What the clients of a real fleet saw, and how busy the machine was."""
+    """What the clients of a real fleet saw."""
     arrivals = make_trace(configuration, options.seconds, options.seed)
     with configuration.running() as url:
-        before, begun = psutil.cpu_times(), time.monotonic()
-        found = measured(asyncio.run(play(url, arrivals)))
-        seconds, after = time.monotonic() - begun, psutil.cpu_times()
-    busy = 1 - (after.idle - before.idle) / (seconds * (os.cpu_count() or 1))
-    return {**{name: msgspec.to_builtins(one) for name, one in found.items()}, "cores_busy": round(busy, 3)}
+        found = measured(asyncio.run(play(url, arrivals, configuration.num_warm)))
+    return {name: rounded(one) for name, one in found.items()}
 
 
 def simulate(configuration: Configuration, times: MachineTimes, options: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +226,12 @@ def simulate(configuration: Configuration, times: MachineTimes, options: argpars
     world = replace(world_of(fleet_from(configuration.spec()), times), num_cores=os.cpu_count() or 1)
     figures = TraceReplay(world, arrivals).run(Targets())
     assert figures.complete == len(arrivals), figures.reasons
-    return {name: msgspec.to_builtins(getattr(figures, name)) for name in LATENCIES}
+    return {name: rounded(getattr(figures, name)) for name in LATENCIES}
+
+
+def rounded(one: Spread) -> dict[str, float]:
+    """To microseconds."""
+    return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(one).items()}
 
 
 def mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -326,7 +338,9 @@ def main() -> None:
             here = msgspec.convert(found["times"], list[MachineTimes])
             found["simulated"] = [simulate(CONFIGURATIONS[name], one, options) for one in here]
             show(name, found)
-        saved = save("simulated", {"model": MODEL, "seconds": options.seconds, "seed": options.seed}, results)
+        saved = save(
+            "simulated", {"model": MODEL, "seconds": options.seconds, "seed": options.seed}, results, in_lines=True
+        )
     print("\n| median, largest, within the goal |" + head().partition("ms |")[2])
     fleets = [one for one in results.values() if "simulated" in one]
     summarize("error", [errors(one["real"], mean(one["simulated"])) for one in fleets])

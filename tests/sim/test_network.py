@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.sim.loop import SimLoop, Simulation
+from kvferry.sim.machine import SimCore
 from kvferry.sim.network import WINDOW_BYTES, Network, NetworkSpec, SimTransport
 
 
@@ -167,3 +168,29 @@ def test_a_protocol_that_raises_ends_its_connection() -> None:
         assert [type(one) for one in pair.near.ends] == [ConnectionResetError]
         assert [type(one) for one in pair.far.ends] == [ValueError]
         assert "a mistake" in pair.simulation.errors[0]["message"]
+
+
+@pytest.mark.parametrize(("others_compute_s", "takes_s"), [(0.0, 0.1), (0.05, 0.15), (9.0, 0.2)])
+def test_what_arrives_is_read_on_a_core_that_others_have_too(others_compute_s: float, takes_s: float) -> None:
+    pair = _Pair(spec=NetworkSpec(latency_s=0.1, jitter_s=0.0, late_share=0.0, cut_share=0.0))
+    with pair.simulation.running():
+        pair.connect()
+        core = SimCore(pair.network.loop)
+        pair.b.process.host.cores = [core]
+        if others_compute_s:
+            pair.do(pair.b, lambda: core.compute(others_compute_s))
+        begun = pair.simulation.now
+        pair.on(pair.a, pair.near.transport.write, b"x")
+        pair.simulation.run_until(lambda: bool(pair.far.received))
+        assert pair.simulation.now - begun == pytest.approx(takes_s)
+
+
+def test_the_least_busy_core_reads_and_not_that_of_the_sender() -> None:
+    pair = _Pair()
+    with pair.simulation.running():
+        idle, busy, senders = (SimCore(pair.network.loop) for _ in range(3))
+        source = pair.a.process.host
+        source.cores = [senders]
+        busy.spend(1.0, lambda: None)
+        assert all(pair.network.core_of([busy, senders, idle], source) is idle for _ in range(9))
+        assert {pair.network.core_of([busy, senders], source) for _ in range(99)} == {busy, senders}

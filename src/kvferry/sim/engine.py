@@ -47,7 +47,7 @@ from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import TOKEN_BYTES, KVContents, SimLayout, counted_token, sample
 from kvferry.sim.loop import SimLoop, SimProcess
-from kvferry.sim.machine import SimCore, SimMachine
+from kvferry.sim.machine import SimMachine
 from kvferry.sim.storage import Storage
 from kvferry.sim.stretch import Batches, decode_at_once
 from kvferry.sim.times import StepTimes, StepWork, StoreTimes
@@ -72,7 +72,8 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 class SimInstanceSpec:
     """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
     until it listens; `empty_step_s`: a step that computes nothing; `wake_s`: until the engine's thread acts on what a
-    transfer loop has for it, and the other way round. `connector`: its name, and `options`: what it is
+    transfer loop has for it, and the other way round; `token_s`: for which router and client compute for each token, if
+    they have the same cores (`Network.cores`). `connector`: its name, and `options`: what it is
     told (`kv_connector_extra_config`); `engine`: further settings of `EngineConfig`; `takes_any_role`: it may be given
     another role while it runs.
 
@@ -94,6 +95,7 @@ class SimInstanceSpec:
     start_s: float = 5.0
     empty_step_s: float = 50e-6
     wake_s: float = 0.0
+    token_s: float = 0.0
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     connector: str = "P2pConnector"
     options: dict[str, Any] = field(default_factory=dict)
@@ -170,10 +172,9 @@ class SimExecutor(Executor):
         transfer: KVTransferConfig,
         auth_token: str,
         machine: SimMachine,
-        core: SimCore | None = None,
     ) -> None:
-        """`core`: what its steps run on, if others' do too."""
-        self.spec, self.core = spec, core
+        self.spec = spec
+        self._cores = process.host.cores
         self.layout: SimLayout = spec.layout()
         self.model = _Model(spec.vocab_size)
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
@@ -219,10 +220,16 @@ class SimExecutor(Executor):
         num_parts = self.spec.num_layers if saves else 1
         for part in range(num_parts):
             if seconds:
-                await (asyncio.sleep if self.core is None else self.core.compute)(seconds / num_parts)
+                await self._compute(seconds / num_parts)
             if saves:
                 self._save_layer(part)
         return self._end(chunks)
+
+    async def _compute(self, seconds: float) -> None:
+        if self._cores:
+            await self._cores[0].compute(seconds)
+        else:
+            await asyncio.sleep(seconds)
 
     def _save_layer(self, layer: int) -> None:
         if isinstance(self.side, ByLayers):
@@ -340,6 +347,9 @@ class SimEngine(SteppedEngine):
         self._batches = Batches(at_once, process.simulation) if at_once > 1 else None
 
     def _hand_over(self, outputs: list[EngineOutput]) -> None:
+        host, token_s = self._process.host, self._executor.spec.token_s
+        if host.cores and token_s and (number := sum(len(one.token_ids) for one in outputs)):
+            host.network.core_of(host.network.cores, host).spend(number * token_s, lambda: None)
         if self._batches is not None:
             outputs = self._batches.pass_on(outputs, self._process.simulation.now)
         super()._hand_over(outputs)
@@ -384,7 +394,7 @@ class SimEngine(SteppedEngine):
                 outputs = await self._step()
                 self.is_between_steps = True
                 self._hand_over(outputs)
-                if self._batches is not None and self._executor.core is None:
+                if self._batches is not None and not self._process.host.cores:
                     await self._decode_on(self._batches)
                 await self._rest()
         except Exception as failure:  # noqa: BLE001 - as in `AsyncEngine`
@@ -489,8 +499,6 @@ class SimInstance:
         self._storage = storage or Storage(process.simulation, StoreTimes())
         self.name, self.role, self.spec, self.port, self._token = name, role, spec, port, token
         self.host = process.host
-        self.core: SimCore | None = None
-        """The core of its machine that it shares; None: it has one for itself."""
         self.process = process
         self.engine: EngineCore | None = None
         self.executor: SimExecutor | None = None
@@ -540,7 +548,7 @@ class SimInstance:
         )
         true_bytes, pauses = spec.layout().true_bytes(), spec.has_contents
         machine = SimMachine(self._storage, process, true_bytes, pauses=pauses, wake_s=spec.wake_s)
-        executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine, self.core)
+        executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
         front = SimEngine(engine, executor, process)
         front.start()

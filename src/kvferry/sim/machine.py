@@ -9,11 +9,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextvars import Context
+from heapq import heappop, heappush
 from typing import Any, ClassVar, TypeVar
 
 from kvferry.core.errors import StoreError
-from kvferry.sim.loop import SimLoop, SimProcess, Simulation
+from kvferry.sim.loop import SimHandle, SimLoop, SimProcess
 from kvferry.sim.storage import SimArena, SimDisk, Storage
 from kvferry.store.machine import Machine
 from kvferry.store.threads import MOST_LEFT, Stop, ThreadCall, Threads
@@ -67,47 +68,67 @@ class SimTransferLoop(TransferLoop):
 
 
 class SimCore:
-    """A core on which the steps of several instances run: where `n` of them compute, each takes `n` times as long."""
+    """A core that several threads share: where `n` of them compute, each takes `n` times as long. `loop`: one that is
+    outside of all processes."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._waiting: dict[asyncio.Event, SimLoop] = {}
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+        self._ends: list[tuple[float, int, Callable[[], object]]] = []
+        """For each that computes, a heap: what `_served_s` will be at its end, its number, and what follows."""
+        self._number = 0
         self._served_s, self._at = 0.0, 0.0
         """Seconds of computing that one that was always there has got, and when."""
+        self._timer: SimHandle | None = None
+
+    @property
+    def num_computing(self) -> int:
+        """How many compute now."""
+        return len(self._ends)
 
     async def compute(self, seconds: float) -> None:
         """Compute for so long, on the loop that this is called on."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        assert isinstance(loop, SimLoop)
-        self._share(changed, loop)
-        loop.process.on_end[changed] = lambda: self._share(changed, None)
-        ends = self._served_s + seconds
-        try:
-            while (left_s := (ends - self._served_s) * len(self._waiting)) > _NOTHING_S:
-                changed.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await changed.wait()
-                self._serve()
-        finally:
-            if loop.process.on_end.pop(changed, None) is not None:
-                self._share(changed, None)
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self.spend(seconds, lambda: loop.call_soon_threadsafe(_end, done))
+        await done
+
+    def spend(self, seconds: float, then: Callable[[], object]) -> None:
+        """Have somebody compute for so long, and call `then`, outside of all processes."""
+        self._serve()
+        self._number += 1
+        heappush(self._ends, (self._served_s + seconds, self._number, then))
+        self._set_timer()
 
     def _serve(self) -> None:
         """Count what those that compute have got so far."""
-        now = self._simulation.now
-        if self._waiting:
-            self._served_s += (now - self._at) / len(self._waiting)
+        now = self._loop.time()
+        if self._ends:
+            self._served_s += (now - self._at) / len(self._ends)
         self._at = now
 
-    def _share(self, one: asyncio.Event, loop: SimLoop | None) -> None:
-        """One more computes on this loop, or (None) one fewer, which the others are told."""
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._ends:
+            left_s = max(0.0, self._ends[0][0] - self._served_s) * len(self._ends)
+            self._timer = self._loop.call_later(left_s, self._look, context=Context())
+
+    def _look(self) -> None:
+        """End those that are done."""
+        self._timer = None
         self._serve()
-        self._waiting.pop(one, None)
-        for other, where in self._waiting.items():
-            where.call_soon_threadsafe(other.set)
-        if loop is not None:
-            self._waiting[one] = loop
+        over = []
+        while self._ends and self._ends[0][0] <= self._served_s + _NOTHING_S:
+            over.append(heappop(self._ends)[2])
+        self._set_timer()
+        for then in over:
+            then()
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class _Ended(BaseException):

@@ -15,7 +15,7 @@ import asyncio
 import errno
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, cast
 
 from kvferry.core.errors import ConfigError
 from kvferry.sim.loop import SimLoop, SimProcess, Simulation
+from kvferry.sim.machine import SimCore
 
 WINDOW_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
@@ -55,10 +56,12 @@ class NetworkSpec:
 
 
 class SimHost:
-    """A machine with one address."""
+    """A machine with one address, or some cores of one."""
 
     def __init__(self, network: Network, address: str) -> None:
         self.network, self.address = network, address
+        self.cores: Sequence[SimCore] = ()
+        """On which what arrives is read; empty: on others, that nothing else needs."""
         self.listeners: dict[int, ListeningSocket] = {}
         self.is_up = True
         self.clock_s = 0.0
@@ -321,9 +324,13 @@ class SimTransport(asyncio.Transport):
         network = self._network
         num_bytes = 0 if what is _END or what is _RESET else len(what)
         source, target = self.peer.process.host, self.process.host
+        self._under_way.append(what)
+        if target.cores:
+            work_s = network.work_s(num_bytes, is_of_connectors=self.is_of_connectors)
+            network.core_of(target.cores, source).spend(work_s, self.arrive)
+            return
         arrival = network.arrival(source, target, num_bytes, is_of_connectors=self.is_of_connectors)
         self._last_arrival = max(arrival, self._last_arrival)
-        self._under_way.append(what)
         loop = network.loop if self._loop is None or not self.process.is_alive else self._loop
         loop.call_at(self._last_arrival, self.arrive, context=_NO_CONTEXT)
 
@@ -438,6 +445,8 @@ class Network:
         self._slow: dict[tuple[str, str], float] = {}
         self._lost: set[SimTransport] = set()
         """Ends of connections at which nothing arrives any more."""
+        self.cores: Sequence[SimCore] = ()
+        """All cores, if all hosts are one machine's."""
         self.num_open = 0
         """Ends of connections that are open."""
         self.connections: list[SimTransport] = []
@@ -514,6 +523,17 @@ class Network:
         ends = max(begins + latency_s, target.receives_free_at) + seconds
         target.receives_free_at = ends
         return ends
+
+    def core_of(self, cores: Sequence[SimCore], source: SimHost) -> SimCore:
+        """The core, of these, on which somebody reads what this host has sent: where the least compute. The sender, who
+        may go on, counts as one if it has one core."""
+        random = self.simulation.random.random
+        return min(cores, key=lambda one: (one.num_computing + (source.cores == [one]), random()))
+
+    def work_s(self, num_bytes: int, *, is_of_connectors: bool) -> float:
+        """For how long a core reads so many bytes that another process of the same machine has sent."""
+        spec = self.spec
+        return (spec.peer_s if is_of_connectors else spec.latency_s) + num_bytes / spec.bandwidth
 
     def parts(self, piece: bytes) -> tuple[bytes, ...]:
         """A piece as it is read: seldom in two parts."""

@@ -110,6 +110,8 @@ class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds until another instance's connector has read a short message, one way."""
     wake_s: Seconds = 0.0
     """Seconds until an engine's thread acts on what its connector's thread has for it, and the other way round."""
+    token_s: Seconds = 0.0
+    """CPU seconds that a router and a client take for each token of an answer."""
     bandwidth: Bandwidth = 10e9
     """Bytes of KV per second."""
     samples: list[tuple[float, float]] = []

@@ -267,8 +267,13 @@ class SimFabricPeer(FabricPeer):
         assert self._theirs.process is not None
         assert self._ours.process is not None
         source, target = self._theirs.process.host, self._ours.process.host
-        now = asyncio.get_running_loop().time()
-        seconds = self._network.arrival(source, target, sum(length for _, length in local), is_of_connectors=True) - now
+        num_bytes = sum(length for _, length in local)
+        if target.cores:
+            await target.cores[0].compute(self._network.work_s(num_bytes, is_of_connectors=True))
+            seconds = 0.0
+        else:
+            now = asyncio.get_running_loop().time()
+            seconds = self._network.arrival(source, target, num_bytes, is_of_connectors=True) - now
         parts = [(seconds, pairs)]
         if pairs:
             place, first = random.randrange(len(pairs) + 1), random.random() * seconds

@@ -158,13 +158,16 @@ class World:
         for role, number in counts.items():
             for place in range(number):
                 self._add_instance(f"{role}{place}", role)
-        if self.spec.num_cores:
-            cores = [SimCore(self.simulation) for _ in range(self.spec.num_cores)]
-            for place, instance in enumerate(self.instances):
-                instance.core = cores[place % len(cores)] if len(self.instances) > len(cores) else None
+        cores = [SimCore(self.network.loop) for _ in range(self.spec.num_cores)]
+        self.network.cores = cores
+        for place, instance in enumerate(self.instances if cores else ()):
+            instance.host.cores = [cores[place % len(cores)]]
         for place in range(self.spec.num_routers):
             self._add_router(f"router{place}" if place else "router")
-        loop = self.network.host("clients").process("clients").thread("clients")
+            self.routers[-1].host.cores = cores
+        clients = self.network.host("clients")
+        clients.cores = cores
+        loop = clients.process("clients").thread("clients")
         loop.call_soon(lambda: loop.create_task(self._run_clients()))
         self.clients = loop
         self.run_until(lambda: self._client is not None and self._is_ready(), 60.0)

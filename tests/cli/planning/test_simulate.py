@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.cli.planning.simulated import ASSUMED
-from kvferry.sim.times import StepTimes, write_times
+from kvferry.sim.times import StepTimes, TransferTimes, write_times
 from kvferry.store.trace.records import TraceRequest, write_trace
 
 SPEC = """
@@ -101,8 +101,23 @@ def test_instances_that_share_cores_are_slower(spec: Path, trace: Path, capsys: 
         return e2e
 
     alone = simulated()
-    assert simulated("--cores=3") == alone  # for three instances
+    assert simulated("--cores=3") == pytest.approx(alone, rel=0.05)  # for three instances
     assert simulated("--cores=1") > 1.1 * alone
+
+
+def test_router_and_client_take_cores_too(
+    spec: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def simulated(token_s: float) -> float:
+        times = tmp_path / "times.json"
+        write_times(times, msgspec.structs.replace(ASSUMED, measured="today", transfer=TransferTimes(token_s=token_s)))
+        arguments = ["--trace", str(trace), "--speed=20", "--json", "--cores=1", "--times", str(times)]
+        assert main(["simulate", str(spec), *arguments]) == 0
+        e2e = json.loads(capsys.readouterr().out)["e2e"]["mean"]
+        assert isinstance(e2e, float)
+        return e2e
+
+    assert simulated(0.01) > 1.1 * simulated(0.0)
 
 
 @pytest.fixture

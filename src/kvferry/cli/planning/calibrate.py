@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import psutil
 from cyclopts import Parameter
 from rich.console import Console
 
@@ -24,7 +25,7 @@ from kvferry.cli.planning.calibration import Calibration, InstanceLimits, Texts,
 from kvferry.cli.planning.simulate import SEED, progress
 from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
@@ -103,7 +104,8 @@ def in_words(found: MachineTimes, path: Path) -> str:
         f"step: {step.base_s * 1e3:.3f} ms, {step.prefill_token_s * 1e6:.2f} µs a token of prefill,"
         f" {step.decode_sequence_s * 1e6:.1f} µs a sequence that decodes, {step.context_token_s * 1e9:.1f} ns a token"
         f" of context, {step.prefill_pair_s * 1e9:.2f} ns a pair of tokens in prefill\n"
-        f"request: {step.request_s * 1e3:.2f} ms, and {transfer.latency_s * 1e3:.2f} ms a hop\n"
+        f"request: {step.request_s * 1e3:.2f} ms, and {transfer.latency_s * 1e3:.2f} ms a hop; router and client:"
+        f" {transfer.token_s * 1e3:.2f} ms of CPU time a token\n"
         f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s, {transfer.peer_s * 1e3:.2f} ms a message,"
         f" {transfer.wake_s * 1e3:.2f} ms from engine to connector;"
         f" start: {found.start_s:.1f} s\n"
@@ -146,6 +148,21 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
     return found[0]
 
 
+def _cpu_of_routers() -> Callable[[], float]:
+    """Returns what says how many CPU seconds this process and the routers that it has started have taken."""
+    own = psutil.Process()
+    counted = [own, *(one for one in own.children(recursive=True) if "router" in one.cmdline()[:8])]
+
+    def cpu_s() -> float:
+        try:
+            times = [process.cpu_times() for process in counted]
+        except psutil.NoSuchProcess as error:
+            raise Unavailable("the router ended; its last log lines give the reason") from error
+        return float(sum(one.user + one.system for one in times))
+
+    return cpu_s
+
+
 async def _running(url: str, engine: EngineConfig, seed: int, rounds: int) -> MachineTimes:
     """Measure an instance that runs."""
     return await _measured(url, None, None, engine, seed, rounds, UNKNOWN_START_S)
@@ -165,6 +182,7 @@ async def _measured(
                 InstanceLimits(facts, engine.max_num_seqs, engine.max_num_batched_tokens),
                 await Texts.read(instance, facts.max_model_len, seed),
                 on_progress,
+                None if router is None else _cpu_of_routers(),
             )
             await calibration.measure(rounds)
     default = EngineConfig(model=engine.model)

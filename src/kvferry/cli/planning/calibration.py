@@ -37,6 +37,8 @@ TOKENS = 24
 PAUSE_S = 0.2
 """Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for long, by a
 third on some machines; and so it is under most traffic."""
+_FEW_STREAMS = 4
+"""With more, a router and a client read several tokens at a time, as they seldom do."""
 _TEXTS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py", "inspect.py", "argparse.py")
 
 
@@ -101,6 +103,8 @@ class Calibration:
     limits: InstanceLimits
     texts: Texts
     on_progress: Callable[[float], None]
+    cpu_s: Callable[[], float] | None = None
+    """CPU seconds of the router and of this process, which is its client."""
     steps: dict[StepWork, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds of each step that was measured, by what it computed."""
     transfers: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -111,6 +115,8 @@ class Calibration:
     """Seconds that a short request to an instance takes besides its prefill."""
     routed_s: list[float] = field(default_factory=list)
     """The same through the router."""
+    read_s: list[tuple[float, int]] = field(default_factory=list)
+    """CPU seconds that router and client have taken for so many tokens."""
     _num_done: int = 0
 
     async def measure(self, rounds: int) -> None:
@@ -147,7 +153,10 @@ class Calibration:
         tokens = TOKENS + 2 * number  # they begin one after the other
         prompts = [self.texts.prompt(context) for _ in range(number)]
         await asyncio.sleep(PAUSE_S)
+        before = self.cpu_s() if self.cpu_s is not None else 0.0
         answers = await asyncio.gather(*(endpoint.ask(one, tokens) for one in prompts))
+        if self.cpu_s is not None and number <= _FEW_STREAMS:
+            self.read_s.append((self.cpu_s() - before, number * tokens))
         begins = max(one.token_times_s[0] for one in answers)
         ends = min(one.token_times_s[-1] for one in answers)
         gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
@@ -225,7 +234,9 @@ class Calibration:
         bandwidth, whole_s = fit_transfer(samples)
         news_s = statistics.median(self.news_s)
         peer_s = max(0.0, whole_s - news_s) / 4
-        return TransferTimes(hop_s, peer_s, max(0.0, news_s - peer_s) / 2, bandwidth, samples)
+        wake_s = max(0.0, news_s - peer_s) / 2
+        read_s, num_read = map(sum, zip(*self.read_s, strict=True)) if self.read_s else (0.0, 1)
+        return TransferTimes(hop_s, peer_s, wake_s, read_s / num_read, bandwidth, samples)
 
     def times(self, model: str, day: str, start_s: float, settings: dict[str, str]) -> MachineTimes:
         """What was measured on this day. Raises `ConfigError` if it was too little."""

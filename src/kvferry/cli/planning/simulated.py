@@ -196,6 +196,7 @@ def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, rol
         tokens_at_once=_TOKENS_AT_ONCE,
         empty_step_s=0.0,
         wake_s=times.transfer.wake_s,
+        token_s=times.transfer.token_s,
         engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
     )
     found = _transfer(fleet, plain.layout())
