@@ -167,7 +167,7 @@ def test_a_pin_that_was_given_up_while_the_disk_hung_is_not_made_afterwards() ->
 
 def test_steps_on_one_core_share_it() -> None:
     place, ended = Place(), dict[str, float]()
-    core = SimCore(place.simulation)
+    core = SimCore(place.process("outside").thread("core"))
 
     def begin(name: str, at_s: float, seconds: float, crashes_at_s: float | None = None) -> None:
         process = place.process(name)

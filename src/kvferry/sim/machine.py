@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar, TypeVar
 
 from kvferry.core.errors import StoreError
@@ -22,6 +22,8 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
 _NOTHING_S = 1e-9
+_Computing = tuple[float, int, Callable[[], object]]
+"""What `SimCore._served_s` will be at its end, its number, and what follows."""
 
 
 class SimTransferLoop(TransferLoop):
@@ -73,8 +75,8 @@ class SimCore:
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
-        self._ends: list[tuple[float, int, Callable[[], object]]] = []
-        """For each that computes, a heap: what `_served_s` will be at its end, its number, and what follows."""
+        self._ends: list[_Computing] = []
+        """A heap of all that compute."""
         self._number = 0
         self._served_s, self._at = 0.0, 0.0
         """Seconds of computing that one that was always there has got, and when."""
@@ -86,18 +88,32 @@ class SimCore:
         return len(self._ends)
 
     async def compute(self, seconds: float) -> None:
-        """Compute for so long, on the loop that this is called on."""
+        """Compute for so long, on the loop that this is called on, or until its process ends."""
         loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self.spend(seconds, lambda: loop.call_soon_threadsafe(_end, done))
-        await done
+        assert isinstance(loop, SimLoop)
+        done, on_end = loop.create_future(), loop.process.on_end
+        entry = self.spend(seconds, lambda: loop.call_soon_threadsafe(_end, done))
+        on_end[done] = lambda: self._leave(entry)
+        try:
+            await done
+        finally:
+            on_end.pop(done, None)
 
-    def spend(self, seconds: float, then: Callable[[], object]) -> None:
+    def spend(self, seconds: float, then: Callable[[], object]) -> _Computing:
         """Have somebody compute for so long, and call `then`, outside of all processes."""
         self._serve()
         self._number += 1
-        heappush(self._ends, (self._served_s + seconds, self._number, then))
+        entry = (self._served_s + seconds, self._number, then)
+        heappush(self._ends, entry)
         self._set_timer()
+        return entry
+
+    def _leave(self, entry: _Computing) -> None:
+        self._serve()
+        if entry in self._ends:
+            self._ends.remove(entry)
+            heapify(self._ends)
+            self._set_timer()
 
     def _serve(self) -> None:
         """Count what those that compute have got so far."""
