@@ -13,6 +13,7 @@ from kvferry.core.settings.options import read_options
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
+    share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     streams: int = 1
     sizes: list[Annotated[int, Meta(ge=1)]] = []
     kind: Literal["fast", "small"] = "fast"
@@ -28,11 +29,12 @@ def test_given_values_are_converted_and_others_have_their_defaults() -> None:
     ("given", "message"),
     [
         ({"path": "/x", "leases": 3}, r"kv_connector_extra_config\.leases is not a known key; did you mean 'lease_s'"),
-        ({"path": "/x", "zzz": 3}, "known: path, lease_s, streams, sizes, kind"),
+        ({"path": "/x", "zzz": 3}, "known: path, lease_s, share, streams, sizes, kind"),
         ({}, r"kv_connector_extra_config\.path is required"),
         ({"path": 7}, r"kv_connector_extra_config\.path: "),
         ({"path": "/x", "lease_s": 0}, r"kv_connector_extra_config\.lease_s: "),
         ({"path": "/x", "lease_s": "soon"}, r"kv_connector_extra_config\.lease_s: "),
+        ({"path": "/x", "share": 1.5}, r"share: must be greater than 0 and less than 1, got 1\.5"),
         ({"path": "/x", "streams": 1.5}, r"kv_connector_extra_config\.streams: "),
         ({"path": "/x", "streams": 1e400}, r"kv_connector_extra_config\.streams: "),
         ({"path": "/x", "sizes": 5}, r"kv_connector_extra_config\.sizes: Expected `array`"),

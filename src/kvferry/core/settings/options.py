@@ -87,9 +87,8 @@ def _bounds(wanted: Any) -> str:
         if meta.pattern is not None and meta.description:
             return str(meta.description)
         if meta.gt is not None:
-            return (
-                f"greater than {meta.gt:g}" if meta.le is None else f"greater than {meta.gt:g} and at most {meta.le:g}"
-            )
+            most = "" if meta.le is None else f" and at most {meta.le:g}"
+            return f"greater than {meta.gt:g}{most if meta.lt is None else f' and less than {meta.lt:g}'}"
         if meta.ge is not None:
             return f"at least {meta.ge:g}" if meta.le is None else f"{meta.ge:g} to {meta.le:g}"
     return ""
