@@ -250,10 +250,11 @@ def _show(
 
 
 def _table(found: Findings) -> Table:
-    table = Table(title=f"Goodput within {found.targets}", title_justify="left")
-    table.add_column("deployment", no_wrap=True)
-    for name in ("within", "goodput /s", "for each instance", "TTFT P99, ms", "ITL P99, ms", "busiest"):
-        table.add_column(name, justify="right", overflow="fold")
+    title = f"Goodput (requests/s, and for each instance) within {found.targets}; P99 of TTFT and ITL in ms"
+    table = Table(title=title, title_justify="left")
+    table.add_column("deployment", min_width=18)
+    for name in ("within", "goodput", "each", "TTFT", "ITL", "busy"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in found.tried:
         figures, number = one.figures, one.candidate.num_instances
         table.add_row(
