@@ -45,12 +45,12 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
 
 
 def spread(measured: Mapping[StepWork, Sequence[float]], *, prefill: bool) -> list[float]:
-    """How long steps that prefill, or only decode, took, over the median of those with the same work. `_QUANTILES`
-    values in rising order."""
+    """How long steps that prefill, or only decode, took, over the median of those with the same work, if that
+    is not 0, as where tokens came together. `_QUANTILES` values in rising order."""
     ratios = [
         np.array(seconds) / np.median(seconds)
         for work, seconds in measured.items()
-        if bool(work.prefill_tokens) == prefill
+        if bool(work.prefill_tokens) == prefill and np.median(seconds) > 0
     ]
     if not ratios:
         return []
