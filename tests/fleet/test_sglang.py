@@ -78,6 +78,9 @@ def test_p_and_d_are_started_for_their_phases_meet_in_a_room_and_are_drained(tmp
     assert len(told(seen, "decode")) == 2
 
 
+TARGETS = {"ttft": "1s", "itl": "50ms", "budget": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -86,6 +89,8 @@ def test_p_and_d_are_started_for_their_phases_meet_in_a_room_and_are_drained(tmp
         ({"engine": {"kind": "sglang", "kv_transfer_config": "{}"}}, "mooncake or nixl"),
         ({"role": {"prefill": {"can_be": ["decode"]}, "decode": {}}}, "role.prefill.can_be: SGLang changes"),
         ({"backend": {"kind": "kubernetes", "kubernetes": {"image": "i"}}}, "no pods are written"),
+        ({"scale": {**TARGETS, "deflect": True}}, "compute no prompts"),
+        ({"scale": {**TARGETS, "aggregate": True}}, "compute no prompts"),
     ],
 )
 def test_what_would_not_work_is_refused(changes: dict[str, Any], complaint: str) -> None:

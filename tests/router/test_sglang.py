@@ -140,6 +140,31 @@ async def test_who_has_lost_a_request_is_still_known_as_what_it_is(role: str) ->
     assert "kv_transfer_params" not in p.calls[0].body
 
 
+async def test_servers_of_one_phase_get_no_whole_request() -> None:
+    """They would answer 400, as the request has no room."""
+    p, d = pair(port=9001)
+    async with instances(p, d), routing([p.url], [d.url], disaggregate_from="1000000") as (_, url):
+        assert (await post(url))[0] == 200
+        echo = await post(url, {**BODY, "echo": True})
+        assert (echo[0], "echo: needs one instance" in echo[1]["error"]["message"]) == (400, True)
+    assert [set(MEETING) <= one.body.keys() for one in (*p.calls, *d.calls)] == [True, True]
+
+
+async def test_without_prefill_servers_of_one_phase_cannot_answer() -> None:
+    _, d = pair()
+    async with instances(d), routing([], [d.url]) as (_, url):
+        status, content, _ = await post(url)
+        assert (status, "no prefill instance" in content["error"]["message"]) == (503, True)
+    assert d.calls == []
+
+
+async def test_servers_of_both_phases_get_whole_requests() -> None:
+    d = SglangPeer("decode", answer)
+    async with instances(d), routing([], [d.url]) as (_, url):
+        assert (await post(url))[0] == 200
+    assert len(d.calls) == 1
+
+
 def test_rooms_and_pairs() -> None:
     form = sglang("f" * 32, "host", 1)
     assert form.early == {"bootstrap_host": "host", "bootstrap_port": 1, "bootstrap_room": 2**63 - 1}

@@ -426,6 +426,8 @@ def _check_sglang(fleet: WantedFleet) -> None:
             f"role.{able[0]}.can_be: SGLang changes the role of a server only when nothing runs there, for which"
             " kvferry does not wait; leave it out, and servers are started and stopped instead"
         )
+    if fleet.scale is not None and (fleet.scale.aggregate or fleet.scale.deflect):
+        raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate and deflect")
     if fleet.backend.kind == "kubernetes":
         raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
 

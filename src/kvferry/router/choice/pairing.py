@@ -29,7 +29,7 @@ class Pairing:
         self._forms: dict[Instance, MakeForm | str] = {}
         """How each prefill instance hands off now, or why it cannot."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
-        self._models_differ, self._decode_places = False, 0
+        self._models_differ, self._may_stay_whole, self._decode_places = False, True, 0
 
     def options(
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
@@ -41,7 +41,7 @@ class Pairing:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
         can_pair = _can_pair if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
-        return Options(prefills, decodes, may_stay_whole, can_pair, self._decode_places)
+        return Options(prefills, decodes, may_stay_whole and self._may_stay_whole, can_pair, self._decode_places)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """The decode instances that can read the KV of this prefill instance, as far as is known."""
@@ -77,6 +77,7 @@ class Pairing:
             if self._known.get(instance) is not instance.facts:
                 self._note_facts(instance, instance.facts)
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
+        self._may_stay_whole = all(one.answers_alone for one in decode)
         self._decode_places = _decode_places(everyone, decode)
         all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
         self._can_pair = any_pair if all_pair else _can_pair

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.instances.pools import Pools
@@ -27,6 +28,9 @@ Plan = Split | Whole
 _UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
 """Fields that may stand against a hand-off; most requests have none of them."""
 
+_NEED_ONE = frozenset({"prompt_logprobs", "echo", "beam_search", "several_choices", "prompt_batch"})
+"""Reasons that lie in the request, and stay if it is sent again."""
+
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
 _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
@@ -47,6 +51,17 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     if reason is not None:
         return Whole(reason)
     return Split() if pools.prefill.alive() else Whole("no_prefill")
+
+
+def require_split(plan: Plan) -> None:
+    """Raise `RequestError` where no decode instance does both phases: for a request that cannot be handed off, or that
+    no prefill instance is left for. What is malformed gets the instance's own error."""
+    reason = plan.reason if isinstance(plan, Whole) else "no_prefill"
+    if reason in _NEED_ONE:
+        what = reason.replace("_", " ")
+        raise InvalidRequest(f"{what}: needs one instance for prefill and decode; these servers of SGLang do one each")
+    if reason != "malformed":
+        raise Unavailable("no prefill instance can be reached, and decode servers of SGLang need one; try again later")
 
 
 def _needs_one_instance(body: RequestBody) -> str | None:

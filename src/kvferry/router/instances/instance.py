@@ -328,6 +328,11 @@ class Instance:
         return facts.stores_take_kv if isinstance(facts, InstanceFacts) else True
 
     @property
+    def answers_alone(self) -> bool:
+        """Whether it can do both phases of a request. SGLang's servers of one phase refuse to."""
+        return not isinstance(self.facts, SglangFacts) or self.facts.mode == "null"
+
+    @property
     def model_names(self) -> list[str]:
         """Empty if it does not say which models it has."""
         facts = self.facts

@@ -189,5 +189,7 @@ class Delivery:
         facts = instance.confirmed
         if not instance.usable or not isinstance(facts, kind) or self._lost.get(instance) is facts:
             return False
+        if not instance.answers_alone:
+            return False
         is_free = not instance.busy_until or instance.busy_until + self._spread_s <= self._services.clock.monotonic()
         return is_free and alike(self._like, facts)

@@ -21,7 +21,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.placement import Placement
-from kvferry.router.choice.plan import Whole, make_plan
+from kvferry.router.choice.plan import Plan, Whole, make_plan, require_split
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
 from kvferry.router.instances.instance import Instance, InstanceState, VllmFacts
@@ -77,7 +77,7 @@ class Exchange:
                 if answer is None:
                     services.metrics.served("local")
             if answer is None:
-                answer = await self._whole()
+                answer = await self._whole(plan)
             self._record.answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
             if await self._delivery.send(answer.leg):
                 num_bytes = self._response.num_bytes
@@ -91,8 +91,11 @@ class Exchange:
             legs.close()
             self._record.over(legs.sent, num_bytes)
 
-    async def _whole(self) -> Answer:
-        """Have one decode instance serve both phases."""
+    async def _whole(self, plan: Plan) -> Answer:
+        """Have one decode instance serve both phases. Raises `RequestError` where none can."""
+        decodes = self._services.pools.decode.instances
+        if decodes and not any(one.answers_alone for one in decodes):
+            require_split(plan)
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
         return await self._decode(None)

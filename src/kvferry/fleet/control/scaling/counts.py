@@ -231,8 +231,8 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         fewest_per_decode=scale.fewest_per_decode,
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
         aggregate=scale.aggregate or _answering(fleet) == "both",
-        deflect=scale.deflect and not _has_fixed_threshold(fleet),
-        overflows=not scale.recommend and not _has_fixed_threshold(fleet),
+        deflect=scale.deflect and _may_stay_whole(fleet),
+        overflows=not scale.recommend and _may_stay_whole(fleet),
         switches=frozenset(
             (one, other)
             for one, spec in fleet.role.items()
@@ -246,9 +246,12 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
     )
 
 
-def _has_fixed_threshold(fleet: WantedFleet) -> bool:
-    """Whether the routers were given a threshold, which no controller changes."""
-    return any(one.replace("_", "-").startswith("--disaggregate-from") for one in (*fleet.router.args, *fleet.args))
+def _may_stay_whole(fleet: WantedFleet) -> bool:
+    """Whether routers decide which prompts decode instances compute: unless they were given a threshold, which no
+    controller changes, or SGLang's servers refuse to."""
+    given = (*fleet.router.args, *fleet.args)
+    is_fixed = any(one.replace("_", "-").startswith("--disaggregate-from") for one in given)
+    return not is_fixed and fleet.engine.kind != "sglang"
 
 
 def _told(memory: ScalingMemory) -> tuple[Counts, int | None]:
