@@ -283,9 +283,9 @@ concurrent | every decode  | refuses                           | prefill - - -  
 room       | a prefill     | refuses                           | - room room room                  | -     | answer
 room       | a prefill     | BROKEN                            | room room room room               | -     | answer
 room       | a prefill     | 400                               | room - room -                     | -     | 400
-room       | every prefill | refuses                           | - - room+whole room               | -     | answer
+room       | every prefill | refuses                           | - - room room                     | -     | 503
 room       | every prefill | silent                            | room room room room               | -     | 504
-room       | every prefill | BROKEN but silent                 | room room room+whole room         | -     | answer
+room       | every prefill | BROKEN but silent                 | room room room room               | -     | 503
 room       | every prefill | 400                               | room - room -                     | -     | 400
 room       | a decode      | refuses                           | room+room - - room                | -     | answer
 room       | a decode      | silent, cut, 500, 503, 307        | room+room - room room             | -     | answer

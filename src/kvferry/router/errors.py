@@ -79,10 +79,11 @@ def failure(error: PeerLost) -> str:
     return "silent" if isinstance(error, Silent) else "lost"
 
 
-def unanswered(lost: PeerLost | None) -> RequestError:
-    """The error for a client whose request no instance answered; `lost` is the error of the last one tried."""
+def unanswered(lost: PeerLost | None, role: str = "decode") -> RequestError:
+    """The error for a client whose request no instance answered; `lost` is the error of the last decode instance tried,
+    `role` of which there is none otherwise."""
     if lost is None or isinstance(lost, Unreachable):
-        return Unavailable("no decode instance can be reached; try again later")
+        return Unavailable(f"no {role} instance can be reached; try again later")
     if isinstance(lost, Silent):
         return InstanceSilent("the decode instance did not answer in time, and there is no other to try")
     return InstanceLost("the connection to the decode instance broke before it answered, and there is no other to try")

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.body import RequestBody
 from kvferry.router.instances.pools import Pools
@@ -53,15 +53,14 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     return Split() if pools.prefill.alive() else Whole("no_prefill")
 
 
-def require_split(plan: Plan) -> None:
-    """Raise `RequestError` where no decode instance does both phases: for a request that cannot be handed off, or that
-    no prefill instance is left for. What is malformed gets the instance's own error."""
-    reason = plan.reason if isinstance(plan, Whole) else "no_prefill"
+def is_to_be_split(plan: Plan) -> bool:
+    """Whether this request is to be handed off where no instance does both phases; what is malformed gets the error of
+    any. Raises `InvalidRequest` if it cannot be."""
+    reason = plan.reason if isinstance(plan, Whole) else None
     if reason in _NEED_ONE:
         what = reason.replace("_", " ")
         raise InvalidRequest(f"{what}: needs one instance for prefill and decode; these servers of SGLang do one each")
-    if reason != "malformed":
-        raise Unavailable("no prefill instance can be reached, and decode servers of SGLang need one; try again later")
+    return reason != "malformed"
 
 
 def _needs_one_instance(body: RequestBody) -> str | None:

@@ -21,7 +21,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.placement import Placement
-from kvferry.router.choice.plan import Plan, Whole, make_plan, require_split
+from kvferry.router.choice.plan import Plan, Whole, is_to_be_split, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
 from kvferry.router.instances.instance import Instance, InstanceState, VllmFacts
@@ -94,8 +94,8 @@ class Exchange:
     async def _whole(self, plan: Plan) -> Answer:
         """Have one decode instance serve both phases. Raises `RequestError` where none can."""
         decodes = self._services.pools.decode.instances
-        if decodes and not any(one.answers_alone for one in decodes):
-            require_split(plan)
+        if decodes and not any(one.answers_alone for one in decodes) and is_to_be_split(plan):
+            raise unanswered(self._lost_decode, "prefill")
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
         return await self._decode(None)
