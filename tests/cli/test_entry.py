@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -92,20 +93,24 @@ entry.main()
     assert done.returncode == 7
 
 
+def _status(folder: Path, command: list[str], output: IO[bytes]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, "KVFERRY_STATE_DIR": str(_state_with_a_fleet(folder))},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_who_does_not_read_all_that_is_printed_sees_no_traceback(tmp_path: Path) -> None:
     """As with `kvferry fleet status | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as unread:
-        done = subprocess.run(
-            [*PROGRAM, "fleet", "status", "--json"],
-            env={**os.environ, "KVFERRY_STATE_DIR": str(_state_with_a_fleet(tmp_path))},
-            stdout=unread,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = _status(tmp_path, [*PROGRAM, "fleet", "status", "--json"], unread)
     assert (done.returncode, done.stderr) == (EXIT_UNREAD, "")
 
 
@@ -115,15 +120,7 @@ def test_output_that_cannot_be_written_is_an_error_in_one_line(module: str, tmp_
     code = f"import sys; sys.argv[1:] = ['fleet', 'status', '--json']; from {module} import main; main()"
     command = [sys.executable, "-c", code] if module.endswith("entry") else [*PROGRAM, "fleet", "status", "--json"]
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "KVFERRY_STATE_DIR": str(_state_with_a_fleet(tmp_path))},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = _status(tmp_path, command, full)
     told = "kvferry: error: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, told)
 
