@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -60,10 +60,14 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
         other = ledger.controller
         who = "another process" if other is None else f"process {other.pid}"
         raise ConfigError(f"{who} recommends for {spec.fleet.name} on this machine already; end it first")
+    with closing(lease):
+        await _until_told_to_end(spec, routers, ledger)
+
+
+async def _until_told_to_end(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
     async with Front(http_secret()) as front:
         running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
         for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
         with suppress(asyncio.CancelledError):
             await running
-    lease.close()

@@ -187,9 +187,9 @@ class Delivery:
 
     def _is_able(self, instance: Instance, kind: type[Facts]) -> bool:
         facts = instance.confirmed
-        if not instance.usable or not isinstance(facts, kind) or self._lost.get(instance) is facts:
+        if not (instance.usable and instance.answers_alone and isinstance(facts, kind)):
             return False
-        if not instance.answers_alone:
+        if self._lost.get(instance) is facts:
             return False
         is_free = not instance.busy_until or instance.busy_until + self._spread_s <= self._services.clock.monotonic()
         return is_free and alike(self._like, facts)
