@@ -3,7 +3,7 @@ import math
 import pytest
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import SamplingParams, child_seed, uniform_draw
+from kvferry.core.sampling import SamplingParams, child_seed, drawn_by, uniform_draw
 
 
 def test_draws_depend_on_seed_and_position_only() -> None:
@@ -60,3 +60,36 @@ def test_min_tokens_above_max_tokens() -> None:
 
 def test_defaults_are_valid() -> None:
     SamplingParams().validate()
+
+
+def test_what_draws_a_token_is_named_by_all_that_decides_it() -> None:
+    usual = SamplingParams(temperature=0.9, top_p=0.8)
+    others = [
+        SamplingParams(temperature=0.8, top_p=0.8),
+        SamplingParams(temperature=0.9, top_p=0.7),
+        SamplingParams(temperature=0.9, top_p=0.8, top_k=3),
+        SamplingParams(temperature=0.9, top_p=0.8, min_p=0.1),
+        SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.1),
+        SamplingParams(temperature=0.9, top_p=0.8, presence_penalty=0.1),
+        SamplingParams(temperature=0.9, top_p=0.8, frequency_penalty=0.1),
+        SamplingParams(temperature=0.9, top_p=0.8, logit_bias={3: 1.0}),
+        SamplingParams(temperature=0.9, top_p=0.8, min_tokens=1),
+        SamplingParams(temperature=0.9, top_p=0.8, min_tokens=1, ignore_eos=True, stop_token_ids=(4,)),
+    ]
+    names = [drawn_by("m", one, {2}) for one in [usual, *others]] + [drawn_by("n", usual, {2})]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (SamplingParams(temperature=0, top_p=0.5, top_k=2, min_p=0.1), SamplingParams(temperature=0)),
+        (SamplingParams(top_k=-1), SamplingParams(top_k=0)),
+        (SamplingParams(max_tokens=1, min_tokens=1), SamplingParams(max_tokens=9, min_tokens=5)),
+        (SamplingParams(min_tokens=1, ignore_eos=True), SamplingParams(ignore_eos=True)),
+        (SamplingParams(stop_token_ids=(7,), seed=3), SamplingParams(logprobs=2, stop=("a",))),
+    ],
+)
+def test_what_does_not_change_the_first_token_is_not_in_the_name(one: SamplingParams, other: SamplingParams) -> None:
+    """Also not how long the answer may be, which the prefill leg is told otherwise."""
+    assert drawn_by("m", one, {2}) == drawn_by("m", other, {2})

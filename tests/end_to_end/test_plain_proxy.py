@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,33 @@ async def test_tokens_are_those_of_one_instance(stream: bool, pair: tuple[Kvferr
     assert decode.metric("vllm:external_prefix_cache_hits_total") > before
     prefill.require_clean()
     decode.require_clean()
+
+
+OTHER = {"weights": {"seed": 5}, "defaults": {}}
+
+
+@pytest.mark.parametrize("other", OTHER)
+async def test_no_answer_is_of_two_models(other: str, model_maker: Any, tmp_path: Path) -> None:
+    """D has other weights than P, or other sampling defaults: each answer is what D alone gives."""
+    weights = model_maker("llama")
+    folder = tmp_path / "other"
+    shutil.copytree(model_maker("llama", **OTHER[other]), folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 2}' if other == "defaults" else "{}")
+    flags = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB")
+    common = (*flags, f"--kv-transfer-config={json.dumps(TRANSFERS['p2p'])}")
+    p_log, d_log = tmp_path / "p.log", tmp_path / "d.log"
+    with begun("prefill", str(weights), *common, log=p_log) as p, begun("decode", str(folder), *common, log=d_log) as d:
+        prefill, decode = p(), d()
+        async with serving(PlainProxy(prefill.url, decode.url).app) as url, httpx.AsyncClient(timeout=60) as client:
+            for seed, length in enumerate([1, 40, 333]):
+                prompt = [7 + seed * place % 900 for place in range(length)]
+                for sampling in ({}, {"temperature": 0}) if other == "weights" else ({},):
+                    fixed = {"seed": seed, "max_tokens": 12, "ignore_eos": True, "temperature": None, **sampling}
+                    alone = decode.complete(prompt, cache_salt="alone", **fixed)["choices"][0]["token_ids"]
+                    assert await tokens(client, url, prompt, stream=False, **fixed) == alone
+        assert decode.metric("kvferry:first_tokens_not_adopted_total") > 0
+        assert (decode.metric("kvferry:kv_load_failures_total", kind="LayoutMismatch") > 0) == (other == "weights")
+        decode.require_clean()
 
 
 def tokens_alone(decode: KvferryProcess, prompt: list[int]) -> list[int]:

@@ -33,7 +33,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest, LeaseEnded, PeerLost, QueueFull
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import SamplingParams, drawn_by
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
@@ -47,6 +47,11 @@ BLOCK = 4
 
 def rule(tokens: Ordered[int]) -> int:
     return sum(tokens) % 97
+
+
+def prefilled(token: int, model: str = "model", sampling: SamplingParams | None = None) -> PrefillResult:
+    """The result of a prefill instance with this model and these sampling parameters."""
+    return PrefillResult(first_token=token, seed=3, drawn_by=drawn_by(model, sampling or SamplingParams(), ()))
 
 
 def expected_answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -390,7 +395,7 @@ def test_kv_of_the_other_kind_is_not_fetched(num_offered: int) -> None:
     connector = ScriptedConnector(match=Hit(12))
     bench = Bench(connector=connector, trained_context=12)
     prompt = list(range(14)) if num_offered else list(range(12))
-    result = PrefillResult(first_token=rule(prompt), seed=3)
+    result = prefilled(rule(prompt))
     ticket = Ticket(transfer_id="t", remote_num_tokens=num_offered, prefill_result=None if num_offered else result)
     bench.add("a", prompt, hand_off=Consume(ticket))
     bench.run()
@@ -401,10 +406,10 @@ def test_kv_of_the_other_kind_is_not_fetched(num_offered: int) -> None:
 
 def test_kv_that_came_of_the_other_kind_is_computed_anew() -> None:
     """In a concurrent hand-off P's token, or how much it has computed, is known only when the KV is there."""
-    prefilled = Prefilled("a", PrefillResult(first_token=rule(range(12)), seed=3))
-    reports: list[TransferReport] = [[prefilled, Loaded("a")], [Loaded("a", 8)]]
+    event = Prefilled("a", prefilled(rule(range(12))))
+    reports: list[TransferReport] = [[event, Loaded("a")], [Loaded("a", 8)]]
     for report in reports:
-        is_whole = prefilled in report
+        is_whole = event in report
         prompt = list(range(12 if is_whole else 14))
         bench = Bench(connector=ScriptedConnector(match=Hit(len(prompt))), trained_context=12)
         bench.add("a", prompt, hand_off=consume(None))
@@ -418,7 +423,7 @@ def test_kv_that_came_of_the_other_kind_is_computed_anew() -> None:
 
 # Hand-offs.
 
-RESULT = PrefillResult(first_token=rule(range(10)), seed=3)
+RESULT = prefilled(rule(range(10)))
 
 
 def consume(result: PrefillResult | None) -> Consume:
@@ -576,6 +581,46 @@ def test_a_first_token_that_ends_the_answer_needs_no_kv() -> None:
     assert connector.finished == ["a"]
     assert connector.allocations == {}
     bench.scheduler.check()
+
+
+OTHERS = [
+    prefilled(96, model="another model"),
+    prefilled(96, sampling=SamplingParams(temperature=0.5)),
+    PrefillResult(first_token=96, seed=3),
+]
+
+
+@pytest.mark.parametrize("result", OTHERS)
+@pytest.mark.parametrize("form", ["sequential", "concurrent", "failed"])
+def test_a_token_that_would_not_have_been_drawn_here_is_drawn_again(result: PrefillResult, form: str) -> None:
+    """Whether the ticket brings it or the transfer, and whatever becomes of the KV; it is counted once."""
+    bench = Bench(connector=ScriptedConnector(match=Hit(10)))
+    bench.add("a", list(range(10)), hand_off=consume(result if form == "sequential" else None))
+    bench.step()
+    ended: list[Any] = [Failed("a", PeerLost("gone"))] if form == "failed" else [Loaded("a")]
+    bench.step([Prefilled("a", result)])
+    assert "a" not in bench.outputs
+    bench.step([Prefilled("a", result), *ended])
+    bench.run()
+    assert bench.tokens("a") == expected_answer(list(range(10)), 4)
+    assert bench.scheduler.statistics().num_tokens_not_adopted == 1
+    bench.scheduler.check()
+
+
+def test_a_producer_says_what_drew_its_token() -> None:
+    results: list[PrefillResult | None] = []
+
+    class Noting(ScriptedConnector):
+        def finish(self, request: RequestView, block_ids: Ordered[int]) -> Finish:
+            results.append(request.prefill_result)
+            return super().finish(request, block_ids)
+
+    bench = Bench(connector=Noting())
+    sampling = SamplingParams(max_tokens=1, temperature=0.5)
+    bench.add("a", list(range(10)), sampling=sampling, hand_off=Produce("t"))
+    bench.run()
+    assert results[0] is not None
+    assert results[0].drawn_by == drawn_by("model", sampling, ())
 
 
 @pytest.mark.parametrize("result", [RESULT, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import msgspec
 
@@ -73,6 +74,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
             ("seed", self.seed, -(2**63), 2**64 - 1),
         ]
+
+
+def banned_tokens(sampling: SamplingParams, eos_token_ids: Collection[int]) -> set[int]:
+    """Tokens that are not drawn before `min_tokens`."""
+    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+
+
+def drawn_by(model: str, sampling: SamplingParams, eos_token_ids: Collection[int]) -> str:
+    """32 hexadecimal digits for all that decides which token follows a prompt, besides the prompt and the seed: the
+    model as it computes (`KVLayout.model_identity`), and the sampling parameters as the instance has resolved them."""
+    greedy = sampling.temperature == 0
+    settings = (
+        (0.0, 1.0, 0, 0.0)
+        if greedy
+        else (sampling.temperature, sampling.top_p, max(sampling.top_k, 0), sampling.min_p)
+    )
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    banned = sorted(banned_tokens(sampling, eos_token_ids)) if sampling.min_tokens > 0 else []
+    facts = [model, [float(value) for value in settings + penalties], sorted(sampling.logit_bias.items()), banned]
+    return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()[:32]
 
 
 def uniform_draw(seed: int, position: int) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
-from kvferry.core.sampling import SamplingParams, uniform_draw
+from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import Sampled
 
@@ -92,8 +92,8 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
     for token_id, bias in sampling.logit_bias.items():
         logits[token_id] += bias
     if sequence.num_output_tokens < sampling.min_tokens:
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
-        logits[[token for token in stops if 0 <= token < len(logits)]] = float("-inf")
+        banned = banned_tokens(sampling, eos_token_ids)
+        logits[[token for token in banned if 0 <= token < len(logits)]] = float("-inf")
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
         kept = logits[seen]

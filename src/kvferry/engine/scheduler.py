@@ -43,6 +43,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.core.request import EngineOutput, FinishReason, Request
+from kvferry.core.sampling import drawn_by
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
 from kvferry.engine.external_kv import ExternalKV
@@ -66,6 +67,10 @@ class SchedulerStatistics:
     num_preemptions: int = counter("vllm:num_preemptions", "Requests that were preempted because blocks ran out.")
     num_recomputed: int = counter(
         "kvferry:num_recomputed", "Requests that grew beyond the trained context and were computed again."
+    )
+    num_tokens_not_adopted: int = counter(
+        "kvferry:first_tokens_not_adopted",
+        "Hand-offs whose first token was drawn again here: another model or other sampling parameters had drawn it.",
     )
     num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.")
     num_prefix_hits: int = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
@@ -238,7 +243,7 @@ class Scheduler:
                 self._loaded(sequence, num_tokens)
             case Failed(error=error, kept_as=kept_as):
                 self._load_failed(sequence, error, kept_as)
-            case Prefilled(result=result) if sequence.prefill_result is None:
+            case Prefilled(result=result) if sequence.prefill_result is None and not sequence.refuses_result:
                 self._adopt(sequence, result)
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -395,6 +400,7 @@ class Scheduler:
                 seed=sequence.seed,
                 logprobs=sampled.logprobs,
                 num_cached_tokens=sequence.num_cached_tokens,
+                drawn_by=self._drawn_by(sequence) if sequence.produces else "",
                 timeline=sequence.request.timeline,
             )
         self._append(sequence, sampled)
@@ -474,8 +480,12 @@ class Scheduler:
     # Hand-offs and loads.
 
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
-        """Use the prefill instance's first token as the first of the answer, before the KV has arrived. A token id
-        outside of the vocabulary is ignored, and the token is sampled here."""
+        """Use the prefill instance's first token as the first of the answer, before the KV has arrived. A token that
+        another model or other sampling parameters drew, or whose id is outside of the vocabulary, is ignored, and the
+        token is sampled here."""
+        if result.drawn_by != self._drawn_by(sequence):
+            self._refuse_token(sequence)
+            return
         if result.first_token >= self.limits.vocab_size:
             log.warning(
                 "request %s: the first token in its ticket is not in this model's vocabulary", sequence.request_id
@@ -483,6 +493,20 @@ class Scheduler:
             return
         sequence.adopt(result)
         self._append(sequence, Sampled(result.first_token, result.logprobs))
+
+    def _refuse_token(self, sequence: Sequence) -> None:
+        sequence.refuses_result = True
+        self._counters.num_tokens_not_adopted += 1
+        if self._counters.num_tokens_not_adopted == 1:
+            log.warning(
+                "request %s: another model, or other sampling parameters, drew the first token in its ticket; it is"
+                " drawn again here, as will be that of others (kvferry:first_tokens_not_adopted). Give all instances the"
+                " same checkpoint with the same generation_config.json, and both legs the same request",
+                sequence.request_id,
+            )
+
+    def _drawn_by(self, sequence: Sequence) -> str:
+        return drawn_by(self._fingerprint, sequence.request.sampling, self.limits.eos_token_ids)
 
     def _loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
         loaded = self.external.end_load(sequence, num_tokens)

@@ -107,6 +107,8 @@ class Sequence:
         self.load = LoadState()
         self.names = BlockNames(block_size, model_fingerprint, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
+        self.refuses_result = False
+        """Whether the producer's first token is not used, because it was not drawn as it would be here."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
 

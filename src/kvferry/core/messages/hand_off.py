@@ -7,7 +7,7 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 |---|---|
 | `transfer_id` | names the hand-off, on all ranks |
 | `remote_ranks` | [host, port] of each rank of P if there are several; the first is `remote_host`, `remote_port` |
-| `prefill_result` | P's first token, its seed and timeline |
+| `prefill_result` | P's first token, its seed, what drew it, and P's timeline |
 | `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
@@ -69,12 +69,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What P knows at the end of its prefill besides the KV: the sampled token, and the seed that it was sampled with.
-    The seed may be missing from engines without counter-based sampling."""
+    The seed may be missing from engines without counter-based sampling. `drawn_by`: the model and the sampling
+    parameters that drew the token (`core.sampling.drawn_by`); empty from engines that do not say. D uses the token only
+    if it would have drawn it in the same way."""
 
     first_token: Count
     seed: int | None = None
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: Count = 0
+    drawn_by: Annotated[str, Meta(max_length=64)] = ""
     timeline: Timeline = msgspec.field(default_factory=Timeline)
 
     def __post_init__(self) -> None:

@@ -87,7 +87,7 @@ def _address_of(ticket: Ticket) -> list[Any]:
 
 def _content_of(ticket: Ticket) -> list[Any]:
     result = ticket.prefill_result
-    drawn = None if result is None else [result.first_token, result.seed, result.num_cached_tokens]
+    drawn = None if result is None else [result.first_token, result.seed, result.num_cached_tokens, result.drawn_by]
     return [
         _address_of(ticket),
         ticket.transfer_id,
