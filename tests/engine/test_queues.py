@@ -15,7 +15,7 @@ def sequence(name: str, order: int, priority: int = 0) -> Sequence:
     request = Request(
         request_id=name, prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), priority=priority
     )
-    return Sequence(request, order=order, block_size=4, model_fingerprint="m")
+    return Sequence(request, order=order, block_size=4, model_identity="m")
 
 
 def test_priority_comes_before_order_in_both_queues() -> None:

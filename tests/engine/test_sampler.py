@@ -25,7 +25,7 @@ VOCAB = 200
 
 def sequence_of(prompt: list[int], answer: list[int] = [], **settings: Any) -> Sequence:  # noqa: B006 - never changed
     request = Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**settings))
-    sequence = Sequence(request, order=0, block_size=8, model_fingerprint="m")
+    sequence = Sequence(request, order=0, block_size=8, model_identity="m")
     sequence.tokens += answer
     return sequence
 

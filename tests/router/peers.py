@@ -70,7 +70,8 @@ Answering = Callable[["Peer", Request, Any], Awaitable[Response]]
 class Peer:
     """One instance. `answering` makes the answer to a completion; `facts` None: GET /kvferry/instance is not there;
     `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer; `release_hangs`: nor does
-    POST /kvferry/release; `moved_to`: where other paths are redirected."""
+    POST /kvferry/release; `moved_to`: where other paths are redirected; `names_itself`: its health says which engine it
+    is."""
 
     role: str
     answering: Answering
@@ -81,6 +82,7 @@ class Peer:
     hangs: bool = False
     release_hangs: bool = False
     moved_to: str = ""
+    names_itself: bool = False
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     others: list[Call] = field(default_factory=list)
@@ -140,7 +142,9 @@ class Peer:
         self.looked_at.put_nowait(None)
         if self.hangs:
             await _until_gone(request.receive)
-        return Response(status_code=200 if self.healthy else 503)
+        named = {"status": "ok", "engine_id": (self.facts or {}).get("engine_id", "")}
+        content = json.dumps(named) if self.names_itself else ""
+        return Response(content, status_code=200 if self.healthy else 503)
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": self.vllm}) if self.vllm else JSONResponse({}, status_code=404)

@@ -16,7 +16,7 @@ from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health
 from kvferry.router.instances.instance import Absent, InstanceState, Unasked
 from kvferry.router.instances.pools import Pools
-from router.peers import CONCURRENT, Peer, answer, instances, routing, ticket, unused_address
+from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
 from router.test_membership import KEY, holds, post
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
@@ -50,6 +50,27 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
         await health.look(pools)
         assert prefill.usable
         assert isinstance(prefill.facts, Absent)
+
+
+@pytest.mark.parametrize("now", [{**DECODE, "engine_id": "another"}, None])
+async def test_who_is_another_process_is_asked_anew_though_it_was_never_down(now: dict[str, Any] | None) -> None:
+    """A service whose backend is switched between two looks, to another instance or to a server of vLLM's."""
+    d = Peer("decode", answer, facts=DECODE, names_itself=True)
+    async with unused_address() as nowhere, instances(d), looking(a_config(nowhere, d.url)) as (health, pools):
+        for _ in range(3):
+            await health.look(pools)
+        (decode,) = pools.decode.instances
+        assert (d.num_asked, decode.state) == (1, InstanceState.UP)
+        d.facts, d.vllm, d.names_itself = now, "" if now else "0.32.0", now is not None
+        for _ in range(3):
+            await health.look(pools)
+        assert decode.state is InstanceState.UP
+        assert d.num_asked == 2
+        if now is None:
+            assert not isinstance(decode.confirmed, InstanceFacts)
+        else:
+            assert isinstance(decode.confirmed, InstanceFacts)
+            assert decode.confirmed.engine_id == "another"
 
 
 @pytest.mark.parametrize("protocol", ["auto", "nixl"])

@@ -13,7 +13,7 @@ from kvferry.router.request.replay import Replay
 
 DONE = b"data: [DONE]\n\n"
 STREAM = [
-    (Mark(seed=5, created=7, num_cached_tokens=3), b'data: {"a":1}\n\n'),
+    (Mark(seed=5, created=7, num_cached_tokens=3, answer="name"), b'data: {"a":1}\n\n'),
     (Mark(tokens=[11, 12]), b'data: {"a":2}\n\n'),
     (Mark(tokens=[13]), b'data: {"a":": {}"}\n\n'),
     (Mark(tokens=[14], last=True), b'data: {"finish_reason":"stop"}\n\n'),
@@ -31,6 +31,7 @@ def test_pieces_of_any_size(size: int) -> None:
     assert progress.closing == STREAM[3][1] + b"data: {}\n\n" + DONE
     told = progress.fields()["kv_transfer_params"]["continue_from"]
     assert (told.token_ids, told.seed, told.created, told.num_cached_tokens) == ([11, 12, 13], 5, 7, 3)
+    assert told.answer == "name"
 
 
 @pytest.mark.parametrize("last", [[], [14], [14, 15, 16]])

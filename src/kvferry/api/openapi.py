@@ -112,7 +112,7 @@ OPERATIONS = (
         "get",
         "health",
         "200 while requests can be served.",
-        answer=_object(status={"type": "string"}),
+        answer=_object(status={"type": "string"}) | {"description": "An instance also says its `engine_id`."},
         errors=(503,),
     ),
     Operation("/metrics", "get", "metrics", "What Prometheus scrapes."),

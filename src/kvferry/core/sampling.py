@@ -86,9 +86,7 @@ def drawn_by(model: str, sampling: SamplingParams, eos_token_ids: Collection[int
     model as it computes (`KVLayout.model_identity`), and the sampling parameters as the instance has resolved them."""
     greedy = sampling.temperature == 0
     settings = (
-        (0.0, 1.0, 0, 0.0)
-        if greedy
-        else (sampling.temperature, sampling.top_p, max(sampling.top_k, 0), sampling.min_p)
+        (0.0, 1.0, 0, 0.0) if greedy else (sampling.temperature, sampling.top_p, max(sampling.top_k, 0), sampling.min_p)
     )
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     banned = sorted(banned_tokens(sampling, eos_token_ids)) if sampling.min_tokens > 0 else []

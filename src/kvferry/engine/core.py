@@ -81,7 +81,7 @@ class EngineCore:
         order = make_cached_order(config.prefix_cache_eviction, executor.num_blocks, clock)
         self.pool = BlockPool(executor.num_blocks, prefix_caching=config.prefix_caching, order=order)
         self.pool.events = events
-        self.scheduler = Scheduler(self._limits(), self.pool, self.model.fingerprint, clock, self.scheduler_side)
+        self.scheduler = Scheduler(self._limits(), self.pool, self.layout.model_identity, clock, self.scheduler_side)
         self.plans, self._report = PlanQueue(), list[TransferEvent]()
         self.num_steps = self._num_failed_steps = 0
 

@@ -101,13 +101,13 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         pool: BlockPool,
-        model_fingerprint: str,
+        model_identity: str,
         clock: Clock,
         connector: SchedulerSide[StepPlan] | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
-        self._fingerprint = model_fingerprint
+        self._model = model_identity
         self._clock = clock
         self.external = ExternalKV(connector, pool, clock, fail_on_lost_hand_off=limits.fail_on_lost_hand_off)
         self._sequences: dict[str, Sequence] = {}
@@ -146,7 +146,7 @@ class Scheduler:
             request,
             order=order,
             block_size=self.limits.block_size,
-            model_fingerprint=self._fingerprint,
+            model_identity=self._model,
             trained_context=self.limits.trained_context,
         )
 
@@ -499,14 +499,14 @@ class Scheduler:
         self._counters.num_tokens_not_adopted += 1
         if self._counters.num_tokens_not_adopted == 1:
             log.warning(
-                "request %s: another model, or other sampling parameters, drew the first token in its ticket; it is"
-                " drawn again here, as will be that of others (kvferry:first_tokens_not_adopted). Give all instances the"
-                " same checkpoint with the same generation_config.json, and both legs the same request",
+                "request %s: another model, or other sampling parameters, drew the first token of its hand-off; it is"
+                " drawn again here, as others will be (kvferry:first_tokens_not_adopted). Give all instances the same"
+                " checkpoint with the same generation_config.json, and both legs the same request",
                 sequence.request_id,
             )
 
     def _drawn_by(self, sequence: Sequence) -> str:
-        return drawn_by(self._fingerprint, sequence.request.sampling, self.limits.eos_token_ids)
+        return drawn_by(self._model, sequence.request.sampling, self.limits.eos_token_ids)
 
     def _loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
         loaded = self.external.end_load(sequence, num_tokens)

@@ -47,9 +47,9 @@ class BlockNames:
     `trained_context` tokens the same tokens have other KV, and so other names."""
 
     __slots__ = (
-        "_fingerprint",
         "_hashed_as_long",
         "_hashes",
+        "_model",
         "_root",
         "_salt",
         "block_size",
@@ -57,13 +57,13 @@ class BlockNames:
         "trained_context",
     )
 
-    def __init__(self, block_size: int, fingerprint: str, salt: str, trained_context: int | None) -> None:
+    def __init__(self, block_size: int, model: str, salt: str, trained_context: int | None) -> None:
         self.block_size, self.trained_context = block_size, trained_context
         self.num_published = 0
-        self._fingerprint, self._salt = fingerprint, salt
+        self._model, self._salt = model, salt
         self._hashes: list[BlockHash] = []
         self._hashed_as_long = False
-        self._root = root_hash(fingerprint, salt)
+        self._root = root_hash(model, salt)
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` is beyond the trained context."""
@@ -73,7 +73,7 @@ class BlockNames:
         """The names of the full blocks of `tokens`, which only grow from one call to the next."""
         if self._hashed_as_long != (is_long := self.is_long(len(tokens))):
             self._hashes, self._hashed_as_long = [], is_long
-            self._root = root_hash(f"{self._fingerprint}/long" if is_long else self._fingerprint, self._salt)
+            self._root = root_hash(f"{self._model}/long" if is_long else self._model, self._salt)
         extend_hashes(self._hashes, self._root, tokens, self.block_size)
         return self._hashes
 
@@ -91,7 +91,7 @@ class Sequence:
         *,
         order: int,
         block_size: int,
-        model_fingerprint: str,
+        model_identity: str,
         trained_context: int | None = None,
     ) -> None:
         self.request = request
@@ -105,7 +105,7 @@ class Sequence:
         self.num_restarts = 0
         self.seed = request.sampling.seed or 0
         self.load = LoadState()
-        self.names = BlockNames(block_size, model_fingerprint, request.cache_salt, trained_context)
+        self.names = BlockNames(block_size, model_identity, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
         self.refuses_result = False
         """Whether the producer's first token is not used, because it was not drawn as it would be here."""

@@ -42,11 +42,12 @@ class SteppedEngine(ABC):
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
         self.engine = engine
-        self._engine_id = entropy.token_hex(16)  # without a connector, whose configuration has one
+        self.engine_id = engine.transfer.engine_id if engine.transfer else entropy.token_hex(16)
         self.model_names = tuple(model_names)
         self.max_model_len = engine.max_model_len
         self.vocab_size = engine.model.vocab_size
         self.tokenizer = engine.model.tokenizer
+        self.model_identity = engine.layout.model_identity
         self.eos_token_ids = engine.model.eos_token_ids
         self.default_sampling: dict[str, Any] = engine.model.default_sampling
         self._calls: deque[Callable[[], None]] = deque()
@@ -91,7 +92,7 @@ class SteppedEngine(ABC):
         kv_host, kv_port = ranks[0] if ranks else ("", 0)
         return InstanceFacts(
             role="both" if transfer is None else _ROLES[transfer.kv_role],
-            engine_id=transfer.engine_id if transfer else self._engine_id,
+            engine_id=self.engine_id,
             connector=transfer.kv_connector if transfer else None,
             tickets=side.tickets() if side is not None else TicketKinds(),
             stores_take_kv=side is None or side.stores_take_kv(),

@@ -35,6 +35,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self.engine_id, self.model_identity = "engine", "model"
         self.eos_token_ids = frozenset({tokenizer.eos_token_id})
         self.default_sampling: dict[str, Any] = {}
         self.healthy = True

@@ -44,8 +44,8 @@ class Broken:
 
 
 class Asker:
-    def __init__(self, client: aiohttp.ClientSession) -> None:
-        self._client = client
+    def __init__(self, client: aiohttp.ClientSession, engine: DeterministicEngine) -> None:
+        self._client, self.engine = client, engine
 
     async def stream(self, path: str, body: dict[str, Any], *, marks: bool = True) -> Broken:
         headers = {"X-Request-Id": "one"} | ({PROGRESS_HEADER: "1"} if marks else {})
@@ -62,15 +62,13 @@ class Asker:
 
 @pytest.fixture
 async def asker(tokenizer: Any) -> AsyncIterator[Asker]:
-    async with (
-        running(DeterministicEngine(tokenizer)) as server,
-        aiohttp.ClientSession(server.url) as client,
-    ):
-        yield Asker(client)
+    engine = DeterministicEngine(tokenizer)
+    async with running(engine) as server, aiohttp.ClientSession(server.url) as client:
+        yield Asker(client, engine)
 
 
 def continuing(body: dict[str, Any], first: Mark, tokens: list[int]) -> dict[str, Any]:
-    told = {"token_ids": tokens, "seed": first.seed, "created": first.created}
+    told = {"token_ids": tokens, "seed": first.seed, "created": first.created, "answer": first.answer}
     return {**body, "kv_transfer_params": {"continue_from": {**told, "num_cached_tokens": first.num_cached_tokens}}}
 
 
@@ -100,6 +98,26 @@ async def test_wherever_it_broke_off_the_client_has_the_same_bytes(
         rest = await asker.stream(path, continuing(body, first, tokens))
         assert [*whole.events[:num_events], *rest.events] == whole.events
         assert len(tokens) + len(rest.so_far(len(rest.events))[1]) == len(whole.so_far(len(whole.events))[1])
+
+
+async def test_only_what_would_give_the_same_answer_continues_it(asker: Asker) -> None:
+    """Another model, other defaults of its sampling, other end tokens, another prompt: no answer is of two of them."""
+    engine = asker.engine
+    whole = await asker.stream("/v1/completions", TEXT | {"seed": 3})
+    body = continuing(TEXT | {"seed": 3}, *whole.so_far(3))
+    for name, other in [("model_identity", "b"), ("default_sampling", {"top_k": 3}), ("eos_token_ids", frozenset({9}))]:
+        own = getattr(engine, name)
+        setattr(engine, name, other)
+        assert "was begun by an instance with another model" in await asker.refused("/v1/completions", body)
+        setattr(engine, name, own)
+    assert "another model" in await asker.refused("/v1/completions", body | {"prompt": "Zurich 日本語"})
+    assert "another model" in await asker.refused("/v1/completions", body | {"cache_salt": "another tenant"})
+    told = body["kv_transfer_params"]["continue_from"]
+    unnamed = {name: value for name, value in told.items() if name != "answer"}
+    nameless = body | {"kv_transfer_params": {"continue_from": unnamed}}
+    assert "another model" in await asker.refused("/v1/completions", nameless)
+    rest = await asker.stream("/v1/completions", body)
+    assert [*whole.events[:3], *rest.events] == whole.events
 
 
 async def test_an_answer_that_a_stop_string_ends(asker: Asker) -> None:

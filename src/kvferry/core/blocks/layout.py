@@ -84,6 +84,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the arrangement within spans is another engine's, so that only whole spans can be moved."""
         return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
 
+    @property
+    def model_identity(self) -> str:
+        """Names the model as it computes: equal exactly if two instances compute the same KV of the same tokens."""
+        return self.model_fingerprint
+
     def fingerprint(self) -> str:
         """32 hexadecimal digits, equal exactly if all fields are equal."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]

@@ -5,17 +5,21 @@ which contains the tokens that the event completes. A client that has all marks 
 answer: it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the
 answer then arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because
 each random number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
+All else that the answer is a function of has a name in the first mark (`answer_name`), and an instance whose own name
+for the request differs does not continue it.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.messages.hand_off import Count
+from kvferry.core.messages.hand_off import Count, prefix_digests
 
 PROGRESS_HEADER = "X-Kvferry-Progress"
 """The header that asks for marks in a request, and announces them in the answer."""
@@ -37,6 +41,8 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int | None = None
     created: int | None = None
     num_cached_tokens: Count | None = None
+    answer: str = ""
+    """The `answer_name`."""
     last: bool = False
 
     def encode(self) -> bytes:
@@ -59,13 +65,14 @@ def is_last(line: bytes) -> bool:
 
 
 class Continuation(msgspec.Struct, kw_only=True):
-    """An answer so far: its tokens, the seed with which they were sampled, and what is repeated in all its chunks: when
-    it was created (seconds since the epoch) and how much of the prompt was cached."""
+    """An answer so far: its tokens, the seed with which they were sampled, its `answer_name`, and what is repeated in
+    all its chunks: when it was created (seconds since the epoch) and how much of the prompt was cached."""
 
     token_ids: list[Count]
     seed: Annotated[int, Meta(ge=-(2**63))]
     created: Annotated[int, Meta(ge=0, lt=2**40)]
     num_cached_tokens: Count = 0
+    answer: Annotated[str, Meta(max_length=64)] = ""
 
     def __post_init__(self) -> None:
         if self.seed >= 2**64:
@@ -81,3 +88,11 @@ def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
         return msgspec.convert(given, Continuation)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params.{CONTINUE_KEY}: {error}", param="kv_transfer_params") from error
+
+
+def answer_name(drawn_by: str, eos_token_ids: Collection[int], prompt_token_ids: Sequence[int], salt: str) -> str:
+    """32 hexadecimal digits for all that an answer is a function of, besides the client's own parameters and the seed:
+    what draws its tokens (`core.sampling.drawn_by`), the tokens that end it, and the prompt with its cache salt."""
+    [(_, prompt)] = prefix_digests(prompt_token_ids, [len(prompt_token_ids)], salt)
+    facts = [drawn_by, sorted(eos_token_ids), prompt]
+    return hashlib.sha256(_encoder.encode(facts)).hexdigest()[:32]

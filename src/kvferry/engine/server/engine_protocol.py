@@ -15,6 +15,10 @@ class EngineFront(Protocol):
     """What the server needs of an engine. Everything is called on the server's event loop, and nothing blocks."""
 
     @property
+    def engine_id(self) -> str:
+        """Names this engine, and no other, for as long as its process lives."""
+
+    @property
     def model_names(self) -> Sequence[str]:
         """The names of the model; the first one is used in answers."""
 
@@ -29,6 +33,10 @@ class EngineFront(Protocol):
     @property
     def tokenizer(self) -> Any:
         """A fast tokenizer of transformers, with `backend_tokenizer` and, for chat models, a chat template."""
+
+    @property
+    def model_identity(self) -> str:
+        """The name of the model as it computes (`KVLayout.model_identity`)."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

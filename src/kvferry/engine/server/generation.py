@@ -17,7 +17,9 @@ import msgspec
 from kvferry.api import answers
 from kvferry.core.clock import Clock
 from kvferry.core.errors import RequestError, Unavailable
+from kvferry.core.messages.continuation import answer_name
 from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import drawn_by
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta
 from kvferry.engine.server.engine_protocol import EngineFront
 from kvferry.observe.metrics import EngineMetrics, RequestTracker
@@ -68,6 +70,13 @@ class Generation:
         self._clock = clock
         self._arrived = arrived
         self._leader_began = asyncio.Event()
+
+    @property
+    def answer_name(self) -> str:
+        """What another instance compares before it continues the answer of the first sequence."""
+        request, front = self.children[0].request, self._front
+        source = drawn_by(front.model_identity, request.sampling, front.eos_token_ids)
+        return answer_name(source, front.eos_token_ids, request.prompt_token_ids, request.cache_salt)
 
     async def run(self, sink: Sink) -> None:
         """Generate everything, and pass each delta to `sink`. Raises `RequestError` if a sequence fails."""

@@ -83,6 +83,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
         arrived=_arrived(timeline, hand_off),
     )
     if continuation is not None:
+        _require_same_answer(generation, continuation)
         await context.codec.off_loop.run_if(
             len(continuation.token_ids) > THREAD_ABOVE_TOKENS,
             generation.children[0].assembler.replay,
@@ -218,6 +219,16 @@ def _require_continuable(body: GenerationRequest, num_choices: int, hand_off: Ha
     """Raise `InvalidRequest` unless the request can be continued: a stream of one choice, without a hand-off."""
     if not body.stream or num_choices != 1 or hand_off is not None:
         raise InvalidRequest("only a stream of one choice, without a hand-off, can be continued", param=CONTINUED)
+
+
+def _require_same_answer(generation: Generation, continuation: Continuation) -> None:
+    """Raise `InvalidRequest` unless the answer was begun by the same model, with the same prompt and sampling."""
+    if continuation.answer != generation.answer_name:
+        raise InvalidRequest(
+            "the answer was begun by an instance with another model, tokenizer, chat template or generation_config.json"
+            " than this one, which would continue it otherwise",
+            param=CONTINUED,
+        )
 
 
 def _require_room(num_tokens: int, budget: int) -> None:

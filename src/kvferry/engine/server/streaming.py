@@ -49,7 +49,7 @@ class ProgressMarks:
     Tokens without an event of their own are part of the next mark."""
 
     def __init__(self, generation: Generation, created: int) -> None:
-        self._child = generation.children[0]
+        self._generation, self._child = generation, generation.children[0]
         self._created = created
         self._untold: list[int] = []
         self._begun = False
@@ -70,4 +70,5 @@ class ProgressMarks:
             return Mark()
         self._begun = True
         cached, seed = self._child.num_cached_tokens, self._child.request.sampling.seed
-        return Mark(seed=seed, created=self._created, num_cached_tokens=cached)
+        name = self._generation.answer_name
+        return Mark(seed=seed, created=self._created, num_cached_tokens=cached, answer=name)

@@ -115,10 +115,11 @@ class UtilityRoutes:
         send_json(response, answers.Detokenized(prompt=text))
 
     async def health(self, request: HttpRequest, response: Response) -> None:
-        """200 while requests can be served, otherwise 503."""
+        """200 while requests can be served, otherwise 503; with the engine's id, by which a router sees that another
+        process answers now."""
         if not self._context.front.healthy:
             raise Unavailable("the engine is not healthy")
-        response.send_json(b'{"status":"ok"}')
+        response.send_json(msgspec.json.encode({"status": "ok", "engine_id": self._context.front.engine_id}))
 
     async def metrics(self, request: HttpRequest, response: Response) -> None:
         """`GET /metrics`, in the format that the scraper accepts."""

@@ -32,6 +32,10 @@ class RouterHealth(msgspec.Struct):
     alive: dict[str, int]
 
 
+class _InstanceHealth(msgspec.Struct):
+    engine_id: str = ""
+
+
 class _Version(msgspec.Struct):
     version: str
 
@@ -67,6 +71,16 @@ def is_router(health: bytes) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True
+
+
+def process_of(health: bytes) -> str:
+    """The engine that an instance of kvferry's names in its answer to GET /health; empty from others."""
+    if not health.startswith(b"{"):
+        return ""
+    try:
+        return msgspec.json.decode(health, type=_InstanceHealth).engine_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:

@@ -17,7 +17,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
-from kvferry.router.instances.facts import ask_about, is_router
+from kvferry.router.instances.facts import ask_about, is_router, process_of
 from kvferry.router.instances.instance import (
     LATE_BEFORE_DOWN,
     Absent,
@@ -45,8 +45,9 @@ _PROBED_MODEL = "kvferry-probe"
 
 class Health:
     """Tells instances how they are. One that is well and not known yet is asked about itself, so that no request has to
-    wait for that; again each time, while its stores take no KV. One that left a request without an answer gets a
-    request of the router's own, and one that answered without a ticket is looked at for a connector."""
+    wait for that; again when another process answers for it, and each time, while its stores take no KV. One that left
+    a request without an answer gets a request of the router's own, and one that answered without a ticket is looked at
+    for a connector."""
 
     def __init__(self, pools: Pools, connections: Connections, config: RouterConfig, clock: Clock) -> None:
         self._pools, self._connections, self._config, self._clock = pools, connections, config, clock
@@ -114,6 +115,7 @@ class Health:
         if status != 200:
             instance.is_down(f"it answers GET /health with {status}")
             return
+        instance.is_process(process_of(health))
         if isinstance(instance.confirmed, Unasked) or not instance.stores_take_kv:
             try:
                 facts = await ask_about(instance, self._connections, self._config.protocol, timeout_s)

@@ -196,6 +196,8 @@ class Instance:
         self.is_doubted = False
         """Whether it has failed since it was asked: another process may be at its address. What kind of server is there
         stays known until a look shows otherwise; what is this process's alone does not hold (`confirmed`)."""
+        self._engine_id: str | None = None
+        """Which engine answered for its health last; empty if it does not say, None before the first answer."""
         self.load: InstanceLoad = InstanceLoad(loads, None if before is None else before.load)
         """What the router has given it to do."""
 
@@ -234,6 +236,14 @@ class Instance:
             self.is_doubted = True
             self._revision.states += 1
 
+    def is_process(self, engine_id: str) -> None:
+        """Note which engine answers for its health, empty if that does not say: if it is another one than before, what
+        is known about the instance is in doubt, though it was never seen down."""
+        if self._engine_id not in (None, engine_id):
+            self.doubt()
+            logger.warning("%s (%s): another process answers there now", self, self.url)
+        self._engine_id = engine_id
+
     def is_silent(self) -> None:
         """Note that it gave a request no answer, and no sign of work."""
         self.doubt()
@@ -270,7 +280,7 @@ class Instance:
     def takes_after(self, before: Instance, state: InstanceState) -> None:
         """Take over the state of `before`, whose process it is in another role; that one was in `state`."""
         self.amend(before.facts)
-        self.is_doubted = before.is_doubted
+        self.is_doubted, self._engine_id = before.is_doubted, before._engine_id
         self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
         self._enter(state)
 

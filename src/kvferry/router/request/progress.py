@@ -200,5 +200,6 @@ class Progress(EventPassage):
             "seed": first.seed,
             "created": first.created,
             "num_cached_tokens": first.num_cached_tokens or 0,
+            "answer": first.answer,
         }
         return {HAND_OFF_FIELD: {CONTINUE_KEY: msgspec.convert(told, Continuation)}}
