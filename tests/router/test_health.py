@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import TransferError, TransferTimeout
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
@@ -91,6 +93,27 @@ async def test_a_router_is_no_instance(protocol: Any, caplog: pytest.LogCaptureF
         for _ in range(6):
             assert await post(url) == 200
         assert "a router of kvferry's answers there, and no instance" in caplog.text
+
+
+class _Refusing(Connections):
+    """Does not answer the first look in time, and refuses all others at once."""
+
+    num_asked = 0
+
+    async def ask(self, *_: Any, **__: Any) -> Any:
+        self.num_asked += 1
+        raise TransferTimeout("late") if self.num_asked == 1 else TransferError("refused")
+
+
+async def test_an_instance_that_was_late_and_then_refuses_is_looked_at_once_an_interval() -> None:
+    config = RouterConfig(decode_url=("http://127.0.0.1:9",), health_interval_s=0.1)
+    connections, pools = _Refusing(), Pools.from_config(config)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await Health(pools, connections, config, SystemClock()).watch()
+    (decode,) = pools.decode.instances
+    assert decode.state is InstanceState.DOWN
+    assert connections.num_asked <= 7
 
 
 async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:

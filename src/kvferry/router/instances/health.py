@@ -19,7 +19,6 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import ask_about, is_router, process_of
 from kvferry.router.instances.instance import (
-    LATE_BEFORE_DOWN,
     Absent,
     Instance,
     InstanceState,
@@ -84,7 +83,7 @@ class Health:
         if at_once:
             await self._look_safely(instance)
         while True:
-            if not 0 < instance.looks.num_late < LATE_BEFORE_DOWN:  # Whether it is slow or gone is worth knowing soon.
+            if instance.state is not InstanceState.LATE:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)
             await self._look_safely(instance)
             if instance.state is InstanceState.MUTE:
