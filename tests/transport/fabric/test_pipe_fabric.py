@@ -33,6 +33,12 @@ class TestGloo(PipeContract):
     transport = "gloo"
 
 
+class TestNcclOverGloo(PipeContract):
+    """The code path of NCCL, which needs GPUs, over gloo."""
+
+    transport = "nccl_over_gloo:NcclOverGloo"
+
+
 class TestExamplePipe(PipeContract):
     transport = KINDS["example"]
     path = str(EXAMPLES)

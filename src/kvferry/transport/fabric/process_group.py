@@ -185,27 +185,39 @@ class GlooFabric(ProcessGroupFabric):
 
 
 class NcclFabric(ProcessGroupFabric):
-    """Joins two GPUs that NCCL can connect. Never run."""
+    """Joins two GPUs that NCCL can connect. Never run; tests run it with a group of gloo's in place of NCCL's."""
 
     name = "nccl"
 
     def __init__(self, context: FabricContext) -> None:
+        self.require_nccl()
+        super().__init__(context)
+        self.group_device = self.choose_device()
+
+    def require_nccl(self) -> None:
+        """Raise `ConfigError` without a GPU or NCCL."""
         if not torch.cuda.is_available() or not dist.is_available() or not dist.is_nccl_available():
             raise ConfigError(
                 "transport nccl needs an NVIDIA GPU and a PyTorch with NCCL, which this machine does not have; set"
                 " kv_connector_extra_config.transport to auto (or gloo) on both instances"
             )
-        super().__init__(context)
+
+    def choose_device(self) -> torch.device:
+        """The GPU of the KV cache, or the current one if the KV cache is in host memory."""
         index = self.device.index if self.device.type == "cuda" else None
-        self.group_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+    def new_group(self, store: Rendezvous, rank: int, timeout: timedelta) -> Any:
+        """A group of NCCL's, which connects with its first transfer."""
+        torch.cuda.set_device(self.group_device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
 
     def make_group(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         """Make the group, and connect it by a first transfer: otherwise NCCL would use the store during the first
         tensor."""
-        torch.cuda.set_device(self.group_device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+        group = self.new_group(store, rank, timedelta(seconds=timeout_s))
         token = torch.zeros(1, dtype=torch.uint8, device=self.group_device)
         self.wait(group.send([token], RECEIVER, 0) if rank == SENDER else group.recv([token], SENDER, 0))
         return group
