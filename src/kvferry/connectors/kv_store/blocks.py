@@ -124,7 +124,7 @@ class DeviceBlocks(BlockBytes):
         self,
         memory: BlockMemory,
         wait: Callable[[], None] | None,
-        make_copies: Callable[[str], CudaCopies] = lambda device: CudaCopies(CudaDriver(device)),
+        make_copies: Callable[[str], CudaCopies] = lambda device: CudaCopies(CudaDriver(device), owns_driver=True),
         allocate: Callable[[int], memoryview] = pinned_memory,
     ) -> None:
         self._memory, self._wait, self._allocate = memory, wait, allocate

@@ -28,10 +28,11 @@ COLUMNS = 3
 
 
 class CudaCopies:
-    """A stream of copies, one `begin` at a time. Owns the stream, the kernel and the table that it reads."""
+    """A stream of copies, one `begin` at a time. Owns the stream, the kernel, the table that it reads, and the driver
+    if `owns_driver`."""
 
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
+    def __init__(self, driver: CudaDriver, *, owns_driver: bool = False) -> None:
+        self._driver, self._owns_driver = driver, owns_driver
         self._stream, self._module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         self._table = ctypes.c_void_p()
         code = files(__package__).joinpath("copy.ptx").read_bytes()
@@ -77,6 +78,8 @@ class CudaCopies:
         self._driver.call("cuStreamDestroy_v2", self._stream)
         self._driver.call("cuMemFreeHost", self._table)
         self._driver.call("cuModuleUnload", self._module)
+        if self._owns_driver:
+            self._driver.close()
 
 
 def pinned_memory(num_bytes: int) -> memoryview:
