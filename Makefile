@@ -15,7 +15,7 @@ ALL := not vllm
 VLLM := $(if $(PART),vllm,vllm and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway demo test test-all test-part test-fast test-vllm test-vllm-next soak hunt check docs format bench clean
+.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -33,6 +33,9 @@ install-clients:  ## install clients of others, each in an environment of its ow
 
 install-gateway:  ## install Envoy, in a folder of its own; without it the tests of the picker are skipped
 	@scripts/install_gateway.sh
+
+install-triton:  ## install Triton for `make gpu` without a GPU, in a folder of its own (1 GB)
+	@scripts/install_triton.sh
 
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
@@ -102,5 +105,9 @@ format: $(STAMP)  ## put the code into the house's form
 bench: $(STAMP)  ## measure speed; see benchmarks/README.md
 	@$(BIN)/python benchmarks/engine.py --quick
 
+# GPU_PYTHON: an interpreter that has PyTorch for CUDA already, such as one with vLLM, where nothing can be installed.
+gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## run, check and time kvferry on the GPUs here, beside vLLM: nine minutes (STEPS="right hand-off"; docs/gpu.md)
+	@PYTHONPATH=benchmarks:src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) -m gpu --steps '$(STEPS)'
+
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf .venv-envoy build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf .venv-envoy .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

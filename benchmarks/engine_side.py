@@ -13,7 +13,8 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,29 @@ Generate = Callable[[list[list[int]], int], TokenTimes]
 
 now: Callable[[], float] = time.perf_counter
 """The clock: wall time, or the CPU time of this process."""
-MAX_MODEL_LEN = 2400
 BLOCK_SIZE = 32
-STEP_TOKENS = 2048
 VOCABULARY = 4000
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a side loads. `capacity`: tokens for which there is KV memory; `graphs`: vLLM's CUDA graphs."""
+
+    model: str
+    dtype: str
+    capacity: int
+    device: str = "cpu"
+    graphs: bool = False
+    max_model_len: int = 2400
+    step_tokens: int = 2048
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV of `capacity` tokens."""
+        config = json.loads((Path(self.model) / "config.json").read_text())
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 2
+        return int(self.capacity * per_token * (4 if self.dtype == "float32" else 2))
 
 
 def main() -> None:
@@ -39,13 +59,18 @@ def main() -> None:
     parser.add_argument("--cells", required=True, help="JSON: [[kind, batch, context, tokens], …]")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, where the side has them")
+    parser.add_argument("--max-model-len", type=int, default=2400)
     options = parser.parse_args()
     if options.clock == "cpu" and options.side != "transformers-batching":  # which has a clock of its own
         global now  # noqa: PLW0603
         now = time.process_time
     cells = json.loads(options.cells)
-    capacity = max(batch * (context + tokens + BLOCK_SIZE) for _, batch, context, tokens in cells)
-    generate = SIDES[options.side](options.model, options.dtype, capacity)
+    setup = Setup(
+        options.model, options.dtype, capacity_of(cells), options.device, options.graphs, options.max_model_len
+    )
+    generate = SIDES[options.side](setup)
     generate([prompt_of(64, 0)], 4)
     for cell in cells:
         kind, batch, context, tokens = cell
@@ -54,6 +79,11 @@ def main() -> None:
         figures = measure(generate, kind, batch, context, tokens, repeat)
         print(json.dumps({"cell": cell, **figures}), flush=True)
     os._exit(0)  # some sides leave threads behind that never end
+
+
+def capacity_of(cells: Sequence[Sequence[Any]]) -> int:
+    """Tokens of KV that the largest of the cells needs."""
+    return int(max(batch * (context + tokens + BLOCK_SIZE) for _, batch, context, tokens in cells))
 
 
 def measure(generate: Generate, kind: str, batch: int, context: int, tokens: int, repeat: int) -> dict[str, Any]:
@@ -88,14 +118,6 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return [source.randrange(5, VOCABULARY) for _ in range(num_tokens)]
 
 
-def kv_bytes(model: str, dtype: str, tokens: int) -> int:
-    """Bytes of KV of so many tokens."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 2
-    return int(tokens * per_token * (4 if dtype == "float32" else 2))
-
-
 def cpu_seconds() -> float:
     """CPU time of this process and its ended children so far."""
     own = resource.getrusage(resource.RUSAGE_SELF)
@@ -105,7 +127,7 @@ def cpu_seconds() -> float:
 # The sides.
 
 
-def kvferry(model: str, dtype: str, capacity: int) -> Generate:
+def kvferry(setup: Setup) -> Generate:
     """kvferry's engine, in this process."""
     from kvferry.core.request import Request
     from kvferry.core.sampling import SamplingParams
@@ -114,12 +136,13 @@ def kvferry(model: str, dtype: str, capacity: int) -> Generate:
 
     engine = Engine(
         EngineConfig(
-            model=model,
-            dtype=dtype,  # type: ignore[arg-type]
+            model=setup.model,
+            dtype=setup.dtype,  # type: ignore[arg-type]
+            device=setup.device,  # type: ignore[arg-type]
             block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=STEP_TOKENS,
-            kv_cache_memory=str(kv_bytes(model, dtype, capacity) + 2**24),
+            max_model_len=setup.max_model_len,
+            max_num_batched_tokens=setup.step_tokens,
+            kv_cache_memory=str(setup.kv_bytes + 2**24),
         )
     )
 
@@ -137,8 +160,8 @@ def kvferry(model: str, dtype: str, capacity: int) -> Generate:
     return generate
 
 
-def vllm(model: str, dtype: str, capacity: int) -> Generate:
-    """vLLM's engine, in this process, eager."""
+def vllm(setup: Setup) -> Generate:
+    """vLLM's engine, in this process: eager, or with CUDA graphs of the whole model and without torch.compile."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -148,14 +171,17 @@ def vllm(model: str, dtype: str, capacity: int) -> Generate:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
 
     llm = LLM(
-        model=model,
-        dtype=dtype,
-        enforce_eager=True,
+        model=setup.model,
+        dtype=setup.dtype,
+        enforce_eager=not setup.graphs,
         block_size=BLOCK_SIZE,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=STEP_TOKENS,
-        kv_cache_memory_bytes=kv_bytes(model, dtype, capacity) + 2**26,
+        max_model_len=setup.max_model_len,
+        max_num_batched_tokens=setup.step_tokens,
+        kv_cache_memory_bytes=setup.kv_bytes + 2**26,
         disable_log_stats=True,
+        # What a GPU has to have free, whatever the KV cache takes.
+        **({} if setup.device == "cpu" else {"gpu_memory_utilization": 0.3}),
+        **({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}} if setup.graphs else {}),
     )
     runs = 0
 
@@ -176,12 +202,12 @@ def vllm(model: str, dtype: str, capacity: int) -> Generate:
     return generate
 
 
-def transformers_generate(model: str, dtype: str, capacity: int) -> Generate:
+def transformers_generate(setup: Setup) -> Generate:
     """`model.generate()` with its own cache and SDPA attention, all sequences as one batch."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    module = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    module = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype)).eval()
     module.generation_config.eos_token_id = None
 
     class Clock(StoppingCriteria):  # type: ignore[misc,unused-ignore]
@@ -210,13 +236,13 @@ def transformers_generate(model: str, dtype: str, capacity: int) -> Generate:
     return generate
 
 
-def transformers_batching(model: str, dtype: str, capacity: int) -> Generate:
+def transformers_batching(setup: Setup) -> Generate:
     """`model.generate_batch()`: transformers' continuous batching over its paged cache."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    module = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    module = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype)).eval()
 
     def generate(prompts: list[list[int]], num_tokens: int) -> TokenTimes:
         outputs = module.generate_batch(
@@ -224,8 +250,8 @@ def transformers_batching(model: str, dtype: str, capacity: int) -> Generate:
             GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
                 page_size=BLOCK_SIZE,
-                num_blocks=capacity // BLOCK_SIZE + 64,
-                max_batch_tokens=STEP_TOKENS,
+                num_blocks=setup.capacity // BLOCK_SIZE + 64,
+                max_batch_tokens=setup.step_tokens,
                 allow_block_sharing=False,
             ),
             record_timestamps=True,
@@ -235,7 +261,7 @@ def transformers_batching(model: str, dtype: str, capacity: int) -> Generate:
     return generate
 
 
-SIDES: dict[str, Callable[[str, str, int], Generate]] = {
+SIDES: dict[str, Callable[[Setup], Generate]] = {
     "kvferry": kvferry,
     "vllm": vllm,
     "transformers-generate": transformers_generate,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import DECODE, PREFILL, Cell, name_of
-from engine_side import BLOCK_SIZE, kvferry, prompt_of
+from engine_side import BLOCK_SIZE, Setup, kvferry, prompt_of
 from models import SHAPE, make_bench_model
 from report import print_machine, save
 
@@ -126,7 +126,7 @@ def main() -> None:
         for dtype in options.dtypes:
             cells = PREFILL + DECODE
             capacity = max(batch * (context + tokens + 2 * BLOCK_SIZE) for _, batch, context, tokens in cells)
-            generate = kvferry(model, dtype, capacity)
+            generate = kvferry(Setup(model, dtype, capacity))
             generate([prompt_of(64, 0)], 4)
             element = 4 if dtype == "float32" else 2
             results[dtype] = {"limits": limits(dtype)}

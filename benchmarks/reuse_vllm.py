@@ -24,8 +24,6 @@ from typing import Any
 CHILD = Path(__file__).with_name("reuse_vllm_side.py")
 ANSWER_S = 300.0
 """Until a side that does not answer is ended."""
-REST_S = 1.5
-"""After each answer. For a second, vLLM's processes would go on waiting in a loop, at the cost of the next side's."""
 COMPUTED = "vLLM, computed"
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -50,10 +48,21 @@ class SideEnded(Exception):
 
 
 class Side:
-    """A vLLM in a process of its own. Use it as a context."""
+    """A vLLM in a process of its own. Use it as a context.
 
-    def __init__(self, python: Path, asked: Mapping[str, Any], log: Path) -> None:
-        self._log = log
+    `rest_s`: seconds after each answer. For a second, vLLM's processes go on waiting in a loop, at the cost of the next
+    side's where they share a core.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        asked: Mapping[str, Any],
+        log: Path,
+        rest_s: float = 1.5,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log, self._rest_s = log, rest_s
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [str(python), str(CHILD), json.dumps(asked)],
@@ -61,7 +70,7 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
             )
 
     def __enter__(self) -> Side:
@@ -85,7 +94,7 @@ class Side:
         except BrokenPipeError:
             raise SideEnded(self._reason()) from None
         found = self.answer()
-        time.sleep(REST_S)
+        time.sleep(self._rest_s)
         return found
 
     def answer(self) -> dict[str, Any]:
@@ -128,15 +137,22 @@ def sides(folder: Path, media: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def measure_vllm(
-    python: Path, asked: Mapping[str, Any], wanted: Mapping[str, dict[str, Any]], folder: Path, repeat: int
+    python: Path,
+    asked: Mapping[str, Any],
+    wanted: Mapping[str, dict[str, Any]],
+    folder: Path,
+    repeat: int,
+    rest_s: float = 1.5,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """All `wanted` sides and the one that computes, in turns; one that does not run says why."""
+    """All `wanted` sides and the one that computes, in turns; one that does not run says why. `environment`: of the
+    sides."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         up: dict[str, Side] = {}
         for number, (name, transfer) in enumerate({COMPUTED: None, **wanted}.items()):
             log = folder / f"vllm{number}.log"
-            up[name] = stack.enter_context(Side(python, {**asked, "transfer": transfer}, log))
+            up[name] = stack.enter_context(Side(python, {**asked, "transfer": transfer}, log, rest_s, environment))
         for name in list(up):
             try:
                 up[name].answer()

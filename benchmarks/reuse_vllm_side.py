@@ -39,6 +39,7 @@ def main() -> None:
         max_model_len=asked["tokens"] + 64,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False if transfer is None else None,
+        **asked.get("settings", {}),
         kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
     )
     one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

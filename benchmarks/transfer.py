@@ -2,7 +2,7 @@
 
 Two processes on one machine, one core each. Blocks of several sizes in random places on both sides, so many that
 they fill no cache. The media take turns in rounds, and contents are verified. `memcpy`, a loop in C between the two
-processes' shared memory, is the limit.
+processes' shared memory, is the limit. `make gpu` measures the same between GPUs' memories.
 
 Prints a table and writes results/transfer.json.
 """
@@ -12,20 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from report import earlier, print_machine, save
-from transfer_media import MEDIA, ON_GPU
+from transfer_media import IN_HOST_MEMORY
 
 SIDE = Path(__file__).with_name("transfer_side.py")
 MIB = 2**20
-TIMEOUT_S = 300.0
 PAIRS = [
     ("kvferry shm", "memcpy"),
     ("kvferry tcp", "socket"),
@@ -36,8 +38,6 @@ PAIRS = [
     ("kvferry nixl", "NIXL's API"),
     ("kvferry mooncake", "Mooncake's API"),
     ("kvferry gloo", "gloo"),
-    ("kvferry cuda_ipc", "driver copies"),
-    ("kvferry cuda_ipc", "a gather kernel"),
 ]
 
 
@@ -49,47 +49,67 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3, help="transfers in each round")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of the serving and of the reading process")
-    parser.add_argument("--media", nargs="*", choices=[*MEDIA, *ON_GPU], metavar="MEDIUM", help="only these")
-    parser.add_argument("--gpu", action="store_true", help="between two processes that share a GPU, in its memory")
+    parser.add_argument("--media", nargs="*", choices=IN_HOST_MEMORY, default=list(IN_HOST_MEMORY), metavar="MEDIUM")
     options = parser.parse_args()
-    options.media = options.media or list(ON_GPU if options.gpu else MEDIA)
+    options.memories, options.environment, options.timeout_s = ("host", "host"), {}, 300.0
     return options
 
 
-def run(medium: str, total: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One round of one medium: what the reading process printed."""
-    region = 2 * total * MIB
+@dataclass(frozen=True)
+class Done:
+    """A round of one medium: what the reading process printed for each block size, and the log of both."""
 
-    def start(end: str, core: int, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(SIDE), end, medium, f"--core={core}", f"--region={region}", *more]
-        command += ["--gpu"] if options.gpu else []
-        environment = {"OMP_NUM_THREADS": "1", "UCX_LOG_LEVEL": "error", **os.environ}
+    lines: list[dict[str, Any]]
+    log: str
+
+    @property
+    def reason(self) -> str:
+        """Why there are no lines, as far as the log tells."""
+        errors = [line for line in self.log.splitlines() if re.search(r"Error|error|Exception", line)]
+        return (errors or self.log.splitlines() or ["no answer in time"])[-1].strip()[-300:]
+
+
+def run(medium: str, total: int, options: argparse.Namespace) -> Done:
+    """One round of one medium. `total`: MiB. Of the options: `blocks` (KiB), `repeat`, `cores` or None, `memories` of
+    the serving and of the reading process, `environment` of both, and `timeout_s`."""
+    region = 2 * total * MIB
+    cores = options.cores or (None, None)
+
+    def start(end: str, index: int, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(SIDE), end, medium, f"--region={region}", *more]
+        command += [f"--memory={options.memories[index]}"]
+        command += [] if cores[index] is None else [f"--core={cores[index]}"]
+        environment = {"OMP_NUM_THREADS": "1", "UCX_LOG_LEVEL": "error", **os.environ, **options.environment}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment)
 
     blocks = [str(size * 1024) for size in options.blocks]
-    with tempfile.TemporaryFile("w+") as errors, start("serve", options.cores[0]) as server:
+    with tempfile.TemporaryFile("w+") as log, start("serve", 0) as server:
+        limit = threading.Timer(options.timeout_s, server.kill)  # for a library that hangs
+        limit.start()
         assert server.stdout is not None
         where = next((line for line in server.stdout if line.startswith("{")), "")  # some libraries print their log
+        limit.cancel()
         more = ["--total", str(total * MIB), "--repeat", str(options.repeat), "--blocks", *blocks]
-        with start("read", options.cores[1], *more) as reader:
+        with start("read", 1, *more) as reader:
             try:
-                lines, _ = reader.communicate(where, timeout=TIMEOUT_S)
+                lines, _ = reader.communicate(where, timeout=options.timeout_s)
             except subprocess.TimeoutExpired:
-                print(f"\n{medium}: not done after {TIMEOUT_S:g} s, left out of this round", file=sys.stderr)
+                log.write(f"\nError: not done after {options.timeout_s:g} s\n")
                 lines = ""
             finally:
                 reader.kill()
         try:
             server.communicate("", timeout=30)
         except subprocess.TimeoutExpired:
-            print(f"\n{medium}: its serving process does not end", file=sys.stderr)
+            log.write("\nError: the serving process does not end\n")
         finally:
             server.kill()
-        if "{" not in lines:
-            errors.seek(0)
-            print(f"\n{medium}: {errors.read()[-1500:]}", file=sys.stderr)
-    return [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+        log.seek(0)
+        text = log.read()
+    printed = lines.splitlines()
+    text += "".join(f"{line}\n" for line in printed if not line.startswith("{"))  # UCX's log
+    return Done([json.loads(line) for line in printed if line.startswith("{")], text)
 
 
 def main() -> None:
@@ -103,7 +123,10 @@ def main() -> None:
         for total in options.total:
             for medium in options.media:
                 print(f"\rround {number + 1} of {options.rounds}: {total} MiB, {medium:24s}", end="", file=sys.stderr)
-                for line in run(medium, total, options):
+                done = run(medium, total, options)
+                if not done.lines:
+                    print(f"\n{medium}: left out of this round: {done.reason}", file=sys.stderr)
+                for line in done.lines:
                     seconds[total, line["block"], medium] += line["seconds"]
                     cpu[total, line["block"], medium] += line["cpu_seconds"]
     print(file=sys.stderr)
@@ -119,8 +142,7 @@ def main() -> None:
         for (total, block, medium), times in seconds.items()
     ]
     print_table(results, options)
-    name = "transfer_gpu" if options.gpu else "transfer"
-    print(f"wrote {save(name, vars(options), with_earlier(name, results))}")
+    print(f"wrote {save('transfer', vars(options), with_earlier('transfer', results))}")
 
 
 def with_earlier(name: str, results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -75,15 +75,21 @@ class Memory:
         self.segment.close()
 
 
+class DoubleMemory(Memory):
+    """A region in shared memory that passes for device memory, where the driver is a stand-in (`gpu.double`)."""
+
+    def blocks(self, layout: KVLayout) -> BlockMemory:
+        return BlockMemory.dense(layout, self.num_bytes // PAGE, self.address, device="cuda:0")
+
+
 class DeviceMemory(Memory):
-    """A region in the memory of the first GPU."""
+    """A region in the memory of a GPU, such as "cuda:0"."""
 
-    device = "cuda:0"
-
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: str) -> None:
         import torch
 
-        self._tensor = torch.zeros(num_bytes // 8, dtype=torch.int64, device=self.device)
+        self.device = device
+        self._tensor = torch.zeros(num_bytes // 8, dtype=torch.int64, device=device)
         self.address, self.num_bytes = self._tensor.data_ptr(), num_bytes
 
     @property
@@ -95,7 +101,7 @@ class DeviceMemory(Memory):
         import torch
 
         self._tensor.copy_(torch.from_numpy(words))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
 
     def get(self, start: int, stop: int) -> NDArray[np.int64]:
         return self._tensor[start:stop].cpu().numpy()
@@ -107,8 +113,18 @@ class DeviceMemory(Memory):
         del self._tensor
 
 
+def make_memory(kind: str, num_bytes: int) -> Memory:
+    """A region of host memory ("host"), of a GPU's ("cuda:0"), or of what passes for that ("double")."""
+    if kind == "host":
+        return Memory(num_bytes)
+    return DoubleMemory(num_bytes) if kind == "double" else DeviceMemory(num_bytes, kind)
+
+
 class Medium(ABC):
     """See the module. `serve` and `wait` in one process; the rest in the other."""
+
+    scatters = True
+    """Whether it moves the blocks that it is given: all but those that only show a limit."""
 
     def serve(self, memory: Memory) -> dict[str, Any]:
         """Begin to serve; how to reach it, JSON-able."""
@@ -155,16 +171,50 @@ class Memcpy(Medium):
         self._copy(*(array.ctypes.data for array in arrays), count)
 
 
+class OneCopy(Medium):
+    """One contiguous copy of as many bytes within the reading process, or between its GPU and that of the other: the
+    limit of the memory, or of the link."""
+
+    scatters = False
+
+    def serve(self, memory: Memory) -> dict[str, Any]:
+        return {"device": getattr(memory, "device", "")}
+
+    def open(self, memory: Memory, where: dict[str, Any]) -> None:
+        self._memory, self._device = memory, where["device"]
+
+    def prepare(self, remote: Spans, local: Spans) -> Any:
+        num_words = sum(length for _, length in local) // 8
+        if not isinstance(self._memory, DeviceMemory):
+            return self._memory.words[:num_words], self._memory.words[num_words : 2 * num_words]
+        import torch
+
+        self._source = torch.zeros(num_words, dtype=torch.int64, device=self._device)
+        return self._memory._tensor[:num_words], self._source
+
+    def read(self, prepared: Any) -> None:
+        target, source = prepared
+        if not isinstance(self._memory, DeviceMemory):
+            np.copyto(target, source)
+            return
+        import torch
+
+        target.copy_(source)
+        torch.cuda.synchronize(self._memory.device)
+
+
 class DriverCopies(Medium):
     """One `cuMemcpyDtoDAsync` a block in a loop in C, from the other process's device memory, then the stream is waited
     for: the limit of copies that the driver makes."""
 
     def serve(self, memory: Memory) -> dict[str, Any]:
-        handle, offset = CudaDriver("cuda:0").export(memory.address)
+        assert isinstance(memory, DeviceMemory)
+        handle, offset = CudaDriver(memory.device).export(memory.address)
         return {"handle": base64.b64encode(handle).decode(), "offset": offset}
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
-        theirs = CudaDriver("cuda:0").open(base64.b64decode(where["handle"]))[0] + where["offset"]
+        assert isinstance(memory, DeviceMemory)
+        theirs = CudaDriver(memory.device).open(base64.b64decode(where["handle"]))[0] + where["offset"]
         self._addresses = theirs, memory.address
         ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
         self._copy = _compiled(
@@ -195,9 +245,9 @@ class Gather(DriverCopies):
     def prepare(self, remote: Spans, local: Spans) -> Any:
         import torch
 
-        size = remote[0][1]
-        numbers = [torch.tensor([offset // size for offset, _ in side], device="cuda:0") for side in (remote, local)]
-        source = torch.arange(len(self._tensor), device="cuda:0")
+        size, device = remote[0][1], self._tensor.device
+        numbers = [torch.tensor([offset // size for offset, _ in side], device=device) for side in (remote, local)]
+        source = torch.arange(len(self._tensor), device=device)
         return source.view(-1, size // 8), self._tensor.view(-1, size // 8), *numbers
 
     def read(self, prepared: Any) -> None:
@@ -205,7 +255,7 @@ class Gather(DriverCopies):
 
         source, target, theirs, ours = prepared
         target[ours] = source[theirs]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(target.device)
 
 
 class Asked(Message, frozen=True):
@@ -569,7 +619,7 @@ def _ours(transport: str, **options: Any) -> type[Ours]:
     return type(f"Ours_{transport}", (Ours,), {"transport": transport, "options": options})
 
 
-MEDIA: dict[str, type[Medium]] = {
+IN_HOST_MEMORY: dict[str, type[Medium]] = {
     "memcpy": Memcpy,
     "kvferry shm": _ours("shm"),
     "kvferry nixl": _ours("nixl"),
@@ -586,14 +636,15 @@ MEDIA: dict[str, type[Medium]] = {
     "kvferry gloo": _ours("gloo"),
     "gloo": Gloo,
 }
-ON_GPU: dict[str, type[Medium]] = {
+IN_DEVICE_MEMORY: dict[str, type[Medium]] = {
+    "one copy": OneCopy,
     "a gather kernel": Gather,
     "driver copies": DriverCopies,
     "kvferry cuda_ipc": _ours("cuda_ipc"),
-    "kvferry nixl": _ours("nixl"),
-    "NIXL's API": NixlApi,
+    "kvferry nccl": _ours("nccl"),
 }
-"""Between two processes that share a GPU."""
+"""Those that host memory cannot be moved by. NIXL moves both."""
+MEDIA = IN_HOST_MEMORY | IN_DEVICE_MEMORY
 
 
 def _tune(sock: socket.socket) -> None:

@@ -1,0 +1,95 @@
+"""`make gpu`: runs the steps on the GPUs of this machine, and writes `build/gpu/report.md` and `report.json`.
+
+With KVFERRY_GPU=fake it runs without a GPU: small sizes on the CPU, with stand-ins for the driver and its tools, and
+Triton's interpreter. That shows that the code runs, and nothing of a GPU. Exits with 0 if all that ran held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpu import report
+from gpu.card import Card, NoCard, find_cards
+from gpu.context import ROOT
+from gpu.double import driver
+from gpu.plan import Step, UnknownStep, choose_steps
+from gpu.runner import Outcome, run_step
+
+PATIENCE = 10.0
+"""How much longer a step may take without a GPU, on a machine that others use too."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="make gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", default="", help="only these, with commas or spaces between them")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu", help="where everything is written")
+    options = parser.parse_args(arguments)
+    mode = os.environ.get("KVFERRY_GPU", "")
+    if mode not in ("", "fake"):
+        parser.error(f"KVFERRY_GPU={mode}: the only value is fake")
+    fake = mode == "fake"
+    try:
+        if fake:
+            os.environ["PATH"] = os.pathsep.join([str(driver.FOLDER), os.environ["PATH"]])
+        cards = find_cards()
+        steps = choose_steps(options.steps.replace(",", " ").split(), len(cards))
+    except NoCard as reason:
+        parser.error(f"{reason}. KVFERRY_GPU=fake make gpu runs what can run without")
+    except UnknownStep as reason:
+        parser.error(str(reason))
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "picture.svg").unlink(missing_ok=True)
+    outcomes = run_steps(steps, folder, cards, fake=fake)
+    path = report.write(report.make_run(cards, outcomes, fake=fake), steps, folder)
+    print(f"\n{path}")
+    for line in report.summary_lines(outcomes):
+        print(f"  {line}")
+    if not fake and len(outcomes) == len(steps):
+        kept = report.RESULTS / f"{cards[0].slug}.json"
+        print(f"to keep the results of this card: cp {folder / 'report.json'} {kept.relative_to(ROOT)}")
+    return 0 if len(outcomes) == len(steps) and all(outcome.is_good for outcome in outcomes) else 1
+
+
+def run_steps(steps: Sequence[Step], folder: Path, cards: Sequence[Card], *, fake: bool) -> list[Outcome]:
+    """Run the steps, one after the other, and print a line for each. Ctrl-C ends the step that runs, and the run."""
+    outcomes: list[Outcome] = []
+    total = sum(step.limit_s for step in steps)
+    print(f"{len(cards)} × {cards[0].name}; {len(steps)} steps, at most {total:.0f} s", flush=True)
+    for step in steps:
+        print(f"  {step.name:10s} {step.question}", end=" ", flush=True)
+        limited = replace(step, limit_s=step.limit_s * PATIENCE) if fake else step
+        device = "cpu" if fake else "cuda"
+        environment = environment_of(step, folder, fake=fake)
+        try:
+            outcome = run_step(limited, folder, device=device, num_gpus=len(cards), environment=environment)
+        except KeyboardInterrupt:
+            print("ended")
+            break
+        outcomes.append(outcome)
+        print(f"{outcome.state} ({outcome.seconds:.0f} s){f': {outcome.line}' if outcome.line else ''}", flush=True)
+    return outcomes
+
+
+def environment_of(step: Step, folder: Path, *, fake: bool) -> dict[str, str]:
+    """What a step's process has beside the environment of this one."""
+    paths = [str(ROOT / "benchmarks"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not fake:
+        return common
+    common |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if step.name == "offload":  # the only step whose own process calls the driver
+        common |= driver.environment(driver.build(folder / "double"), folder / "double" / "calls")
+    return common
+
+
+if __name__ == "__main__":
+    sys.exit(main())
