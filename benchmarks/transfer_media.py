@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import trustme
 import uvloop
 from numpy.typing import NDArray
 
@@ -321,6 +320,8 @@ class OursUnderTls(Ours):
     transport = "tcp"
 
     def serve(self, memory: Memory) -> dict[str, Any]:
+        import trustme  # which only the tests' environment has
+
         authority = trustme.CA()
         issued = authority.issue_cert("localhost")
         self._folder = tempfile.TemporaryDirectory()

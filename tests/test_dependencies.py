@@ -86,9 +86,9 @@ def test_what_is_imported_is_declared_and_the_other_way_round() -> None:
     assert needed | {"safetensors"} == declared()
 
 
-ELSEWHERE = {"dynamo", "litellm", "PIL"}
-"""Imported by what runs in environments of its own: `scripts/install_clients.sh`, `scripts/install_vllm_cpu.sh`,
-`benchmarks/dynamo_side.py`."""
+ELSEWHERE = {"dynamo", "litellm", "PIL", "triton"}
+"""Imported by what runs in environments of its own: `scripts/install_clients.sh`, `scripts/install_triton.sh`,
+`scripts/install_vllm_cpu.sh`, `benchmarks/dynamo_side.py`."""
 
 
 def test_what_tests_and_tools_import_is_declared_for_developers() -> None:

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if fake:
             os.environ["PATH"] = os.pathsep.join([str(driver.FOLDER), os.environ["PATH"]])
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         cards = find_cards()
         steps = choose_steps(options.steps.replace(",", " ").split(), len(cards))
     except NoCard as reason:
@@ -84,8 +85,14 @@ def environment_of(step: Step, folder: Path, *, fake: bool) -> dict[str, str]:
     paths = [str(ROOT / "benchmarks"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not fake:
+        caches = folder / "caches"
+        common |= {"KVFERRY_CACHE_DIR": str(caches / "kvferry"), "XDG_CACHE_HOME": str(caches)}
+        common |= {"VLLM_CACHE_ROOT": str(caches / "vllm"), "TRITON_CACHE_DIR": str(caches / "triton")}
+        common |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "MPLCONFIGDIR": str(caches / "matplotlib")}
+        if step.name == "right":  # its CPU computes a few tokens, and need not compile kernels for that
+            common |= {"KVFERRY_NATIVE": "0"}
         return common
-    common |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    common |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if step.name == "offload":  # the only step whose own process calls the driver
         common |= driver.environment(driver.build(folder / "double"), folder / "double" / "calls")
     return common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
@@ -32,9 +33,23 @@ class NoCard(Exception):
     """There is no NVIDIA GPU that can be used; says why."""
 
 
+def visible_devices() -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, by index or UUID; none if it is not set. Raises `NoCard` if it hides
+    all."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return []
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or names[0] == "-1":
+        raise NoCard("CUDA_VISIBLE_DEVICES hides all GPUs")
+    return names
+
+
 def find_cards() -> list[Card]:
-    """The GPUs of this machine. Raises `NoCard` if there are none."""
-    rows = _nvidia_smi(f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits").strip().splitlines()
+    """The GPUs that may be used. Raises `NoCard` if there are none."""
+    chosen = [f"--id={','.join(names)}"] if (names := visible_devices()) else []
+    query = f"--query-gpu={','.join(COLUMNS)}"
+    rows = _nvidia_smi(query, *chosen, "--format=csv,noheader,nounits").strip().splitlines()
     if not rows:
         raise NoCard("nvidia-smi lists no GPU")
     return [_card(row) for row in rows]

@@ -4,7 +4,6 @@ step of kvferry's consists of."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -108,7 +107,6 @@ def _vllm(context: Context, python: Path, setup: Setup, chosen: list[Cell], grap
             stderr=errors,
             text=True,
             check=False,
-            env={**os.environ, **caches(context)},
         )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"cell"')]
     if done.returncode != 0:
@@ -117,13 +115,3 @@ def _vllm(context: Context, python: Path, setup: Setup, chosen: list[Cell], grap
             f"vLLM {'with CUDA graphs' if graphs else 'in eager mode'} does not run: {why[-1].strip()[-200:]}"
         )
     return {tuple(line["cell"]): line["tokens_per_s"] for line in lines}
-
-
-def caches(context: Context) -> dict[str, str]:
-    """Where vLLM, Triton and torch keep what they compile: below `build/gpu`."""
-    folder = context.scratch("caches")
-    return {
-        "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from gpu.context import Context
-from gpu.engine import caches
 from gpu.models import llama
 from reuse_vllm import COMPUTED, measure_vllm
 
@@ -36,7 +35,6 @@ def run(context: Context) -> None:
         "settings": settings,
     }
     environment = {
-        **caches(context),
         "LMCACHE_LOCAL_CPU": "True",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(TIER_BYTES >> 30),
         "LMCACHE_CHUNK_SIZE": "256",

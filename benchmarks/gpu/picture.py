@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpu.card import visible_devices
 from gpu.context import Context
-from gpu.engine import caches
 from gpu.models import llama
 from gpu.mps import mps, shares
 from gpu.records import NotPossible
@@ -162,7 +162,7 @@ def _started(
             if side.transfer is not None:
                 arguments += ["--kv-transfer-config", json.dumps(side.transfer)]
             arguments += _vllm_flags(context, python) if side.engine == "vllm" else _own_flags(context)
-            environment = {**caches(context), **_device(context, index, sharing)}
+            environment = {**_device(context, index, sharing)}
             return stack.enter_context(running(*arguments, more=environment)).url
 
         first, second = pool.map(instance, (0, 1))
@@ -177,7 +177,7 @@ def _device(context: Context, index: int, sharing: Mapping[str, str]) -> dict[st
     if context.small:
         return {}
     if context.num_gpus > 1:
-        return {"CUDA_VISIBLE_DEVICES": str(index)}
+        return {"CUDA_VISIBLE_DEVICES": (visible_devices() or ["0", "1"])[index]}
     return {**sharing, **(shares(SHARE, SHARE)[index] if sharing else {})}
 
 

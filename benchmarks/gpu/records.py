@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -81,10 +82,12 @@ class Recorder:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file; none if it is missing. A last line that was cut off is left out."""
+    """The records of a file; none if it is missing. A line that cannot be read, such as one that was cut off when the
+    step was ended, is left out."""
     if not path.exists():
         return []
     records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        records.append(msgspec.json.decode(line, type=Record))
+    for line in path.read_bytes().splitlines():
+        with suppress(msgspec.DecodeError):
+            records.append(msgspec.json.decode(line, type=Record))
     return records

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.card import NoCard, find_cards, links
+from gpu.card import NoCard, find_cards, links, visible_devices
 from gpu.double.driver import FOLDER
 from gpu.mps import mps
 from gpu.records import NotPossible
@@ -18,6 +18,7 @@ Install = Callable[[str, str], None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts a shell script on the path, under a name."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(name: str, script: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -42,6 +43,17 @@ def test_two_gpus_and_columns_that_a_driver_lacks(install: Install) -> None:
     first, second = find_cards()
     assert (first.slug, first.memory_mib) == ("nvidia-h100-80gb-hbm3", 81559)
     assert second.memory_mib == 0
+
+
+def test_gpus_that_are_hidden_do_not_count(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("nvidia-smi", 'case "$*" in *--id=3,GPU-7*) echo "H100, 1, 9.0, 8, Default, 5";; *) exit 9;; esac')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-7")
+    assert [card.name for card in find_cards()] == ["H100"]
+    assert visible_devices() == ["3", "GPU-7"]
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        with pytest.raises(NoCard, match="hides all GPUs"):
+            find_cards()
 
 
 @pytest.mark.parametrize(

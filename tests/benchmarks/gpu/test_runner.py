@@ -91,11 +91,11 @@ def test_records_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     assert run(tmp_path, "pass").records == []
 
 
-def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "records"
     Recorder(path).note("whole")
     with path.open("ab") as file:
-        file.write(b'{"type":"note","te')
+        file.write(b'{"type":"other"}\n[]\n\xff\n{"type":"note","te')
     assert read_records(path) == [Note("whole")]
     os.truncate(path, 0)
     assert read_records(path) == []
