@@ -90,10 +90,12 @@ class FolderSchedulerSide(SchedulerSide[FolderPlan], HandsOff, HasStatistics):
         return Hit(len(request.prompt_token_ids) - num_computed_tokens)
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """Read them with the next plan."""
+        """Read the blocks of the hit with the next plan: those behind them are for the answer, and not in the file."""
         assert isinstance(request.hand_off, Consume)
-        num_skipped = num_computed_tokens // self.context.layout.block_size
-        load = Blocks(request.request_id, request.hand_off.ticket.transfer_id, list(block_ids), num_skipped)
+        block_size = self.context.layout.block_size
+        num_blocks = -(-(num_computed_tokens + hit.num_tokens) // block_size)
+        transfer_id, num_skipped = request.hand_off.ticket.transfer_id, num_computed_tokens // block_size
+        load = Blocks(request.request_id, transfer_id, list(block_ids[:num_blocks]), num_skipped)
         self._plan.loads.append(load)
         self._num_loads += 1
 
@@ -191,12 +193,14 @@ class FolderWorkerSide(WorkerSide[FolderPlan]):
 
     def _load(self, load: Blocks) -> None:
         path = path_of(self.context, load.transfer_id)
-        with path.open("rb") as file:
-            file.seek(load.num_skipped * self.context.layout.block_bytes)
-            for view in self._views(load.block_ids[load.num_skipped :]):
-                if file.readinto(view) != len(view):
-                    raise OSError(f"{path} is shorter than the hand-off")
-        path.unlink()
+        try:
+            with path.open("rb") as file:
+                file.seek(load.num_skipped * self.context.layout.block_bytes)
+                for view in self._views(load.block_ids[load.num_skipped :]):
+                    if file.readinto(view) != len(view):
+                        raise OSError(f"{path} is shorter than the hand-off")
+        finally:
+            path.unlink(missing_ok=True)
 
     def _views(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
         """Each block, layer by layer."""

@@ -24,27 +24,29 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules.pop("folder_connector", None)
 
 
-def prefill(engine: FakeEngine) -> FakeRequest:
-    return engine.run(FakeRequest("p", PROMPT, Produce("t/../1")))
+def prefill(engine: FakeEngine, prompt: list[int] = PROMPT) -> FakeRequest:
+    return engine.run(FakeRequest("p", prompt, Produce("t/../1")))
 
 
 def decode(engine: FakeEngine, ticket: dict[str, object] | None, prompt: list[int] = PROMPT) -> FakeRequest:
     return engine.run(FakeRequest("d", prompt, parse_hand_off(ticket, "d")))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_hand_off(make_engine: MakeEngine, tmp_path: Path, tp_size: int) -> None:
-    layout = sharded(make_layout(), tp_size)
+def test_a_hand_off(make_engine: MakeEngine, tmp_path: Path, tp_size: int, num_tokens: int) -> None:
+    layout, prompt = sharded(make_layout(), tp_size), PROMPT[:num_tokens]
+    assert 16 % layout.block_size == 0, "a prompt that fills its last block"
     producer, consumer = (make_engine(NAME, layout=layout, folder=str(tmp_path)) for _ in range(2))
-    given = prefill(producer)
+    given = prefill(producer, prompt)
     assert len(list(tmp_path.iterdir())) == tp_size
-    taken = decode(consumer, given.ticket)
+    taken = decode(consumer, given.ticket, prompt)
     assert (taken.error, taken.num_computed_here) == (None, 1)
     assert taken.prefill_result == given.prefill_result
     assert not list(tmp_path.iterdir())
-    again = decode(consumer, given.ticket)
+    again = decode(consumer, given.ticket, prompt)
     assert isinstance(again.error, PeerLost)
-    assert again.num_computed_here == len(PROMPT)
+    assert again.num_computed_here == num_tokens
 
 
 def test_another_prompt(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -59,6 +61,7 @@ def test_a_file_that_was_cut_off(make_engine: MakeEngine, tmp_path: Path) -> Non
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
     assert isinstance(decode(engine, ticket).error, StoreError)
+    assert not list(tmp_path.iterdir())
 
 
 def test_its_options_are_checked() -> None:

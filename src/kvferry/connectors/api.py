@@ -279,8 +279,13 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     @abstractmethod
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
-        """The engine has reserved blocks for a hit. `block_ids` are all blocks of the request; they already contain the
-        first `num_computed_tokens` tokens. The load must be part of the next plan."""
+        """The engine has reserved blocks for a hit. The load must be part of the next plan.
+
+        `block_ids`: all blocks of the request, in the order of its tokens. They already contain the first
+        `num_computed_tokens` tokens. The load writes to the blocks of the `hit.num_tokens` tokens behind these, and to
+        no others. More blocks may follow, for the answer: if D knows P's first token and the prompt fills its last
+        block, D has one block more than P has written.
+        """
 
     @abstractmethod
     def plan(self, step: StepView) -> Plan | None:

@@ -87,6 +87,13 @@ class FakeRequest:
         return self.prompt_token_ids
 
     @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens that get blocks: the prompt's, and the first of the answer if the ticket has it."""
+        ticket = self.hand_off.ticket if isinstance(self.hand_off, Consume) else None
+        is_known = ticket is not None and ticket.prefill_result is not None and ticket.is_of(self.prompt_token_ids)
+        return len(self.prompt_token_ids) + is_known
+
+    @property
     def num_computed_tokens(self) -> int:
         return self.num_computed
 
@@ -281,7 +288,7 @@ class FakeEngine:
             other, num_shared = request.shares
             request.cached = other.block_ids[:num_shared]
         num_cached = len(request.cached) * self.layout.block_size
-        num_blocks = -(-len(request.prompt_token_ids) // self.layout.block_size)
+        num_blocks = -(-request.num_known_tokens // self.layout.block_size)
         if num_blocks - len(request.cached) > len(self.free):
             return
         match: Any = Miss()
