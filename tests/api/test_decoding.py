@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from kvferry.api.decoding import decode_body, decode_value, require_json
-from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, refuse_unsupported
+from kvferry.api.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    UnsupportedFields,
+    refuse_unsupported,
+)
 from kvferry.core.errors import InvalidRequest
 
 
@@ -110,6 +116,11 @@ def test_what_asks_for_nothing_is_not_refused(fields: bytes) -> None:
         ("modalities", b'["text", "audio"]'),
         ("use_beam_search", b"true"),
         ("bad_words", b'["a"]'),
+        *((field, b"{}") for field in UnsupportedFields.__struct_fields__),
+        ("response_format", b"false"),
+        ("guided_choice", b"[]"),
+        ("allowed_token_ids", b"[]"),
+        ("thinking_token_budget", b"0"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(field: str, value: bytes) -> None:

@@ -71,7 +71,7 @@ class Peer:
     """One instance. `answering` makes the answer to a completion; `facts` None: GET /kvferry/instance is not there;
     `vllm`: the version it gives as a vLLM server; `hangs`: GET /health gets no answer; `release_hangs`: nor does
     POST /kvferry/release; `moved_to`: where other paths are redirected; `names_itself`: its health says which engine it
-    is."""
+    is; `more_paths`: those that `answering` serves beside completions."""
 
     role: str
     answering: Answering
@@ -83,6 +83,7 @@ class Peer:
     release_hangs: bool = False
     moved_to: str = ""
     names_itself: bool = False
+    more_paths: tuple[str, ...] = ()
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     others: list[Call] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Peer:
             routes=[
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in self.more_paths),
                 Route("/kvferry/instance", self._about),
                 Route("/kvferry/release", self._release, methods=["POST"]),
                 Route("/health", self._health),

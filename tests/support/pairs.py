@@ -32,9 +32,16 @@ class Pair:
     decode: Engine
     num_runs: int = 0
 
-    def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, form: str) -> list[Answer]:
-        """Serve prompts, all at once, with a `sequential` or `concurrent` hand-off each; answers in their order."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, form: str, *, must_load: bool = True
+    ) -> list[Answer]:
+        """Serve prompts, all at once, with a `sequential` or `concurrent` hand-off each; answers in their order.
+
+        `must_load`: fail unless D loads the full blocks of every prompt or has them in its prefix cache. D computes
+        what it cannot load, so that equal answers do not show that anything was handed off.
+        """
         self.num_runs += 1
+        num_found, failures = self._num_found(), self._failures()
         answers = {f"{self.num_runs}-{number}": Answer() for number in range(len(prompts))}
         for name, prompt in zip(answers, prompts, strict=True):
             self.prefill.add(self._request(name, prompt, sampling, Produce(transfer_id=f"t-{name}")))
@@ -53,7 +60,19 @@ class Pair:
             for output in self.decode.step():
                 answers[output.request_id].add(output)
             rest()
+        if must_load:
+            size = self.decode.config.block_size
+            assert self._failures() == failures
+            assert self._num_found() - num_found >= sum(len(prompt) // size * size for prompt in prompts)
         return list(answers.values())
+
+    def _num_found(self) -> int:
+        """Number of prompt tokens that D had, or began to load."""
+        statistics = self.decode.statistics()
+        return statistics.scheduler.num_prefix_hits + statistics.external.num_external_hits
+
+    def _failures(self) -> dict[str, int]:
+        return self.decode.statistics().external.num_load_failures
 
     def settle(self) -> None:
         """Step until neither side keeps anything; `LeakError` says what, when that does not happen in time."""

@@ -40,12 +40,20 @@ class UnsupportedFields(msgspec.Struct, kw_only=True):
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
     "function_call": ("none", "auto"),
-    "modalities": (["text"],),
+    "functions": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "modalities": (["text"], []),
+    "prompt_embeds": ([],),
     "response_format": ({"type": "text"},),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
+    "use_beam_search": (False,),
 }
-"""Values that ask for nothing special, beside null, false and what is empty."""
+"""Values that ask for nothing, beside null. An empty object is none of them: as a JSON schema it asks for JSON, as
+`web_search_options` for a search with defaults, and elsewhere it is an error."""
 
 _REASONS = {
     "response_format": "only {'type': 'text'} is supported: this server does not constrain its output",
@@ -61,7 +69,7 @@ def refuse_unsupported(body: UnsupportedFields) -> None:
     """Raise `InvalidRequest` on the first field that asks for what the engine does not do."""
     for field in UnsupportedFields.__struct_fields__:
         value = getattr(body, field)
-        if value and value not in _HARMLESS.get(field, ()):
+        if value is not None and value not in _HARMLESS.get(field, ()):
             raise InvalidRequest(f"{field}: {reason_of(field)}", param=field)
 
 
@@ -71,8 +79,8 @@ def reason_of(field: str) -> str:
 
 
 def harmless_values(field: str) -> tuple[Any, ...]:
-    """Values with which one of `UnsupportedFields` asks for nothing."""
-    return (False, 0, "", [], {}, *_HARMLESS.get(field, ()))
+    """Values with which one of `UnsupportedFields` asks for nothing, beside null."""
+    return _HARMLESS.get(field, ())
 
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

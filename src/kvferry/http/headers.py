@@ -14,6 +14,9 @@ from kvferry.core.errors import ConfigError
 RawHeaders = list[tuple[bytes, bytes]]
 """Headers in order, duplicates kept, names in lower case."""
 
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Where a client sends a key: OpenAI's clients in the first one, Anthropic's in the second one."""
+
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 

@@ -18,6 +18,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import internal_error
 from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
+from kvferry.http.headers import KEY_HEADERS
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Guard
 from kvferry.http.server.request import HttpRequest
@@ -158,11 +159,13 @@ class Router:
                 slot.whole()
             headers = request.headers
             if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
-                headers = [one for one in headers if one[0] != b"authorization"]
+                headers = [header for header in headers if header[0] not in KEY_HEADERS]
             asked = ClientRequest(
                 request.method, request.target, path, headers, request.first, body, request.id.encode(), arrived
             )
             parsed = self.endpoints.read(asked, public)
+            if (named := asked.named_by(parsed)) is not asked:
+                asked, request.id = named, named.request_id.decode()
             if path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
             found = self.tenants.find(request.caller.name, request.headers, parsed)

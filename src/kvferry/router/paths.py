@@ -19,6 +19,7 @@ JSON_PATHS = (
     *PROMPT_FIELDS,
     "/v1/responses",
     "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/v1/score",
     "/v1/rerank",

@@ -143,7 +143,9 @@ class EnginePair:
 
     def add(self, engine: Engine, name: str, prompt: list[int], hand_off: HandOff = None) -> None:
         """A request; a prefill for another instance generates one token."""
-        assert self._is_watched or engine is not self.decode, "say what D loads, for instance `with pair.loads(prompt):`"
+        assert self._is_watched or engine is not self.decode, (
+            "say what D loads, for instance `with pair.loads(prompt):`"
+        )
         sampling = ONE_TOKEN if isinstance(hand_off, Produce) else GREEDY
         self.outputs[name] = []
         engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, hand_off=hand_off))

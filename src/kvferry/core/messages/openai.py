@@ -93,11 +93,15 @@ def error_code(error: RequestError) -> str | None:
     return getattr(error, "code", None) or _CODES.get(type(error))
 
 
+def error_body(error: RequestError) -> ErrorBody:
+    """OpenAI's error object."""
+    param = None if error.param is None else _sendable(error.param)
+    return ErrorBody(message=_sendable(error.message), type=error.kind, param=param, code=error_code(error))
+
+
 def error_envelope(error: RequestError) -> bytes:
     """The JSON body of the answer to a request that failed with `error`."""
-    param = None if error.param is None else _sendable(error.param)
-    body = ErrorBody(message=_sendable(error.message), type=error.kind, param=param, code=error_code(error))
-    return msgspec.json.encode(ErrorEnvelope(body))
+    return msgspec.json.encode(ErrorEnvelope(error_body(error)))
 
 
 def _sendable(text: str) -> str:

@@ -12,6 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.openai import MAX_BODY_BYTES
 from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.http.headers import require_key
+from kvferry.http.origins import read_origins
 from kvferry.http.server.limits import HttpLimits
 from kvferry.http.tls import client_context, server_context
 
@@ -53,6 +54,11 @@ class HttpAccess:
     """Serve only clients that present a certificate of an authority in --tls-ca, except for /health and /version, and
     for processes of the deployment, which sign their requests."""
 
+    allowed_origins: tuple[str, ...] = ()
+    """Origin whose pages may use the API from a browser (CORS), such as https://example.com, or * for all; repeat it
+    for more, or give a JSON list as to vLLM. As in vLLM, none is allowed by default. /metrics and /kvferry/* are for
+    no page."""
+
     access_log: bool = False
     """Log one line for every request."""
 
@@ -62,6 +68,7 @@ class HttpAccess:
             raise ConfigError("--tls-key and --tls-verify-clients need --tls-cert")
         if self.tls_verify_clients and self.tls_ca is None:
             raise ConfigError("--tls-verify-clients needs --tls-ca, the authority that signs the clients' certificates")
+        read_origins(self.allowed_origins)
         for name in ("api_key", "admin_key"):
             for key in getattr(self, name):
                 require_key(key, f"--{name.replace('_', '-')}")

@@ -78,7 +78,7 @@ class ServerConnection(asyncio.Protocol):
         request, was_cancelled = response.request, False
         self._service.running[self] = None
         try:
-            handler = self._service.handler_of(request, self._side, self._writer.transport)
+            handler = self._service.handler_of(request, response, self._side, self._writer.transport)
             name_request(request.id)
             await handler(request, response)
             if response.started and not response.ended:

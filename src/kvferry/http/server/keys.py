@@ -9,7 +9,8 @@
 
 A request that is signed for a purpose (`core.keys`) opens the paths of that name; one of an operator also those of
 `key` and `probe`. With an admin listener (`--admin-port`), `probe`, `release` and `operate` are served there only, and
-the clients' listener answers them with 404. Keys are compared by their SHA-256, all of them, in constant time.
+the clients' listener answers them with 404. A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Keys are
+compared by their SHA-256, all of them, in constant time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvferry.core.errors import AuthenticationFailed
 from kvferry.core.keys import SCHEME, Used, Verifier
 from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.errors import Unauthorized
+from kvferry.http.headers import KEY_HEADERS
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.request import Caller, HttpRequest
 from kvferry.http.server.response import Response
@@ -35,6 +37,7 @@ Access = Literal["open", "key", "probe", "release", "operate", "register"]
 Side = Literal["public", "admin", "all"]
 """Which listener a request came in by: the clients', the admin's, or the only one there is."""
 
+_API_KEY = KEY_HEADERS[1]
 _ON_BOTH = ("open", "register")
 _OPENED_BY_OPERATORS = ("key", "probe", "operate")
 _LONGEST_NONCE = 128
@@ -66,18 +69,28 @@ class Guard:
             return self._signed(access, header.decode("latin-1"), request, self._verifier)
         if access != "register" and not (self._api or self._admin):
             return request.caller
-        digest = _presented(header)
+        digest = self._presented(header, request.first.get(_API_KEY, b""))
         is_operator, is_client = _has(self._admin, digest), _has(self._api, digest)
         if access == "register":
             raise Unauthorized("A registration must be signed: give all processes the same KVFERRY_AUTH_TOKEN")
         if self._needs_key(access):
             if digest is None:
-                raise Unauthorized("This server needs a key: send the header Authorization: Bearer KEY")
+                raise Unauthorized(
+                    "This server needs a key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
+                )
             if not (is_operator or (is_client and (access == "key" or not self._admin))):
-                raise Unauthorized("The key in the Authorization header is not valid")
+                raise Unauthorized("The key in the Authorization or x-api-key header is not valid")
         if digest is None or not (is_client or is_operator):
             return request.caller
         return Caller(digest, is_known=True, is_operator=is_operator)
+
+    def _presented(self, authorization: bytes, api_key: bytes) -> bytes | None:
+        """The digest of the client's key, the valid one if there are two; None if there is none."""
+        scheme, _, token = authorization.partition(b" ")
+        bearer = token if scheme.lower() == b"bearer" else b""
+        digests = [hashlib.sha256(key.strip()).digest() for key in (bearer, api_key) if key.strip()]
+        valid = [digest for digest in digests if _has(self._admin, digest) or _has(self._api, digest)]
+        return next(iter([*valid, *digests]), None)
 
     def _needs_key(self, access: Access) -> bool:
         if access in ("open", "key"):
@@ -103,12 +116,6 @@ class Guard:
         if self._verifier is None or not 0 < len(nonce) <= _LONGEST_NONCE:
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))
-
-
-def _presented(header: bytes) -> bytes | None:
-    """The digest of the key in a header, None when there is none."""
-    scheme, _, key = header.partition(b" ")
-    return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else None
 
 
 def _digests(keys: Iterable[str]) -> list[bytes]:

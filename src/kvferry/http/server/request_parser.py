@@ -12,7 +12,7 @@ import httptools
 
 from kvferry.core.errors import KvferryError, RequestError
 from kvferry.http.errors import BadHttp, HeadersTooLarge, NotImplementedHere
-from kvferry.http.headers import RawHeaders
+from kvferry.http.headers import KEY_HEADERS, RawHeaders
 from kvferry.http.message import FRAMING, MessageParser
 from kvferry.http.server.body import Body
 from kvferry.http.server.limits import HttpLimits
@@ -23,7 +23,7 @@ _AUTHORITY = re.compile(
 """A host, and perhaps a port (RFC 3986), without a user; the parser leaves white space after a header's value."""
 _AUTHORITY_END = re.compile(rb"[/?#]")
 _NAME = itemgetter(0)
-_ONCE = (b"content-type", b"content-encoding", b"authorization")
+_ONCE = (b"content-type", b"content-encoding", *KEY_HEADERS)
 """Headers of which who reads the first finds something else than who reads the last."""
 
 Begin = Callable[[str, bytes, RawHeaders, str, bool], Body]

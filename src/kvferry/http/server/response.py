@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import RequestError
-from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_envelope, error_headers, sse_event
+from kvferry.core.messages.dialects import dialect_of
+from kvferry.core.messages.openai import REQUEST_ID_HEADER, SSE_DONE, error_headers
 from kvferry.http.errors import HttpRefusal
 from kvferry.http.headers import RawHeaders, as_raw, date_header, first_values, response_head
 from kvferry.http.server.lifecycle import Lifecycle
@@ -25,6 +26,9 @@ _CHUNKED = (b"transfer-encoding", b"chunked")
 _CLOSE = (b"connection", b"close")
 _KEEP_ALIVE = (b"connection", b"keep-alive")
 _LAST_CHUNK = b"0\r\n\r\n"
+_BUFFERING = b"x-accel-buffering"
+"""With `no`, nginx and similar proxies pass a stream on event by event; vLLM's streams come without it."""
+_CORS = tuple(b"access-control-" + name for name in (b"allow-origin", b"allow-credentials", b"expose-headers"))
 _NO_CONTENT = frozenset([204, 304])
 JSON = (b"content-type", b"application/json")
 
@@ -92,6 +96,9 @@ class Response(msgspec.Struct, eq=False):
         assert self.status is None, "a response is started once"
         self.status = status
         sent = [*headers, *self._added]
+        if self._added and any(name in _CORS for name, _ in self._added):
+            # An instance may allow other pages than this server, and a browser refuses an answer that names two.
+            sent = [*(header for header in headers if header[0] not in _CORS), *self._added]
         first = first_values(sent)
         self.framing = self._choose_framing(first)
         if self.framing == "chunked":
@@ -106,6 +113,8 @@ class Response(msgspec.Struct, eq=False):
         kind = first.get(b"content-type", b"")
         is_stream = kind.startswith(b"text/event-stream") and b"content-encoding" not in first
         self._events = "answer" if is_stream else "none"
+        if is_stream and _BUFFERING not in first:
+            sent.append((_BUFFERING, b"no"))
         self._head = response_head(status, sent)
 
     def comment(self, text: str) -> None:
@@ -182,16 +191,17 @@ class Response(msgspec.Struct, eq=False):
         self._last = last
 
     def fail(self, error: RequestError) -> None:
-        """Report `error` to the client in the best way still possible: with its status and OpenAI's error body if
-        nothing was sent; as an error event and `[DONE]` between two events of a stream; otherwise by cutting the
-        connection."""
+        """Report `error` to the client in the best way still possible: with its status and an error body if nothing was
+        sent; as the last event of a stream, between two of its events; otherwise by cutting the connection. Body and
+        event are as the API of the path has them."""
         if self.ended:
             return
+        dialect, request_id = dialect_of(self.request.path), self.request.id
         if self.status is None or self._head:
             self.status, self._head = None, b""
-            self.send(error.status, error_envelope(error), answer_headers(error))
+            self.send(error.status, dialect.body(error, request_id), answer_headers(error))
         elif self._events != "none" and self.framing != "length" and (not self._last or self._last.endswith(b"\n\n")):
-            self.end(sse_event(error_envelope(error)) + SSE_DONE)
+            self.end(dialect.stream_end(error, request_id))
         else:
             self.cut()
 

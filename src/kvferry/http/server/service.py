@@ -12,10 +12,13 @@ from typing import Protocol
 from kvferry.core.errors import Unavailable
 from kvferry.core.keys import CHALLENGE_PATH
 from kvferry.http.errors import Unauthorized
+from kvferry.http.origins import read_origins
 from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.cors import Cors
 from kvferry.http.server.keys import Guard, Side
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Handler, Routes
 from kvferry.http.server.states import patience_with_clients
 
@@ -49,6 +52,7 @@ class Service:
     def __init__(self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle, guard: Guard) -> None:
         self.config, self.lifecycle, self.loop = config, lifecycle, asyncio.get_running_loop()
         self._routes, self.guard, self.patience = routes, guard, patience_with_clients(config.limits)
+        self._cors = Cors(read_origins(config.allowed_origins))
         self.connections: dict[ConnectedClient, None] = {}
         self.running: dict[ConnectedClient, None] = {}
         """Open connections, and those whose handler runs; as dicts, for the same order in each run of a program."""
@@ -99,10 +103,14 @@ class Service:
             del self._per_client[connection.client]
         self.note_quiet()
 
-    def handler_of(self, request: HttpRequest, side: Side, transport: asyncio.BaseTransport) -> Handler:
+    def handler_of(
+        self, request: HttpRequest, response: Response, side: Side, transport: asyncio.BaseTransport
+    ) -> Handler:
         """The handler of a request that came in by `transport`. Raises `RequestError`. While the server drains, clients
         whose connection it had accepted before, and who could not know, still get an answer to their first request."""
         self._num_served += 1
+        if side != "admin" and (preflight := self._cors.admit(request, response)) is not None:
+            return preflight
         if self.lifecycle.draining and not request.opens:
             raise self.lifecycle.refusal()
         if request.path == CHALLENGE_PATH and request.method == "GET":

@@ -13,7 +13,7 @@ from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 
 from kvferry.core.errors import RequestError
-from kvferry.core.messages.openai import error_envelope
+from kvferry.core.messages.dialects import dialect_of
 from kvferry.http.headers import RawHeaders
 from kvferry.http.server.response import answer_headers
 
@@ -92,14 +92,14 @@ def passed_on(message: Message, mode: int) -> Message:
     return ext_proc.ProcessingResponse(response_body=_streamed(body.body, body.end_of_stream))
 
 
-def refusal(error: RequestError) -> Message:
-    """The client's answer, without any instance."""
+def refusal(error: RequestError, path: str, request_id: str) -> Message:
+    """The client's answer to a request for `path`, without any instance."""
     headers = [(b"content-type", b"application/json"), *answer_headers(error)]
     return ext_proc.ProcessingResponse(
         immediate_response=ext_proc.ImmediateResponse(
             status=http_status_pb2.HttpStatus(code=error.status),
             headers=ext_proc.HeaderMutation(set_headers=_options(headers)),
-            body=error_envelope(error),
+            body=dialect_of(path).body(error, request_id),
             details="kvferry_picker",
         )
     )

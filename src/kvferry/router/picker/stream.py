@@ -66,7 +66,7 @@ class ProcessedRequest:
 
     async def _refuse(self, error: RequestError) -> None:
         self._status = error.status
-        await self._stream.write(messages.refusal(error))
+        await self._stream.write(messages.refusal(error, self._path, self._id))
 
     async def _choose(self) -> None:
         """Tell the gateway where the request goes, and give it the body. Raises `RequestError`: the client's answer."""
@@ -85,6 +85,8 @@ class ProcessedRequest:
             body, has_trailers = await self._read_body(self._slot)
             request = msgspec.structs.replace(request, body=body)
         parsed = router.endpoints.read(request, public)
+        request = request.named_by(parsed)
+        self._id = request.request_id.decode()
         tenant = router.tenants.find(client.encode(), request.headers, parsed)
         await router.take_turn(tenant, request.path, parsed)
         self._tenant = tenant

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.core.errors import TransferError
 from kvferry.core.keys import Purpose
-from kvferry.http.headers import RawHeaders
+from kvferry.http.headers import KEY_HEADERS, RawHeaders
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance
 from kvferry.router.metrics import Metrics
@@ -68,7 +68,7 @@ class Releases:
         to its connector, which gives it up at P.
         """
         body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": ticket}
-        allowed = [(name, value) for name, value in client_headers if name == b"authorization"]
+        allowed = [(name, value) for name, value in client_headers if name in KEY_HEADERS]
         self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
     def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:

@@ -1,0 +1,91 @@
+"""How an error is written on each path: as the API of that path has it, so that its official clients raise it.
+
+OpenAI's error object everywhere but below `/v1/messages`, which is Anthropic's API. The events of `/v1/responses` are
+typed, unlike OpenAI's other streams, and none of them is `[DONE]`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvferry.core.errors import RequestError
+from kvferry.core.messages.openai import SSE_DONE, error_body, error_envelope, sse_event
+
+
+class ErrorDialect(Protocol):
+    """The errors of one API."""
+
+    def body(self, error: RequestError, request_id: str) -> bytes:
+        """The JSON body of an answer that is this error."""
+
+    def stream_end(self, error: RequestError, request_id: str) -> bytes:
+        """The last bytes of a stream of events that ends with this error."""
+
+
+class OpenAIErrors:
+    """`{"error": {…}}`; in a stream as data without an event's name, followed by `[DONE]`."""
+
+    def body(self, error: RequestError, request_id: str) -> bytes:
+        return error_envelope(error)
+
+    def stream_end(self, error: RequestError, request_id: str) -> bytes:
+        return sse_event(error_envelope(error)) + SSE_DONE
+
+
+class ResponsesEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The event `error` of a stream of `/v1/responses`. Clients raise if there is `error`; others read the rest."""
+
+    error: dict[str, str | None]
+    code: str | None
+    message: str
+    param: str | None
+
+
+class ResponsesErrors(OpenAIErrors):
+    """OpenAI's, with a typed event in streams."""
+
+    def stream_end(self, error: RequestError, request_id: str) -> bytes:
+        body = error_body(error)
+        event = ResponsesEvent(msgspec.structs.asdict(body), body.code or body.type, body.message, body.param)
+        return b"event: error\n" + sse_event(msgspec.json.encode(event))
+
+
+class AnthropicErrors:
+    """`{"type": "error", "error": {"type": …, "message": …}, "request_id": …}`; in a stream as the event `error`."""
+
+    def body(self, error: RequestError, request_id: str) -> bytes:
+        body = {
+            "type": "error",
+            "error": {"type": _anthropic_type(error.status), "message": error_body(error).message},
+            "request_id": request_id,
+        }
+        return msgspec.json.encode(body)
+
+    def stream_end(self, error: RequestError, request_id: str) -> bytes:
+        return b"event: error\n" + sse_event(self.body(error, request_id))
+
+
+_OPENAI, _RESPONSES, _ANTHROPIC = OpenAIErrors(), ResponsesErrors(), AnthropicErrors()
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic_type(status: int) -> str:
+    return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def dialect_of(path: str) -> ErrorDialect:
+    """The dialect of a path, which has no query."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return _ANTHROPIC
+    return _RESPONSES if path == "/v1/responses" else _OPENAI
