@@ -35,8 +35,8 @@ def typed(name: str, data: str) -> bytes:
 
 async def cut_message(peer: Peer, request: Request, body: Any) -> Response:
     """The connection breaks within the answer of an instance that speaks Anthropic's API."""
-    start = """{"type": "message_start", "message": {"id": "msg_1", "type": "message", "role": "assistant", "content": [],
-        "model": "m", "stop_reason": null, "stop_sequence": null, "usage": {"input_tokens": 3, "output_tokens": 0}}}"""
+    start = """{"type": "message_start", "message": {"id": "msg_1", "type": "message", "role": "assistant",
+        "content": [], "model": "m", "stop_reason": null, "stop_sequence": null, "usage": {"input_tokens": 3, "output_tokens": 0}}}"""
     delta = '{"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "The dose is 5"}}'
     begin = '{"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}'
     return Cut(
@@ -72,11 +72,15 @@ def anthropic_client(url: str, key: str = "k") -> AsyncAnthropic:
 
 async def test_a_cut_message_is_an_error_to_anthropics_client() -> None:
     async with served(cut_message) as (_, url), anthropic_client(url) as client:
-        pieces = []
-        with pytest.raises(APIStatusError, match="incomplete") as caught:
+        pieces: list[str] = []
+
+        async def read() -> None:
             async with client.messages.stream(**MESSAGES) as stream:
                 async for text in stream.text_stream:
                     pieces.append(text)
+
+        with pytest.raises(APIStatusError, match="incomplete") as caught:
+            await read()
         assert "".join(pieces) == "The dose is 5"
         body = caught.value.body
         assert isinstance(body, dict)
@@ -88,10 +92,14 @@ async def test_a_cut_response_is_an_error_to_openais_client() -> None:
         served(cut_response) as (_, url),
         AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
     ):
-        pieces = []
+        pieces: list[str] = []
+
+        async def read() -> None:
+            async for received in await client.responses.create(model="m", input="How much?", stream=True):
+                pieces.append(getattr(received, "delta", ""))
+
         with pytest.raises(APIError, match="incomplete"):
-            async for one in await client.responses.create(model="m", input="How much?", stream=True):
-                pieces.append(getattr(one, "delta", ""))
+            await read()
         assert pieces == ["The dose is 5"]
 
 

@@ -164,7 +164,7 @@ class Router:
                 request.method, request.target, path, headers, request.first, body, request.id.encode(), arrived
             )
             parsed = self.endpoints.read(asked, public)
-            if (named := asked.named_by(parsed)) is not asked:
+            if (named := self.endpoints.named(asked, parsed)) is not asked:
                 asked, request.id = named, named.request_id.decode()
             if path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import msgspec
+
 from kvferry.api.decoding import require_json
 from kvferry.core.errors import InvalidRequest, PeerLost
+from kvferry.core.messages.openai import sane_request_id
 from kvferry.http.headers import RawHeaders, header_lines
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
@@ -57,6 +60,15 @@ class Endpoints:
         if request.first.get(b"content-type") != JSON[1] or b"content-encoding" in request.first:
             require_json(_text(request, b"content-type"), _text(request, b"content-encoding"))
         return RequestBody.parse(request.body, trust_tickets=self._services.config.trust_client_tickets)
+
+    def named(self, request: ClientRequest, body: RequestBody | bytes | None) -> ClientRequest:
+        """The request under the `request_id` of its body, as vLLM reads it where no header names the request."""
+        if REQUEST_ID in request.first or not isinstance(body, RequestBody):
+            return request
+        value = body.get("request_id")
+        if not isinstance(value, str):
+            return request
+        return msgspec.structs.replace(request, request_id=sane_request_id(value).encode())
 
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
         """One instance answers the request as it is. A request that may have been started is repeated only if it

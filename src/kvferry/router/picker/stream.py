@@ -85,7 +85,7 @@ class ProcessedRequest:
             body, has_trailers = await self._read_body(self._slot)
             request = msgspec.structs.replace(request, body=body)
         parsed = router.endpoints.read(request, public)
-        request = request.named_by(parsed)
+        request = router.endpoints.named(request, parsed)
         self._id = request.request_id.decode()
         tenant = router.tenants.find(client.encode(), request.headers, parsed)
         await router.take_turn(tenant, request.path, parsed)
