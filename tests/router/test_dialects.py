@@ -36,7 +36,8 @@ def typed(name: str, data: str) -> bytes:
 async def cut_message(peer: Peer, request: Request, body: Any) -> Response:
     """The connection breaks within the answer of an instance that speaks Anthropic's API."""
     start = """{"type": "message_start", "message": {"id": "msg_1", "type": "message", "role": "assistant",
-        "content": [], "model": "m", "stop_reason": null, "stop_sequence": null, "usage": {"input_tokens": 3, "output_tokens": 0}}}"""
+        "content": [], "model": "m", "stop_reason": null, "stop_sequence": null,
+        "usage": {"input_tokens": 3, "output_tokens": 0}}}"""
     delta = '{"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "The dose is 5"}}'
     begin = '{"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}'
     return Cut(

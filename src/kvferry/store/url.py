@@ -47,8 +47,10 @@ class StoreUrl:
 def parse_store_url(text: str, schemes: frozenset[str]) -> StoreUrl:
     """Parse a URL. Raises `ConfigError`, which names the nearest one of `schemes` if there is one."""
     address, _, query = text.partition("?")
-    options = _options(text, query)
     scheme, colon, location = address.partition(":")
+    if location.startswith("//:") and "@" in query:
+        raise ConfigError(f"store {_shown(text)!r}: a ? in a password is written as %3F, or use password_file")
+    options = _options(text, query)
     if scheme in schemes and colon:
         return StoreUrl(scheme, location, options)
     if _CLASS.fullmatch(address) and ("." in scheme or not get_close_matches(scheme, schemes, n=1, cutoff=0.7)):

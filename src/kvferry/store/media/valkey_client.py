@@ -6,6 +6,7 @@ The only place of the stores that imports the `valkey` package. Importing this r
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,17 @@ MAX_CONNECTIONS = 64
 DAY_S = 86400.0
 MAX_SAID = 300
 """Most characters of a server's error message that are shown."""
+CLUSTER_HINT = (
+    "; kvferry keeps all blocks of a layout on one server and follows no redirections: name a server without cluster"
+    " mode, a managed service's endpoint for clients without it, or the proxy before the cluster"
+)
+ENCODE_HINT = (
+    "has a character that must be percent-encoded in a URL (/ is %2F, # is %23, ? is %3F, @ is %40); or use"
+    " password_file"
+)
+_OF_CLUSTERS = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT")
+_PLAIN = re.compile(r"[^/?#\[\]\s]*")
+"""A user and a password as a URL has them."""
 FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
 
 
@@ -66,8 +78,8 @@ def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
     location = location[2:] if location.startswith("///") else location
     scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
-    if scheme != "unix:" and not location.startswith("//"):
-        raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
+    if scheme != "unix:":
+        _check_address(location)
     try:
         return client.BlockingConnectionPool.from_url(
             url,
@@ -80,6 +92,22 @@ def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         )
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
+
+
+def _check_address(location: str) -> None:
+    """Raise `ConfigError` for an address that the client would read otherwise than it was meant, and so connect to
+    another host: a part of the password."""
+    if not location.startswith("//"):
+        raise ConfigError("store: a server is named as valkey://host:port, or unix:///path/to.socket")
+    credentials, _, server = location[2:].rpartition("@")
+    if not _PLAIN.fullmatch(credentials):
+        raise ConfigError(f"store: the user or password for {server} {ENCODE_HINT}")
+    port = server.partition("/")[0].rpartition("]")[2].rpartition(":")[2]
+    if ":" in server.rpartition("]")[2] and not port.isdecimal():
+        raise ConfigError(f"store: the port of a server is a number: valkey://host:6379; a password {ENCODE_HINT}")
+    database = server.partition("/")[2]
+    if database and not database.isdecimal():
+        raise ConfigError(f"store: the database of a server is a number, not {database!r}: valkey://host:port/0")
 
 
 def _tls_files(options: ValkeyOptions) -> dict[str, str]:
@@ -115,6 +143,8 @@ async def translated_errors(where: str) -> AsyncIterator[None]:
         raise StoreError(f"cannot reach the server at {where}: {error}") from error
     except exceptions.ValkeyError as error:
         said = str(error).rpartition("caused error: ")[2][:MAX_SAID]  # what is before it is the whole command
+        if isinstance(error, exceptions.AskError | exceptions.ClusterDownError) or said.startswith(_OF_CLUSTERS):
+            raise StoreError(f"the server at {where} is a node of a cluster ({said}){CLUSTER_HINT}") from None
         if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in said:
             raise StoreFull(f"the server at {where} is full: {said}{FULL_HINT}") from None
         raise StoreError(f"the server at {where}: {said}") from None
