@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.cache_places import PLACE
-from kvferry.core.compiled import NotCompiled, compiled
+from kvferry.core.compiled import SWITCH, NotCompiled, compiled, report_missing_compiler
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 
@@ -112,3 +112,17 @@ def test_no_compiler_says_what_to_do(source: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NotCompiled, match="install g\\+\\+"):
         compiled([source], ["-O1"])
+
+
+def test_a_missing_compiler_is_reported_once_for_all_processes(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv(SWITCH, "1")
+    report_missing_compiler()
+    report_missing_compiler()
+    [record] = caplog.records
+    assert "no C++ compiler on the PATH; install g++" in record.getMessage()
+    with pytest.raises(NotCompiled) as reason:
+        compiled([source], [])
+    assert str(reason.value) == "", "this process, and those that inherit its environment, say nothing more"

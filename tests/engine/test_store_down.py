@@ -66,7 +66,7 @@ def hand_offs(
     def hand_off(pair: Pair) -> bool:
         prompt, expected = next(rest)
         before = pair.decode.statistics().external.num_external_hits
-        require_same([expected], pair.run([prompt], GREEDY, "sequential"))
+        require_same([expected], pair.run([prompt], GREEDY, "sequential", must_load=False))
         return pair.decode.statistics().external.num_external_hits > before
 
     with pair_of(model, place.connector, extra=extra, **SETTINGS) as pair:

@@ -114,7 +114,7 @@ def test_hand_offs_through_it(
     connector, extra = extra_of(name, tmp_path, request)
     settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 40}
     with pair_of(alone["model"], connector, extra=extra, prefill=settings, decode={"block_size": BLOCK_SIZE}) as pair:
-        require_same(alone["greedy"], pair.run(alone["prompts"], GREEDY, form))
+        require_same(alone["greedy"], pair.run(alone["prompts"], GREEDY, form, must_load="far too small" not in name))
         pair.settle()
 
 

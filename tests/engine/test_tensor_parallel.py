@@ -165,7 +165,7 @@ def test_a_ticket_that_forgets_ranks_is_refused_and_recomputed(
         model, "P2pConnector", extra={}, prefill={**settings, "tensor_parallel_size": 2}, decode=settings
     ) as pair:
         monkeypatch.setattr(pair.prefill.executor, "addresses", pair.prefill.addresses[:1])
-        require_same(expected, pair.run(prompts, GREEDY, "concurrent"))
+        require_same(expected, pair.run(prompts, GREEDY, "concurrent", must_load=False))
         assert pair.decode.statistics().external.num_load_failures == {"AuthenticationFailed": len(prompts)}
 
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import NoReturn
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.compiled import report_missing_compiler
 from kvferry.core.machine import require_room
 from kvferry.core.process_end import ending_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
@@ -69,6 +70,8 @@ class AttendedFleet:
         cannot be run here."""
         try:
             remove_leftovers()
+            if self._fleet.backend.kind == "local":
+                report_missing_compiler()
             parent = memory_folder() or gettempdir()
             require_room(Path(parent), _SHARED_BYTES, "what the processes share, and log, needs at least 4 MiB")
             with TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:

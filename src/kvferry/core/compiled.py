@@ -52,10 +52,27 @@ def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str
         raise NotCompiled(str(error)) from error
 
 
-def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str], depends_on: str) -> Path:
+def find_compiler() -> str:
+    """The path of the C++ compiler. Raises `OSError` where there is none that can be used."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None or platform.system() != "Linux":
         raise OSError("no C++ compiler on the PATH; install g++, or name one with CXX")
+    return compiler
+
+
+def report_missing_compiler() -> None:
+    """Log a missing compiler once for all processes that this one starts: none of them looks for it again, or warns."""
+    if os.environ.get(SWITCH) == "0":
+        return
+    try:
+        find_compiler()
+    except OSError as error:
+        os.environ[SWITCH] = "0"
+        logger.warning("kernels, copies and streams run in Python, which is slower: %s", error)
+
+
+def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str], depends_on: str) -> Path:
+    compiler = find_compiler()
     command = [compiler, *flags, "-shared", "-fPIC", str(sources[0]), *linked]
     name = f"{_fingerprint(compiler, sources, command, depends_on)}.so"
     target = _place(name) / name

@@ -28,7 +28,10 @@ INSTANCE_VARIABLE = environment.INSTANCE_NAME
 _HELPER_VARIABLE, _HELPER_FORMAT_VARIABLE = "KVFERRY_HELPER_NAME", "KVFERRY_HELPER_LOG_FORMAT"
 
 _request_id: ContextVar[str] = ContextVar("kvferry_request_id", default="")
-_QUIET = ("uvicorn", "asyncio", "httpx", "httpcore", "filelock", "urllib3", "huggingface_hub", "transformers")
+_QUIET = (
+    *("uvicorn", "asyncio", "httpx", "httpcore", "filelock", "urllib3", "huggingface_hub", "transformers"),
+    *("matplotlib", "fontTools", "PIL"),
+)
 """Loggers of other packages, of which only warnings and errors are shown."""
 
 

@@ -56,7 +56,7 @@ def read_traffic(path: Path) -> list[Arrival]:
             begin = file.read(_BEGIN)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
-    is_json = begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+    is_json = begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
     found = _mooncake(path) if is_json else _azure(path)
     first = next(found, None)
     if first is None:

@@ -48,3 +48,8 @@ def test_bad_json_is_a_config_error(text: str) -> None:
 def test_bad_role_lists_the_field() -> None:
     with pytest.raises(ConfigError, match="kv_role"):
         parse_transfer_config('{"kv_connector": "P2pConnector", "kv_role": "producer"}')
+
+
+def test_a_role_is_named_by_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="kv_role: 'producer' is not a known value; did you mean 'kv_producer'"):
+        parse_transfer_config('{"kv_connector": "P2pConnector", "kv_role": "producer"}')

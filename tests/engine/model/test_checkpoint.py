@@ -224,6 +224,11 @@ def test_a_file_that_ends_early_is_named(folder: Path, keep: int) -> None:
     assert f"{str(path)!r} cannot be read" in refusal_of(folder)
 
 
+def test_a_git_lfs_pointer_is_named_as_such(folder: Path) -> None:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n")
+    assert "is a Git LFS pointer and not the weights; run `git lfs pull`" in refusal_of(folder)
+
+
 def test_a_model_without_room_for_an_answer_is_refused(folder: Path) -> None:
     change_config(folder, max_position_embeddings=1)
     with pytest.raises(KvferryError, match=r"max_position_embeddings .* is 1"):

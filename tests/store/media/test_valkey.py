@@ -53,5 +53,5 @@ def test_a_node_of_a_cluster_is_named_as_such() -> None:
             await store.close()
 
     with closing(ValkeyServer("--cluster-enabled", "yes")) as server:
-        with pytest.raises(StoreError, match="is a node of a cluster .*name a server without cluster mode"):
+        with pytest.raises(StoreError, match=r"is a node of a cluster .*name a server without cluster mode"):
             asyncio.run(put())

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
+from kvferry.sim.traffic import read_traffic
 from kvferry.store.trace.records import MAX_LINE_BYTES, TraceRequest, read_trace, write_trace
 
 LINE = b'{"timestamp": 27482, "input_length": 1000, "output_length": 52, "hash_ids": [46, 47]}\n'
@@ -44,6 +45,16 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, second: bytes, what:
     path.write_bytes(LINE + second)
     with pytest.raises(ConfigError, match=what):
         list(read_trace(path))
+
+
+@pytest.mark.parametrize("text", ['[{"timestamp": 0}]', "[\n{}\n]"])
+def test_a_json_array_is_named_as_such(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"a JSON array, instead of one object in each line; .* jq -c '\.\[\]'"):
+        list(read_trace(path))
+    with pytest.raises(ConfigError, match="a JSON array"):
+        read_traffic(path)
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def demo(
         # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
         instance=InstanceSpec(served_model_name=("demo",)),
-        listen=Listen(port=port),
+        # Without --keep, this command is the only client, and no longer waits for answers when it is told to end.
+        listen=Listen(port=port) if keep else Listen(port=port, grace_s=0.0),
         log=logs,
     )
     check_before_start(told.engine, told.choice, told.listen, told.access)

@@ -130,7 +130,7 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
         engine=engine,
         instance=InstanceSpec(served_model_name=(_NAME,)),
         router=RouterConfig(disaggregate_from=str(HANDED_OVER)),
-        listen=Listen(port=0),
+        listen=Listen(port=0, grace_s=0.0),  # the only client is this command, which no longer waits for answers
         log=log,
     )
     check_before_start(told.engine, told.choice, told.listen, told.access, told.spec, told.router)

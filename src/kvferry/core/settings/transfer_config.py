@@ -10,7 +10,7 @@ import msgspec
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import MOST_BYTES, Bounds
-from kvferry.core.settings.options import unknown_key
+from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.core.strict_json import STRICT
 
 BUFFER = Bounds(0, MOST_BYTES, above=True)
@@ -80,6 +80,9 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
     try:
         config = msgspec.convert(raw, KVTransferConfig)
     except msgspec.ValidationError as error:
+        for field in msgspec.structs.fields(KVTransferConfig):
+            if field.name in raw:  # a message that names the known values
+                read_value(f"--kv-transfer-config: {field.name}", raw[field.name], field.type)
         raise ConfigError(f"--kv-transfer-config: {error}") from error
     _require_bounds(config)
     return config

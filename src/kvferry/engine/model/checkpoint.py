@@ -26,8 +26,8 @@ def require_complete(found: Mapping[str, Any], model: str) -> None:
     wrong = [problem for problem in problems if problem]
     if wrong:
         raise ConfigError(
-            f"the weights are not those of this model: {'; '.join(wrong)}. Give the checkpoint's own config.json and"
-            " all of its safetensors files"
+            f"the weights are not those of this model: {'; '.join(wrong).rstrip('.')}. Give the checkpoint's own"
+            " config.json and all of its safetensors files"
         )
 
 

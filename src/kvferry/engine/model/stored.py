@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The settings of it that apply to requests without their own."""
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _FLOATS = ("F", "BF")
 """How the names of floating-point dtypes begin; all others are integers, booleans and complex numbers."""
 
@@ -101,7 +103,18 @@ def _tensors(path: Path) -> Iterator[tuple[str, str]]:
         with safe_open(path, framework="pt") as file:
             yield from [(name, str(file.get_slice(name).get_dtype())) for name in file.keys()]  # noqa: SIM118 - no dict
     except (SafetensorError, OSError) as error:
+        if _is_lfs_pointer(path):
+            raise ConfigError(
+                f"{str(path)!r} is a Git LFS pointer and not the weights; run `git lfs pull` in its directory"
+            ) from error
         raise ConfigError(f"{str(path)!r} cannot be read: {error}; copy or download it again") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """True if a clone without Git LFS has left a short text in place of the file."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return False
 
 
 def _same(tensor: str, one: Path, other: Path) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, InvalidRequest
+from kvferry.core.settings.options import read_options
 from kvferry.core.settings.toml_file import read_toml
 from kvferry.http.headers import RawHeaders, find_header, require_key
 from kvferry.router.body import RequestBody
@@ -304,13 +305,12 @@ def _share(limits: Limits, num_workers: int) -> Limits:
 
 
 def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
-    try:
-        given = msgspec.convert(table, dict[str, Any])
-        found = msgspec.convert({**msgspec.structs.asdict(limits), **given}, Limits)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--tenants-file {path}, [{name}]: {error}") from error
+    where = f"--tenants-file {path}, [{name}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is not a table; write the limits of a tenant below a line [{name}]")
+    found = read_options(Limits, {**msgspec.structs.asdict(limits), **table}, where)
     for key in found.api_key:
-        require_key(key, f"--tenants-file {path}, [{name}]")
+        require_key(key, where)
     return found
 
 

@@ -52,6 +52,11 @@ def read_trace(path: Path, on_read: Callable[[int], None] = lambda _: None) -> I
         try:
             request = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            if number == 1 and line.lstrip().startswith(b"["):
+                raise ConfigError(
+                    f"{path}, line {number}: a JSON array, instead of one object in each line; write it as lines with"
+                    f" jq -c '.[]' {path}"
+                ) from error
             raise ConfigError(f"{path}, line {number}: {error}; each line must be {_EXAMPLE}") from error
         if request.timestamp < last:
             raise ConfigError(
