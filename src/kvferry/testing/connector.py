@@ -52,17 +52,17 @@ P_AND_D = ("kv_producer", "kv_consumer")
 
 
 @dataclass(frozen=True)
-class Loads:
+class DecodeLoads:
     """What D has loaded through the connector: tokens whose load has begun, and failures by error."""
 
     num_tokens: int
     failures: dict[str, int]
 
-    def since(self, before: Loads) -> Loads:
+    def since(self, before: DecodeLoads) -> DecodeLoads:
         """The difference."""
         grown = {error: number - before.failures.get(error, 0) for error, number in self.failures.items()}
         failures = {error: number for error, number in grown.items() if number}
-        return Loads(self.num_tokens - before.num_tokens, failures)
+        return DecodeLoads(self.num_tokens - before.num_tokens, failures)
 
 
 class EnginePair:
@@ -128,18 +128,18 @@ class EnginePair:
         assert loaded.num_tokens or loaded.failures, "the prompt was computed, and nothing says why"
 
     @contextmanager
-    def _watched(self) -> Iterator[list[Loads]]:
+    def _watched(self) -> Iterator[list[DecodeLoads]]:
         """Gives a list to which the loads of the body are added at its end."""
-        before, loads, self._is_watched = self._loads(), list[Loads](), True
+        before, loads, self._is_watched = self._loads(), list[DecodeLoads](), True
         try:
             yield loads
         finally:
             self._is_watched = False
         loads.append(self._loads().since(before))
 
-    def _loads(self) -> Loads:
+    def _loads(self) -> DecodeLoads:
         external = self.decode.statistics().external
-        return Loads(external.num_external_hits, external.num_load_failures)
+        return DecodeLoads(external.num_external_hits, external.num_load_failures)
 
     def add(self, engine: Engine, name: str, prompt: list[int], hand_off: HandOff = None) -> None:
         """A request; a prefill for another instance generates one token."""
