@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvferry.core.errors import LeakError
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.queues import SequenceQueues
+from kvferry.engine.queues import RemovableHeap, SequenceQueues
 from kvferry.engine.sequence import Meeting, Sequence, Status
 
 
@@ -65,3 +67,47 @@ def test_what_is_left_in_a_queue_is_a_leak() -> None:
     queues.enqueue(sequence("one", 1))
     with pytest.raises(LeakError, match="have ended"):
         queues.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_leaves_the_others_keep_their_order(seed: int) -> None:
+    rng, queues = random.Random(seed), SequenceQueues()
+    waiting = [sequence(str(order), order, priority=rng.randrange(3)) for order in range(300)]
+    for number, added in enumerate(waiting):
+        queues.enqueue(added)
+        queues.expect(added, float(rng.randrange(50)))
+        if number % 3 == 2:
+            queues.put_back([queues.next_waiting()])
+    gone = rng.sample(waiting, rng.randrange(300))
+    for left in gone:
+        queues.leave(left)
+        left.status = Status.FINISHED
+    stay = sorted((one for one in waiting if one not in gone), key=lambda one: one.rank)
+    assert queues.num_waiting == len(stay)
+    assert [queues.next_waiting() for _ in stay] == stay
+    assert set(queues.take_expired(49.0)) == set(stay)
+    queues.check()
+
+
+def test_what_is_left_behind_of_those_who_left_is_bounded() -> None:
+    heap = RemovableHeap[float]()
+    for order in range(5000):
+        added = sequence(str(order), order)
+        heap.push(float(order), added)
+        heap.remove(added)
+        assert heap.num_entries <= heap.MIN_LEFT_BEHIND + 1
+    assert len(heap) == 0
+    assert heap.first_key() is None
+
+
+def test_deadlines_pass_in_their_order_wherever_the_sequence_is() -> None:
+    queues, [waits, runs, loads, ended] = SequenceQueues(), [sequence(str(order), order) for order in range(4)]
+    for one, deadline in ((waits, 3.0), (runs, 1.0), (loads, 2.0), (ended, 0.5)):
+        queues.expect(one, deadline)
+    queues.enqueue(waits)
+    queues.start(runs)
+    queues.leave(ended)
+    assert queues.take_expired(0.9) == []
+    assert queues.take_expired(2.0) == [runs, loads]
+    assert queues.take_expired(2.0) == []
+    assert queues.take_expired(3.0) == [waits]

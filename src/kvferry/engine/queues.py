@@ -1,4 +1,4 @@
-"""Which sequences wait for their turn, and which run.
+"""Which sequences wait for their turn, which run, and whose deadline is next.
 
 Owns both queues, and with them the statuses WAITING and RUNNING. It does not know blocks, budgets or connectors; a
 sequence that waits for its KV is in neither queue.
@@ -8,16 +8,67 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
+from typing import Generic, TypeVar
 
 from kvferry.core.errors import LeakError
 from kvferry.engine.sequence import Sequence, Status
+
+Key = TypeVar("Key", tuple[int, int], float)
+
+
+class RemovableHeap(Generic[Key]):
+    """Sequences by a key, the lowest first. To remove one takes no search: its entry is left behind, and dropped when
+    it comes to the top, or with all others when most entries have been left behind."""
+
+    MIN_LEFT_BEHIND = 64
+    """Number of entries that may always be left behind."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Key, int]] = []
+        """Keys, and `Sequence.order`: what is left behind keeps no sequence in memory."""
+        self._members: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries in memory, those of removed sequences included."""
+        return len(self._entries)
+
+    def push(self, key: Key, sequence: Sequence) -> None:
+        """Add a sequence that is not in it. Of equal keys, the request that came first is first."""
+        self._members[sequence.order] = sequence
+        heapq.heappush(self._entries, (key, sequence.order))
+
+    def pop(self) -> Sequence:
+        """Take out the first sequence. There must be one."""
+        while True:
+            _, order = heapq.heappop(self._entries)
+            if (sequence := self._members.pop(order, None)) is not None:
+                return sequence
+
+    def first_key(self) -> Key | None:
+        """The lowest key; None if it is empty."""
+        while self._entries and self._entries[0][1] not in self._members:
+            heapq.heappop(self._entries)
+        return self._entries[0][0] if self._entries else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence for good, if it is there: it must not be pushed again."""
+        if self._members.pop(sequence.order, None) is None:
+            return
+        if len(self._entries) - len(self._members) > len(self._members) + self.MIN_LEFT_BEHIND:
+            self._entries = [entry for entry in self._entries if entry[1] in self._members]
+            heapq.heapify(self._entries)
 
 
 class SequenceQueues:
     """The most urgent sequence (`Sequence.rank`) comes first in both queues."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting = RemovableHeap[tuple[int, int]]()
+        self._deadlines = RemovableHeap[float]()
         self._running: list[Sequence] = []
 
     @property
@@ -37,12 +88,12 @@ class SequenceQueues:
 
     def next_waiting(self) -> Sequence:
         """Take the most urgent waiting sequence out of its queue. There must be one."""
-        return heapq.heappop(self._waiting)[1]
+        return self._waiting.pop()
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences back that `next_waiting` took out and that still wait."""
         for sequence in sequences:
-            heapq.heappush(self._waiting, (sequence.rank, sequence))
+            self._waiting.push(sequence.rank, sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Add it to the running sequences. It must be in neither queue."""
@@ -67,15 +118,28 @@ class SequenceQueues:
         self._running = [other for other in self._running if other is not sequence]
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence that is about to end out of the queue that it is in, if any."""
+        """Take a sequence that is about to end out of the queue that it is in, if any, and forget its deadline."""
+        self._deadlines.remove(sequence)
         match sequence.status:
             case Status.RUNNING:
                 self.stop(sequence)
             case Status.WAITING:
-                self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
-                heapq.heapify(self._waiting)
+                self._waiting.remove(sequence)
+
+    # Deadlines.
+
+    def expect(self, sequence: Sequence, deadline: float) -> None:
+        """Note until when (s, monotonic) a new sequence may take, wherever it is."""
+        self._deadlines.push(deadline, sequence)
+
+    def take_expired(self, now: float) -> list[Sequence]:
+        """Sequences whose deadline has passed, each once."""
+        expired: list[Sequence] = []
+        while (deadline := self._deadlines.first_key()) is not None and deadline <= now:
+            expired.append(self._deadlines.pop())
+        return expired
 
     def check(self) -> None:
         """Raise `LeakError` if a queue is not empty. To be called when no request is left."""
-        if self._waiting or self._running:
+        if self._waiting or self._running or self._deadlines:
             raise LeakError("the queues hold sequences that have ended")

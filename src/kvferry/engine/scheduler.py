@@ -132,6 +132,8 @@ class Scheduler:
         self._order += 1
         sequence = self._sequence(request, self._order)
         self._sequences[request.request_id] = sequence
+        if request.deadline is not None:
+            self._queues.expect(sequence, request.deadline)
         with self._isolated(sequence):
             self._begin(sequence)
 
@@ -545,12 +547,6 @@ class Scheduler:
             self._finish(sequence, "error", error=failure)
 
     def _expire(self) -> None:
-        now = self._clock.monotonic()
-        late = [
-            sequence
-            for sequence in self._sequences.values()
-            if sequence.request.deadline is not None and sequence.request.deadline <= now
-        ]
-        for sequence in late:
+        for sequence in self._queues.take_expired(self._clock.monotonic()):
             error = DeadlineExceeded(f"the request's deadline passed after {sequence.num_output_tokens} tokens")
             self._finish(sequence, "error", error=error)

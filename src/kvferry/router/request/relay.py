@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import PeerLost
@@ -75,11 +75,11 @@ class Relay:
 
     def headers(self, leg: Leg, *, with_length: bool = True) -> RawHeaders:
         """The answer's headers as the client gets them."""
-        found = for_client(leg.head.headers, with_length=with_length)
-        if self._addresses.may_be_in(b"\n".join([value for _, value in found])):
-            names_one = self._addresses.pattern().search
-            found = [one for one in found if not names_one(one[1])]
-        return found
+        headers = for_client(leg.head.headers, with_length=with_length)
+        search = self._addresses.pattern().search
+        if search(b"\n".join([value for _, value in headers])):  # one search: most answers name no instance
+            headers = [header for header in headers if not search(header[1])]
+        return headers
 
     def hide(self, text: bytes) -> bytes:
         """The text without addresses of instances, in the same length."""
@@ -122,8 +122,6 @@ class _Addresses:
         self._pools, self._clock = pools, clock
         self._revision = -1
         self._hosts: set[str] = set()
-        self._names: list[bytes] = []
-        """All hosts that are looked for."""
         self._left: dict[str, float] = {}
         """Hosts at which no instance is any more, and until when they are looked for."""
         self._pattern = _NOTHING
@@ -136,20 +134,15 @@ class _Addresses:
             self._left |= dict.fromkeys(self._hosts - hosts, now + _REMEMBERED_S)
             self._left = {host: until for host, until in self._left.items() if until > now and host not in hosts}
             self._hosts = hosts
-            self._names = [host.encode() for host in hosts | self._left.keys()]
-            self._pattern = _finding(self._names)
+            self._pattern = address_pattern(hosts | self._left.keys())
         return self._pattern
 
-    def may_be_in(self, text: bytes) -> bool:
-        """Whether one may be there. Most texts have none, and this is several times as fast as the pattern."""
-        self.pattern()
-        return any(map(text.__contains__, self._names))
 
-
-def _finding(hosts: list[bytes]) -> re.Pattern[bytes]:
+def address_pattern(hosts: Collection[str]) -> re.Pattern[bytes]:
+    """Finds any of these hosts in a text, with or without scheme and port."""
     if not hosts:
         return _NOTHING
-    names = b"|".join(map(re.escape, sorted(hosts, key=len, reverse=True)))
+    names = b"|".join(re.escape(host.encode()) for host in sorted(hosts, key=len, reverse=True))
     return re.compile(rb"(?<![\w.:-])(?:https?://)?\[?(?:%b)\]?(?::\d+)?(?![\w-]|\.\w)" % names)
 
 
