@@ -126,6 +126,33 @@ MAX_FIELD_BYTES = {
 """Longest JSON texts of fields that are nothing like a prompt; what is not named here is as long as a body may be."""
 
 
+KeyList = Annotated[
+    list[Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "null"},
+                    {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}]}},
+                ]
+            }
+        }
+    ),
+]
+"""Keys of KV, for one prompt or for each. What they may be is decided by `core.messages.kv_keys`, wherever they are."""
+
+TokenList = Annotated[
+    list[Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {"anyOf": [{"type": "integer"}, {"type": "null"}, {"type": "array", "items": {"type": "integer"}}]}
+        }
+    ),
+]
+"""Token ids of a prompt's prefix, for one prompt or for each."""
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream carries beside the answer."""
 
@@ -172,6 +199,11 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
     priority: Integer | None = None
     request_id: Name | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prefix_prompt_ids: TokenList | None = None
+    kvcache_store_keys: KeyList | None = None
+    kvcache_load_keys: KeyList | None = None
+    kvcache_ttl_s: float | None = None
+    kvcache_wait_s: float | None = None
 
     timeout: Seconds | None = None
     """Seconds after which the request ends with 400 and the code `deadline_exceeded`."""

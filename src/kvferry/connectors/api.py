@@ -32,6 +32,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.hand_off import HandOff, PrefillResult, Ticket
 from kvferry.core.messages.instance_facts import TicketKinds
+from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.transport.memory import BlockMemory
@@ -55,6 +56,10 @@ class RequestView(Protocol):
     def block_hashes(self) -> Sequence[BlockHash]: ...
     @property
     def hand_off(self) -> HandOff: ...
+    @property
+    def transfer_params(self) -> KVTransferParams | None:
+        """The keys under which its KV is stored or loaded."""
+
     @property
     def prefill_result(self) -> PrefillResult | None:
         """Set once the first token is sampled; None when the request ended before that."""
@@ -120,9 +125,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Hold:
-    """The blocks stay until a report has `Released` for the request. `ticket`: as of `Release`."""
+    """The blocks stay until a report has `Released` for the request. `ticket`: as of `Release`. `delays_answer`: the
+    answer ends only then too, because what it promises is true only then (`ConnectorContext.delays_answers`)."""
 
     ticket: dict[str, Any] | None
+    delays_answer: bool = False
 
 
 Finish = Release | Hold
@@ -231,6 +238,9 @@ class ConnectorContext:
     computes_meanwhile: bool = False
     """Whether the engine can compute the beginning of a hit while its end is loaded, and calls `plan` and `completed`
     right before and after each step, so that steps can be timed."""
+    delays_answers: bool = False
+    """Whether the engine can delay the end of an answer (`Hold.delays_answer`). Otherwise a worker side does what an
+    answer promises within `flush`."""
     saves_are_complete: bool = False
     """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
     device."""

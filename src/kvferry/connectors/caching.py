@@ -37,6 +37,11 @@ class KeepsBlocks(ABC, Generic[Plan]):
         Default: not known."""
         return ()
 
+    def keeps_keys(self) -> bool:
+        """Whether requests can store and load KV under keys of their own (`RequestView.transfer_params`). Default:
+        no."""
+        return False
+
     @abstractmethod
     def reset_cache(self) -> bool:
         """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""

@@ -7,6 +7,7 @@ from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good fo
     ranks      between rank 0 and others    connections of ranks that rank 0 has not started (`engine.executor.link`)
     tickets    P → D                        through routers and clients (`core.messages.ticket_seal`)
     markers    P → D                        in a store that they share (`connectors.kv_store.markers`)
+    keys       P → D                        records of clients' keys in a store (`store.key_records`)
     proof      server → client              that it holds the secret
     probe      router → instance            what it is, its metrics
     release    router → instance            a hand-off that nobody will fetch

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from kvferry.core.messages.hand_off import HandOff, TokenLogprobs
+from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.sampling import SamplingParams
 
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, kw_only=True):
     answer_token_ids: list[int] = []
     sampling: SamplingParams
     hand_off: HandOff = None
+    transfer_params: KVTransferParams | None = None
     priority: int = 0
     cache_salt: str = ""
     deadline: float | None = None

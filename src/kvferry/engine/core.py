@@ -34,6 +34,7 @@ from kvferry.core.closing import close_all
 from kvferry.core.errors import ConnectorLost, InvalidRequest, LeakError, RankLost, RequestError
 from kvferry.core.messages.hand_off import Consume, Produce
 from kvferry.core.messages.kept import TierShare
+from kvferry.core.messages.kv_keys import LOAD_FIELD, STORE_FIELD
 from kvferry.core.request import EngineOutput, Request, are_tokens
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.blocks.block_pool import BlockPool
@@ -103,6 +104,7 @@ class EngineCore:
                 " start it with --kv-transfer-config",
                 param="kv_transfer_params",
             )
+        self._require_keys(request)
         if self.transfer is not None:
             self._require_role(request, self.transfer)
         vocab_size = self.model.vocab_size
@@ -328,6 +330,7 @@ class EngineCore:
             auth_token,
             self.clock,
             computes_meanwhile=True,
+            delays_answers=True,
             machine=self._machine,
             has_room=lambda num_blocks: self.scheduler.has_room(num_blocks),  # noqa: PLW0108 - made after this
         )
@@ -335,6 +338,22 @@ class EngineCore:
         if self.addresses and isinstance(side, HandsOff):
             side.set_addresses(self.addresses)
         return side
+
+    def _require_keys(self, request: Request) -> None:
+        """Raise `InvalidRequest` for keys that this instance cannot store or load."""
+        params = request.transfer_params
+        if params is None or not (params.stores or params.loads):
+            return
+        field = STORE_FIELD if params.stores else LOAD_FIELD
+        side = self.scheduler_side
+        if side is None or not isinstance(side, KeepsBlocks) or not side.keeps_keys():
+            raise InvalidRequest(
+                f"{field} needs a connector with a store that instances share, such as KVStoreConnector; start this"
+                " instance with it (--kv-transfer-config)",
+                param=field,
+            )
+        if params.stores and self.transfer is not None and not self.transfer.produces:
+            raise InvalidRequest("this instance only decodes (kv_consumer), and stores nothing", param=field)
 
     @staticmethod
     def _require_role(request: Request, transfer: KVTransferConfig) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvferry.connectors.api import (
     Failed,
@@ -20,6 +19,7 @@ from kvferry.connectors.api import (
     Loaded,
     Match,
     Miss,
+    Release,
     ScheduledChunk,
     SchedulerSide,
     StepPlan,
@@ -226,21 +226,21 @@ class ExternalKV:
         if self._connector is not None:
             self._connector.completed(report)
 
-    def finish(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Take the blocks of a sequence that has ended: they are released, or held for as long as the connector says.
-        Returns the ticket for its answer, if there is one."""
+    def finish(self, sequence: Sequence) -> Finish:
+        """Take the blocks of a sequence that has ended: they are released, or held for as long as the connector
+        says."""
         self._loading.pop(sequence.request_id, None)
         blocks, sequence.block_ids = sequence.block_ids, []
         if self._connector is None:
             self._pool.release(blocks)
-            return None
+            return Release()
         answer = self._ask_finish(self._connector, sequence, tuple(blocks))
         if isinstance(answer, Hold):
             self._held[sequence.request_id] = blocks
             self._has_new_hold = True
         else:
             self._pool.release(blocks)
-        return answer.ticket
+        return answer
 
     @staticmethod
     def _ask_finish(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:

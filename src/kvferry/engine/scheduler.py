@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from kvferry.connectors.api import (
     Failed,
     Hit,
+    Hold,
     Loaded,
     Match,
     Miss,
@@ -114,6 +115,8 @@ class Scheduler:
         self._queues = SequenceQueues()
         self._blocks = SequenceBlocks(pool, limits.block_size)
         self._outputs: list[EngineOutput] = []
+        self._delayed: dict[str, EngineOutput] = {}
+        """Last outputs of requests that have ended, until the blocks held for them are released."""
         self._order = 0
         self._counters = SchedulerStatistics()
         self.num_faults = 0
@@ -171,7 +174,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is something to do now, or may be when a transfer has advanced."""
-        return bool(self._sequences or self._outputs or self.external.has_work)
+        return bool(self._sequences or self._outputs or self._delayed or self.external.has_work)
 
     # The step.
 
@@ -234,6 +237,8 @@ class Scheduler:
             sequence = self._sequences.get(event.request_id)
             if isinstance(event, Released):
                 self.external.released(event.request_id)
+                if (delayed := self._delayed.pop(event.request_id, None)) is not None:
+                    self._outputs.append(delayed)
             elif sequence is not None and not isinstance(event, Saved):
                 with self._isolated(sequence):
                     self._hand_off_moved(sequence, event)
@@ -448,7 +453,10 @@ class Scheduler:
         output = output or EngineOutput(request_id=sequence.request_id)
         output.finish_reason, output.error = reason, error
         self._outputs.append(output)  # first, so that the request has an answer whatever fails below
-        output.kv_transfer_params = self.external.finish(sequence)
+        verdict = self.external.finish(sequence)
+        output.kv_transfer_params = verdict.ticket
+        if isinstance(verdict, Hold) and verdict.delays_answer and reason in ("stop", "length"):
+            self._delayed[sequence.request_id] = self._outputs.pop()
         if reason in ("stop", "length") and not sequence.produces:  # then all of the answer was computed here
             self.pool.finished(sequence.block_hashes, sequence.num_output_tokens)
         sequence.request.timeline.stamp("done", self._clock.wall())

@@ -8,6 +8,7 @@ from enum import Enum
 
 from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.request import FinishReason, Request
 
 
@@ -131,6 +132,11 @@ class Sequence:
     def hand_off(self) -> HandOff:
         """The request's part in a hand-off."""
         return self.request.hand_off
+
+    @property
+    def transfer_params(self) -> KVTransferParams | None:
+        """The request's keys of KV."""
+        return self.request.transfer_params
 
     @property
     def produces(self) -> bool:

@@ -84,7 +84,9 @@ class Worker:
         self._kv_cache = KVCache(self.layout, num_blocks, self.model.device)
         address = None
         if transfer is not None:
-            context = ConnectorContext(_of_rank(transfer, self._place.rank), self.layout, auth_token)
+            context = ConnectorContext(
+                _of_rank(transfer, self._place.rank), self.layout, auth_token, delays_answers=True
+            )
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
             address = self._side.address() if isinstance(self._side, ServesPeers) else None

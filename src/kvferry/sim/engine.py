@@ -180,7 +180,13 @@ class SimExecutor(Executor):
         self.num_blocks, self.max_model_len = spec.num_blocks, spec.max_model_len
         self.contents = KVContents(spec.num_layers, spec.num_blocks, spec.block_size) if spec.has_contents else None
         context = ConnectorContext(
-            transfer, self.layout, auth_token, process.simulation, saves_are_complete=True, machine=machine
+            transfer,
+            self.layout,
+            auth_token,
+            process.simulation,
+            saves_are_complete=True,
+            delays_answers=True,
+            machine=machine,
         )
         self.side: WorkerSide[Any] = find_connector(transfer).build_worker_side(context)
         self.side.register(self._memory(process))

@@ -51,6 +51,7 @@ from kvferry.core.blocks.sharding import on_rank
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
+from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.transport.lookup_buffer.messages import Part
 
@@ -81,6 +82,7 @@ class FakeRequest:
     layerwise_base: int | None = None
     block_hashes: list[BlockHash] = field(default_factory=list)
     salt: str = ""
+    transfer_params: KVTransferParams | None = None
 
     @property
     def tokens(self) -> list[int]:

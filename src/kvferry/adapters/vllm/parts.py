@@ -22,6 +22,7 @@ from kvferry.adapters.vllm.requests import RequestAdapter
 from kvferry.connectors.api import RequestView, ScheduledChunk, TransferReport
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce
+from kvferry.core.messages.kv_keys import KVTransferParams
 
 BlocksOf = Callable[[str], Sequence[Sequence[int]]]
 """vLLM's function from a request id to its block ids, by group."""
@@ -88,6 +89,7 @@ class _Shown:
 
     block_hashes: Sequence[BlockHash] = ()
     finish_reason: str | None = None
+    transfer_params: KVTransferParams | None = None
 
     def __init__(self, view: RequestAdapter, first_token: int, request_id: str, group: int | None) -> None:
         self.request_id, self.salt = request_id, view.salt

@@ -12,6 +12,7 @@ from kvferry.connectors.api import Hit
 from kvferry.core.blocks.block_hash import BlockHash, extend_hashes, root_hash
 from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.messages.hand_off import Consume, HandOff, PrefillResult, Produce, parse_hand_off
+from kvferry.core.messages.kv_keys import KVTransferParams, parse_transfer_params
 from kvferry.core.messages.timeline import Timeline
 
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -35,6 +36,7 @@ class RequestAdapter:
         self.error: KvferryError | None = None
         """Why the requested hand-off is not possible, if so."""
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
+        self.transfer_params = self._parse_keys(request)
         self.asked: tuple[int, Hit] | None = None
         """The last answer of `match`: the number of computed tokens then, and the hit."""
         self.refused = self.failed = self.is_logged = False
@@ -48,6 +50,17 @@ class RequestAdapter:
         except InvalidRequest as error:
             self.error = error
             return None
+
+    def _parse_keys(self, request: Any) -> KVTransferParams | None:
+        """The keys of KV. vLLM cannot refuse a request with wrong ones: it has none, and the error is logged."""
+        try:
+            [params] = parse_transfer_params(
+                request.kv_transfer_params, {}, num_prompts=1, tenant=request.cache_salt or ""
+            )
+        except InvalidRequest as error:
+            self.error = error
+            return None
+        return params
 
     def look(self) -> None:
         """Note it if the LoRA adapter is no longer known to be what it was when the request came."""

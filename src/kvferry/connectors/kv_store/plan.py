@@ -35,16 +35,32 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: int
 
 
+class StoreKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Store these keys once the blocks, those of a prompt's prefix of `num_tokens`, are stored. `salt`: the request's;
+    `ttl_s`: after how many seconds the keys expire."""
+
+    tenant: str
+    keys: list[str | None]
+    hashes: list[BlockHash]
+    salt: str
+    num_tokens: int
+    ttl_s: float
+
+
 class StorePlan(msgspec.Struct):
-    """One step's work. `marks` go out after all blocks saved before; `forgets` are transfer ids that were used."""
+    """One step's work. `marks` go out after all blocks saved before, and `keys` after those of this step; `forgets` are
+    transfer ids that were used; `flushes` are requests to report as `Released` when all of theirs is written."""
 
     cancels: list[str] = []
     loads: list[LoadBlocks] = []
     saves: list[SaveBlocks] = []
     marks: list[Marker] = []
     forgets: list[str] = []
+    keys: list[StoreKeys] = []
+    flushes: list[str] = []
     finished: list[FinishedRequest] = []
 
     def __bool__(self) -> bool:
         """Whether the plan must go out now. Hints (`finished`) can wait for the next plan."""
-        return bool(self.cancels or self.loads or self.saves or self.marks or self.forgets)
+        work = (self.cancels, self.loads, self.saves, self.marks, self.forgets, self.keys, self.flushes)
+        return any(work)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvferry.connectors.api import Wake
+from kvferry.connectors.kv_store.keys import KeyAnswer, KeyQuestion, StoredKeys
 from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers, sign_of
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
@@ -38,7 +39,7 @@ PROBE_S = 15.0
 @dataclass(frozen=True)
 class StoreQuestion:
     """How many of these blocks, from the first on, are there? `transfer_id`: wait for its marker first, until
-    `deadline` (monotonic, s).
+    `deadline` (monotonic, s). `keys`: then wait for these.
 
     `producer`: whose prefill is over, and who therefore gives signs while its marker is on its way; empty: it may still
     compute. `stores`: the shared tiers that it has in common, by their numbers among these; None: not known.
@@ -49,11 +50,13 @@ class StoreQuestion:
     deadline: float = 0.0
     producer: str = ""
     stores: Sequence[int] | None = None
+    keys: KeyQuestion | None = None
 
 
 @dataclass
 class StoreAnswer:
-    """`runs`: the blocks that are there, by tier, replaced when they are brought near; `marker` is the hand-off's.
+    """`runs`: the blocks that are there, by tier, replaced when they are brought near; `marker` is the hand-off's,
+    `keys` what became of the request's load keys.
 
     `error`: why the store, or the marker, is not known. `at`: when it was so; monotonic, s. `is_forgotten`: nobody
     wants it any more, or a load reads the blocks.
@@ -61,6 +64,7 @@ class StoreAnswer:
 
     runs: tuple[Run, ...] = ()
     marker: Marker | None = None
+    keys: KeyAnswer | None = None
     error: KvferryError | None = None
     at: float = 0.0
     is_forgotten: bool = False
@@ -79,6 +83,7 @@ class Prober:
         self,
         make_stores: Callable[[], Sequence[TieredStore]],
         markers: Markers,
+        keys: StoredKeys,
         *,
         prefetches: bool = True,
         clock: Clock = SYSTEM_CLOCK,
@@ -87,7 +92,8 @@ class Prober:
         self._clock, self._machine = clock, machine
         self.wake: Wake = lambda: None
         """Called, on any thread, when there is an answer."""
-        self._make_stores, self._markers, self._prefetches = make_stores, markers, prefetches
+        self._make_stores, self._markers, self._keys = make_stores, markers, keys
+        self._prefetches = prefetches
         self._stores: Sequence[TieredStore] = ()
         self._asked: dict[str, Future[StoreAnswer]] = {}
         self._num_waiting = 0
@@ -161,7 +167,9 @@ class Prober:
             await store.close()
 
     async def _answer(self, question: StoreQuestion) -> StoreAnswer:
-        left_s = 0.0 if question.transfer_id is None else max(0.0, question.deadline - self._clock.monotonic())
+        deadlines = [question.deadline] if question.transfer_id is not None else []
+        deadlines += [question.keys.deadline] if question.keys is not None else []
+        left_s = max(0.0, *(deadline - self._clock.monotonic() for deadline in deadlines)) if deadlines else 0.0
         try:
             async with asyncio.timeout(left_s + PROBE_S):
                 answer = await self._look(question)
@@ -191,11 +199,17 @@ class Prober:
             error = failure
         finally:
             self._num_waiting -= 1
-        runs = await self._stores[0].runs(question.hashes)
+        keys = None if question.keys is None else await self._keys.wait(self._stores, question.keys)
+        try:
+            runs = await self._stores[0].runs(question.hashes)
+        except KvferryError as failure:
+            if keys is None:
+                raise
+            return StoreAnswer(keys=keys, error=failure)
         hashes = question.hashes[: sum(run.num_blocks for run in runs)]
         for store in self._stores[1:]:
             hashes = hashes[: await store.match(hashes)]
-        return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker, error)
+        return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker, keys, error)
 
     async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool | None) -> list[TierShare]:
         found: list[list[TierShare]] = []

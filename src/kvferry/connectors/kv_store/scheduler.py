@@ -10,7 +10,7 @@ waits for the marker, loads them, and computes the few tokens of a partly filled
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,9 +38,10 @@ from kvferry.connectors.api import (
     Wake,
 )
 from kvferry.connectors.caching import KeepsBlocks
+from kvferry.connectors.kv_store.keys import KeyAnswer, KeyQuestion, StoredKeys
 from kvferry.connectors.kv_store.load_choice import LoadChoice
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
-from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StorePlan
+from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import lossy_names, read_settings
 from kvferry.core.blocks.block_hash import BlockHash
@@ -77,12 +78,15 @@ class _RequestState:
     """What is known of one request. `num_kept` blocks of the prompt are in the store, or on their way there.
 
     `loading`: None before a load, then whether it is still under way. `verified`: a marker that was compared with
-    this request, so that a long prompt that waits for blocks is not compared with it step by step.
+    this request, so that a long prompt that waits for blocks is not compared with it step by step. `has_keys`: the keys
+    that it stores are planned; `knows_keys`: those that it loads were looked up.
     """
 
     num_kept: int = 0
     loading: bool | None = None
     verified: Marker | None = None
+    has_keys: bool = False
+    knows_keys: bool = False
 
 
 class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[StorePlan], HasStatistics):
@@ -99,6 +103,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._prober = Prober(
             self._stores,
             Markers(context.auth_token, context.clock),
+            StoredKeys(context.auth_token, context.clock),
             prefetches=self._settings.prefetch,
             clock=context.clock,
             machine=context.machine,
@@ -116,6 +121,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
         self._cancelled: set[str] = set()
+        self._flushing: set[str] = set()
+        """Requests whose answers end when all of theirs is written."""
+        self._counts: Counter[str] = Counter()
         self._used_by: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
         self._wanted: OrderedDict[BlockHash, None] = OrderedDict()
@@ -199,7 +207,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def _must_keep(self, request: RequestView) -> bool:
         """Whether the store must have the whole prompt, including what the engine's own prefix cache has."""
-        return isinstance(request.hand_off, Produce) or self._is_wanted(request)
+        return isinstance(request.hand_off, Produce) or self._stores_keys(request) or self._is_wanted(request)
+
+    def _stores_keys(self, request: RequestView) -> bool:
+        params = request.transfer_params
+        return params is not None and params.stores and self.keeps_keys()
+
+    def keeps_keys(self) -> bool:
+        return self._is_shared
 
     def _is_wanted(self, request: RequestView) -> bool:
         return bool(self._wanted and request.block_hashes and request.block_hashes[-1] in self._wanted)
@@ -222,13 +237,29 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
                 producer=ticket.remote_engine_id if ticket.prefill_result is not None else "",
                 stores=None if known is None else [at for at, way in enumerate(self._ways) if way in known],
             )
+        question = replace(question, keys=self._key_question(request))
         self._prober.ask(request.request_id, question)
+
+    def _key_question(self, request: RequestView) -> KeyQuestion | None:
+        """The keys to look up for the request; None once they are known, and for one without."""
+        params, state = request.transfer_params, self._requests.get(request.request_id)
+        if params is None or not params.loads or not self.keeps_keys() or (state is not None and state.knows_keys):
+            return None
+        wait_s = self._settings.longest_key_wait_s
+        if params.kvcache_wait_s is not None:
+            wait_s = min(wait_s, params.kvcache_wait_s)
+        keys = dict.fromkeys(key for key in params.kvcache_load_keys if key is not None)
+        deadline = self.context.clock.monotonic() + wait_s
+        return KeyQuestion(params.tenant, tuple(keys), tuple(request.block_hashes), request.salt, deadline)
 
     def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
         state = self._requests.setdefault(request.request_id, _RequestState())
         # What is wanted goes to all tiers again, as each may lack something that another has.
         state.num_kept = 0 if self._is_wanted(request) else answer.num_present
         promised = isinstance(request.hand_off, Consume)
+        if answer.keys is not None and not state.knows_keys:
+            state.knows_keys = True
+            self._note_keys(request, answer.keys)
         if answer.marker is not state.verified:
             refusal = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self.context.layout)
             if refusal is not None:
@@ -248,6 +279,13 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         runs = part_of(answer.runs, num_computed_tokens // self.context.layout.block_size, usable)
         num_rest_tokens = len(request.prompt_token_ids) - usable * self.context.layout.block_size
         return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
+
+    def _note_keys(self, request: RequestView, keys: KeyAnswer) -> None:
+        """Count the request's load keys, and log once why some of them name nothing of its prompt."""
+        self._counts["found_keys"] += keys.num_right
+        self._counts["refused_keys"] += keys.refused.total()
+        if keys.refused:
+            log.warning("request %s computes what its keys do not bring: %s", request.request_id, keys.summary())
 
     def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
         """The marker's result, where the ticket did not bring it."""
@@ -306,6 +344,27 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             hashes, block_ids = request.block_hashes[first:num_full], chunk.block_ids[first:num_full]
             parent = request.block_hashes[first - 1] if first else None
             self._work.saves.append(SaveBlocks(request.request_id, list(hashes), list(block_ids), parent))
+        self._store_keys(chunk)
+
+    def _store_keys(self, chunk: ScheduledChunk) -> None:
+        """Plan the request's keys with the chunk that completes their prefix."""
+        request, params = chunk.request, chunk.request.transfer_params
+        state = self._requests[request.request_id]
+        if params is None or state.has_keys or not self._stores_keys(request):
+            return
+        try:
+            num_tokens = params.num_prefix_tokens(request.prompt_token_ids)
+        except InvalidRequest as error:  # only of engines that cannot refuse the request
+            log.warning("request %s stores no keys: %s", request.request_id, error)
+            state.has_keys = True
+            return
+        if chunk.start + chunk.num_tokens < num_tokens:
+            return
+        state.has_keys = True
+        ttl_s = min(self._settings.key_ttl_s, params.kvcache_ttl_s or self._settings.key_ttl_s)
+        hashes = request.block_hashes[: num_tokens // self.context.layout.block_size]
+        keys = list(params.kvcache_store_keys)
+        self._work.keys.append(StoreKeys(params.tenant, keys, list(hashes), request.salt, num_tokens, ttl_s))
 
     def _unasked(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
         """The state of a request for which the store was not asked: what the own prefix cache has was saved when it was
@@ -329,8 +388,10 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
                     self._used_by.pop(request_id, None)
                     if request_id in self._requests:  # what the store was thought to have, it has not: save it again
                         self._requests[request_id].num_kept = 0
+                        self._requests[request_id].has_keys = False
                 case Released():
                     self._cancelled.discard(request_id)
+                    self._flushing.discard(request_id)
                 case Saved(stores=stores):
                     self._reached = [self._ways[at] for at in stores]
 
@@ -355,9 +416,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
                 return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # no request shall wait
             return Hold(None)
+        verdict: Finish = Release()
         if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
-            return self._hand_off(request, request.hand_off.transfer_id)
-        return Release()
+            verdict = self._hand_off(request, request.hand_off.transfer_id)
+        if state is None or not state.has_keys or not self.context.delays_answers:
+            return verdict
+        self._work.flushes.append(request.request_id)
+        self._flushing.add(request.request_id)
+        return Hold(verdict.ticket, delays_answer=True)
 
     def _tell_finish(self, request: RequestView) -> None:
         """Pass on how long the answer was, for eviction; not for a prefill, whose answer another instance gives."""
@@ -435,11 +501,18 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return [self._prober.shares(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
-        """Measured speeds, and what was decided by them."""
-        return self._choice.statistics()
+        """Measured speeds and what was decided by them, and the load keys that did and did not name blocks."""
+        return self._choice.statistics() | {name: float(count) for name, count in self._counts.items()}
 
     def check(self) -> None:
-        if self._requests or self._cancelled or self._used_by or self._prober.num_kept() or self._choice.num_kept():
+        if (
+            self._flushing
+            or self._requests
+            or self._cancelled
+            or self._used_by
+            or self._prober.num_kept()
+            or self._choice.num_kept()
+        ):
             raise LeakError(f"the cache connector still keeps {list(self._requests)[:8]}")
 
     def close(self) -> None:

@@ -81,6 +81,19 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 30.0
     """Most seconds to wait for a hand-off's prefill, and for the blocks of one request."""
 
+    key_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 7 * 24 * 3600.0
+    """Seconds after which a key that a request stored (`kvcache_store_keys`) expires, unless the request says sooner
+    (`kvcache_ttl_s`)."""
+
+    key_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] | None = None
+    """Most seconds to wait for a key that a request loads (`kvcache_load_keys`) and that is not in the store. Default,
+    and most: `timeout_s`."""
+
+    @property
+    def longest_key_wait_s(self) -> float:
+        """Most seconds to wait for missing keys."""
+        return self.timeout_s if self.key_wait_s is None else min(self.key_wait_s, self.timeout_s)
+
     def way(self) -> str:
         """The key that names the stores; empty where none does."""
         return next((key for key in _READ_WITH if getattr(self, key) not in (None, "")), "")

@@ -6,6 +6,7 @@ where the model wants a layer that is still on its way.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,14 +18,16 @@ from kvferry.connectors.api import (
     ByLayers,
     ConnectorContext,
     HasStatistics,
+    Released,
     TransferReport,
     WorkerSide,
 )
 from kvferry.connectors.caching import StoreEvents, StoresBlocks
 from kvferry.connectors.kv_store.blocks import BlockBytes, Copying, block_bytes_of
+from kvferry.connectors.kv_store.keys import StoredKeys
 from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
-from kvferry.connectors.kv_store.plan import SaveBlocks, StorePlan
+from kvferry.connectors.kv_store.plan import SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
 from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
 from kvferry.connectors.reports import Reports
@@ -65,6 +68,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._loop = context.machine.transfer_loop("kvferry-store")
         self._reports = Reports(self._settings.timeout_s, context.clock)
         self._markers = Markers(context.auth_token, context.clock)
+        self._keys = StoredKeys(context.auth_token, context.clock)
+        self._new_keys: list[StoreKeys] = []
         self._producer: MarkerProducer | None = None
         """Set if this instance can hand off."""
         self._writer: StoreWriter
@@ -127,7 +132,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 self._loader.start(load)
         if layerwise := [load for load in plan.loads if load.layerwise]:
             self._step = self._loader.start_layerwise(layerwise)
-        self._saves = []
+        self._saves, self._new_keys = [], plan.keys
         for save in plan.saves:
             self._begin_to_save(save)
         if self._producer is not None and (plan.marks or plan.saves):
@@ -141,6 +146,23 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         for transfer_id in plan.forgets:
             rank = self.context.layout.tp_rank
             self._writer.then(partial(self._markers.remove, self._store, transfer_id, rank))
+        for request_id in plan.flushes:
+            self._loop.submit(self._release_when_written(request_id, self._written()))
+
+    def _written(self) -> asyncio.Event:
+        """An event that is set when all that was given to the writer so far is written, or dropped."""
+        written = asyncio.Event()
+
+        async def note() -> None:
+            written.set()
+
+        self._writer.then(note)
+        return written
+
+    async def _release_when_written(self, request_id: str, written: asyncio.Event) -> None:
+        if not await self._within_deadline(written):
+            log.warning("request %s: its answer ends before all of its KV is stored", request_id)
+        self._reports.add(Released(request_id))
 
     def _begin_to_save(self, save: SaveBlocks) -> None:
         assert self._blocks is not None
@@ -170,6 +192,25 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
                 self._drop(save, copying)
             else:
                 self._put(save, copying.end())
+        keys, self._new_keys = self._new_keys, []
+        for keyed in () if failed else keys:
+            self._writer.then(partial(self._keys.write, self._store, keyed))
+        if keys and not self.context.delays_answers:
+            self._wait_until_written()
+
+    def _wait_until_written(self) -> None:
+        """Keep the step's answers from ending before what they promise is stored, in an engine that cannot delay
+        them."""
+        waiting = self._loop.submit(self._within_deadline(self._written()))
+        if not waiting.result():
+            log.warning("answers end before all of their KV is stored")
+
+    async def _within_deadline(self, written: asyncio.Event) -> bool:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await written.wait()
+        except TimeoutError:
+            return False
 
     def _drop(self, save: SaveBlocks, copying: Copying) -> None:
         copying.drop()
@@ -189,7 +230,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     def discard(self) -> None:
         """The step failed: nothing of it is kept. Waits for its layerwise loads, bounded by their deadlines."""
         self._end_loads()
-        saves, self._saves = self._saves, []
+        saves, self._saves, self._new_keys = self._saves, [], []
         for save, copying in saves:
             self._drop(save, copying)
 
@@ -216,7 +257,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def statistics(self) -> dict[str, float]:
         """The statistics of the store, the writer and the loader."""
-        return self._store.statistics() | self._writer.statistics() | self._loader.statistics()
+        keys = {name: float(count) for name, count in self._keys.counts.items()}
+        return self._store.statistics() | self._writer.statistics() | self._loader.statistics() | keys
 
     def check(self) -> None:
         """Raise `LeakError` when a load is left. Blocks may still be on their way to the disk."""

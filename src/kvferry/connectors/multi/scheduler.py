@@ -70,6 +70,7 @@ class _WithoutHandOff:
     salt: Any = property(attrgetter("request.salt"))
     block_hashes: Any = property(attrgetter("request.block_hashes"))
     prefill_result: Any = property(attrgetter("request.prefill_result"))
+    transfer_params: Any = property(attrgetter("request.transfer_params"))
 
     tokens: Any = property(attrgetter("request.tokens"))
     num_computed_tokens: Any = property(attrgetter("request.num_computed_tokens"))
@@ -252,7 +253,8 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
             return Release(ticket)
         self._holds[request.request_id] = keepers
         self._held.add(request.request_id)
-        return Hold(ticket)
+        delays = any(isinstance(verdict, Hold) and verdict.delays_answer for verdict in verdicts)
+        return Hold(ticket, delays_answer=delays)
 
     def release(self, transfer_id: str) -> bool:
         return self._hands_off is not None and self._hands_off.release(transfer_id)
@@ -289,6 +291,9 @@ class MultiSchedulerSide(SchedulerSide[MultiPlan], HandsOff, KeepsBlocks[MultiPl
             writes=writes, reads=tuple(sorted({name for names in reads for name in names})) if known else None
         )
         return found.within(produces=self._config.produces, consumes=self._config.consumes)
+
+    def keeps_keys(self) -> bool:
+        return any(child.keeps_keys() for child in self.children if isinstance(child, KeepsBlocks))
 
     def reset_cache(self) -> bool:
         forgot = [child.reset_cache() for child in self.children if isinstance(child, KeepsBlocks)]

@@ -10,6 +10,7 @@ from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, Gener
 from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import HandOff, Produce, parse_hand_off
+from kvferry.core.messages.kv_keys import KEY_FIELDS, KVTransferParams, parse_transfer_params
 from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
 
 _MODEL_MAY_DECIDE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -66,6 +67,12 @@ def hand_off_of(body: GenerationRequest, request_id: str, num_prompts: int) -> H
             f"a hand-off can have only one prompt, got {num_prompts}; send them one by one", param="kv_transfer_params"
         )
     return hand_off
+
+
+def transfer_params_of(body: GenerationRequest, num_prompts: int) -> list[KVTransferParams | None]:
+    """The keys of each prompt. Raises `InvalidRequest` that names the field."""
+    beside = {field: getattr(body, field) for field in KEY_FIELDS}
+    return parse_transfer_params(body.kv_transfer_params, beside, num_prompts=num_prompts, tenant=body.cache_salt or "")
 
 
 def promised_transfer_id(body: GenerationRequest) -> str | None:

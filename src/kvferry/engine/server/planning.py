@@ -12,13 +12,20 @@ from kvferry.core import entropy
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.continuation import Continuation, parse_continuation
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce
+from kvferry.core.messages.kv_keys import KVTransferParams
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams, child_seed
 from kvferry.engine.server.assembly import CONTINUED, ChoiceAssembler, TextOptions
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.generation import Child, Generation
-from kvferry.engine.server.parameters import hand_off_of, num_choices, require_consistent, sampling_params
+from kvferry.engine.server.parameters import (
+    hand_off_of,
+    num_choices,
+    require_consistent,
+    sampling_params,
+    transfer_params_of,
+)
 from kvferry.engine.server.prompts import (
     Prompt,
     answer_budget,
@@ -67,6 +74,7 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     given = split_prompts(body.prompt) if isinstance(body, CompletionRequest) else []
     num_prompts = len(given) or 1
     hand_off = hand_off_of(body, engine_id, num_prompts)
+    transfer_params = transfer_params_of(body, num_prompts)
     number = num_choices(body, hand_off)
     _require_countable(number, num_prompts, context.config.max_choices)
     continuation = parse_continuation(body.kv_transfer_params)
@@ -74,9 +82,16 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
         _require_continuable(body, number * num_prompts, hand_off)
     max_model_len = context.front.max_model_len
     prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body, given)]
+    for prompt, keys in zip(prompts, transfer_params, strict=True):
+        if keys is not None:
+            keys.num_prefix_tokens(prompt.token_ids)
     builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline, continuation)
     generation = Generation(
-        [child for place, prompt in enumerate(prompts) for child in builder.children(prompt, place * number, number)],
+        [
+            child
+            for place, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
+            for child in builder.children(prompt, place * number, number, keys)
+        ],
         front=context.front,
         metrics=context.metrics,
         clock=context.clock,
@@ -135,20 +150,27 @@ class _ChildBuilder:
     timeline: Timeline
     continuation: Continuation | None = None
 
-    def children(self, prompt: Prompt, first_index: int, number: int) -> Iterator[Child]:
-        """The `number` choices of one prompt; the first one is choice `first_index` of the request."""
+    def children(
+        self, prompt: Prompt, first_index: int, number: int, keys: KVTransferParams | None = None
+    ) -> Iterator[Child]:
+        """The `number` choices of one prompt; the first one is choice `first_index` of the request, and has the
+        prompt's keys."""
         sampling = self._sampling(prompt)
         for place in range(number):
             seed = child_seed(sampling.seed or 0, place)
-            yield self._child(prompt, first_index + place, msgspec.structs.replace(sampling, seed=seed), place == 0)
+            own = msgspec.structs.replace(sampling, seed=seed)
+            yield self._child(prompt, first_index + place, own, place == 0, keys)
 
-    def _child(self, prompt: Prompt, index: int, sampling: SamplingParams, leads: bool) -> Child:
+    def _child(
+        self, prompt: Prompt, index: int, sampling: SamplingParams, leads: bool, keys: KVTransferParams | None
+    ) -> Child:
         request = Request(
             request_id=f"{self.engine_id}-{index}",
             prompt_token_ids=prompt.token_ids,
             answer_token_ids=self.continuation.token_ids if self.continuation else [],
             sampling=sampling,
             hand_off=self.hand_off if leads else None,
+            transfer_params=keys if leads else None,
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt or "",
             deadline=self._deadline(),
@@ -156,7 +178,8 @@ class _ChildBuilder:
         )
         options = self._text_options(sampling)
         assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options)
-        child = Child(request, assembler, leads=leads, waits=self.hand_off is not None and not leads)
+        waits = not leads and (self.hand_off is not None or keys is not None)
+        child = Child(request, assembler, leads=leads, waits=waits)
         if self.continuation is not None:
             child.continued, child.num_tokens = True, len(self.continuation.token_ids)
             child.num_cached_tokens = self.continuation.num_cached_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvferry.store.disk import DISK, TEMPORARY_SUFFIX, Disk, NotAFile
 _NOTE_FILE = re.compile(rf"[0-9a-f]{{64}}\.note(?:\.[^/]*\{TEMPORARY_SUFFIX})?\Z")
 _EXPIRY_BYTES = 8
 SWEEP_NOTES_S = 60.0
+SWEPT_AT_A_TIME = 32
 
 
 def note_files(folder: Path, pattern: str, disk: Disk = DISK) -> list[Path]:
@@ -25,11 +27,13 @@ def note_files(folder: Path, pattern: str, disk: Disk = DISK) -> list[Path]:
 
 class NoteFiles:
     """Notes, one in each file: 8 bytes with the time of expiry (Unix time in ms, little-endian), then the content.
-    Expired ones are removed now and then. Any thread."""
+    Expired ones are removed now and then, some with each write, so that no write takes long where there are many. Any
+    thread."""
 
     def __init__(self, folder: Path, access: FileAccess, disk: Disk = DISK) -> None:
         self._folder, self._access, self._disk = folder, access, disk
         self._last_sweep = 0.0
+        self._to_sweep: deque[Path] = deque()
 
     def write(self, name: str, content: bytes, ttl_s: float) -> None:
         """Write a note, replacing one of the same name. Raises `StoreError`."""
@@ -77,9 +81,13 @@ class NoteFiles:
 
     def _sweep_now_and_then(self) -> None:
         now = SYSTEM_CLOCK.monotonic()
-        if now - self._last_sweep > SWEEP_NOTES_S:
+        if not self._to_sweep and now - self._last_sweep > SWEEP_NOTES_S:
             self._last_sweep = now
-            self.sweep()
+            with suppress(OSError):
+                self._to_sweep.extend(note_files(self._folder, "*", self._disk))
+        for _ in range(SWEPT_AT_A_TIME):
+            with suppress(OSError, IndexError):  # another process has removed it; another thread has swept the last
+                self._sweep_one(self._to_sweep.popleft())
 
     def _path(self, name: str) -> Path:
         # The name may be a client's: hashed, it cannot name anything outside of this folder.

@@ -1,6 +1,10 @@
-"""The notes of a memory store: a table in the arena that instances share.
+"""The notes of a memory store: two tables in the arena that instances share, for short notes and for long ones.
 
 All methods but `forget` only while the arena's lock is held (`MemoryIndex.locked`). Does not know what notes say.
+
+A place of a table can hold only notes of some names (a *set* of places), so that any number of places is searched in
+bounded time. If a set is full, a new note replaces its oldest one. Short and long notes have tables of their own, so
+that the many small records of keys never displace the markers of hand-offs.
 """
 
 from __future__ import annotations
@@ -17,63 +21,110 @@ SHARE = 8
 """The notes of a store of a given size take an eighth of it at most, unless that is less than `LEAST_NOTES`."""
 NOTE_BYTES = 2**14
 """The longest content of a note."""
-_NOTE = np.dtype(
-    [("name", "V32"), ("over_s", "<f8"), ("length", "<u4"), ("padding", "<u4"), ("content", f"V{NOTE_BYTES}")]
-)
+SHORT_NOTE_BYTES = 2**10
+"""The longest content of a short one."""
+WAYS = 8
+"""Places in a set of the table of short notes. The table of long notes is one set."""
+SETS_EACH = 2
+"""Sets of short notes for each long one beyond `LEAST_NOTES`: they take about as much memory."""
+
+
+def _note_type(num_bytes: int) -> np.dtype[np.void]:
+    return np.dtype(
+        [("name", "V32"), ("over_s", "<f8"), ("order", "<u8"), ("length", "<u8"), ("content", f"V{num_bytes}")]
+    )
+
+
+_LONG, _SHORT = _note_type(NOTE_BYTES), _note_type(SHORT_NOTE_BYTES)
+_ORDER = np.dtype("<u8")
+_BYTES_EACH = _LONG.itemsize + SETS_EACH * WAYS * _SHORT.itemsize
+"""A long note, and the short ones that come with it."""
 
 
 def num_notes(store_bytes: int | None) -> int:
-    """How many notes a store has places for. `store_bytes`: its size; None: its size is given in blocks."""
+    """How many long notes a store has places for. `store_bytes`: its size; None: its size is given in blocks."""
     if store_bytes is None:
         return MOST_NOTES
-    return min(MOST_NOTES, max(LEAST_NOTES, store_bytes // SHARE // _NOTE.itemsize))
+    return min(MOST_NOTES, max(LEAST_NOTES, store_bytes // SHARE // _BYTES_EACH))
+
+
+def least_size(num_bytes: int) -> int:
+    """The size of the smallest store that has `num_bytes` besides its notes."""
+    for number in range(LEAST_NOTES, MOST_NOTES):
+        size = max(num_bytes + notes_bytes(number), number * SHARE * _BYTES_EACH if number > LEAST_NOTES else 0)
+        if num_notes(size) == number:
+            return size
+    return num_bytes + notes_bytes(MOST_NOTES)
 
 
 def notes_bytes(num_notes: int) -> int:
-    """How much of the arena the table takes."""
-    return num_notes * _NOTE.itemsize
+    """How much of the arena the tables take."""
+    return _ORDER.itemsize + num_notes * _LONG.itemsize + _num_short(num_notes) * _SHORT.itemsize
+
+
+def _num_short(num_notes: int) -> int:
+    return WAYS * max(1, SETS_EACH * (num_notes - LEAST_NOTES))
 
 
 class MemoryNotes:
-    """The table at `offset` of an arena. If all places are taken, a new note replaces the one that expires first."""
+    """The tables at `offset` of an arena, of `num_notes` long notes."""
 
     def __init__(self, arena: Arena, offset: int, num_notes: int) -> None:
-        self._notes = np.frombuffer(arena.buffer, _NOTE, num_notes, offset)
+        self._order = np.frombuffer(arena.buffer, _ORDER, 1, offset)
+        """The number of notes ever written."""
+        offset += _ORDER.itemsize
+        self._long = np.frombuffer(arena.buffer, _LONG, num_notes, offset)
+        offset += num_notes * _LONG.itemsize
+        self._short = np.frombuffer(arena.buffer, _SHORT, _num_short(num_notes), offset)
 
     def forget(self) -> None:
         """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
-        del self._notes
+        del self._long, self._short, self._order
 
     def write(self, name: str, content: bytes, ttl_s: float) -> None:
         """Write a note of at most `NOTE_BYTES`, replacing one of the same name."""
-        key = _key(name)
-        place = self._place(key)
-        place = int(np.argmin(self._notes["over_s"])) if place is None else place
-        self._write(place, key, content, SYSTEM_CLOCK.wall() + ttl_s)
+        key, is_short = _key(name), len(content) <= SHORT_NOTE_BYTES
+        chosen, other = (self._short_set(key), self._long) if is_short else (self._long, self._short_set(key))
+        _empty(other, key)
+        place = _place(chosen, key)
+        if place is None:
+            free = np.flatnonzero(chosen["over_s"] < SYSTEM_CLOCK.wall())
+            place = int(free[0]) if len(free) else int(np.argmin(chosen["order"]))
+        self._order[0] += 1
+        size = SHORT_NOTE_BYTES if is_short else NOTE_BYTES
+        chosen["content"][place] = np.void(content.ljust(size, b"\0"))
+        chosen["name"][place], chosen["length"][place] = np.void(key), len(content)
+        chosen["over_s"][place], chosen["order"][place] = SYSTEM_CLOCK.wall() + ttl_s, self._order[0]
 
     def read(self, name: str) -> bytes | None:
         """The note's content, unless there is none or it has expired."""
-        place = self._place(_key(name))
-        if place is None or self._notes["over_s"][place] < SYSTEM_CLOCK.wall():
-            return None
-        content: bytes = self._notes["content"][place].tobytes()
-        return content[: int(self._notes["length"][place])]
+        key = _key(name)
+        for notes in (self._short_set(key), self._long):
+            place = _place(notes, key)
+            if place is not None and notes["over_s"][place] >= SYSTEM_CLOCK.wall():
+                content: bytes = notes["content"][place].tobytes()
+                return content[: int(notes["length"][place])]
+        return None
 
     def remove(self, name: str) -> None:
         """Free the note's place, if it is there."""
         key = _key(name)
-        if (place := self._place(key)) is not None:
-            self._write(place, key, b"", 0.0)
+        for notes in (self._short_set(key), self._long):
+            _empty(notes, key)
 
-    def _write(self, place: int, key: bytes, content: bytes, over_s: float) -> None:
-        notes = self._notes
-        notes["content"][place] = np.void(content.ljust(NOTE_BYTES, b"\0"))
-        notes["name"][place], notes["length"][place] = np.void(key), len(content)
-        notes["over_s"][place] = over_s
+    def _short_set(self, key: bytes) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+        number = int.from_bytes(key[:8], "little") % (len(self._short) // WAYS)
+        return self._short[number * WAYS : (number + 1) * WAYS]
 
-    def _place(self, key: bytes) -> int | None:
-        found = np.flatnonzero(self._notes["name"] == np.void(key))
-        return int(found[0]) if len(found) else None
+
+def _place(notes: np.ndarray[tuple[int], np.dtype[np.void]], key: bytes) -> int | None:
+    found = np.flatnonzero(notes["name"] == np.void(key))
+    return int(found[0]) if len(found) else None
+
+
+def _empty(notes: np.ndarray[tuple[int], np.dtype[np.void]], key: bytes) -> None:
+    if (place := _place(notes, key)) is not None:
+        notes["name"][place], notes["over_s"][place], notes["length"][place] = np.void(bytes(32)), 0.0, 0
 
 
 def _key(name: str) -> bytes:
