@@ -60,6 +60,10 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     names: bytes
     num_pages: int = 0
 
+    def until(self, expires_s: float) -> KeyRecord:
+        """The same record with another expiry."""
+        return msgspec.structs.replace(self, expires_s=expires_s)
+
     def block_names(self) -> list[bytes]:
         """The beginnings of the block hashes in this note."""
         return _split(self.names)

@@ -158,17 +158,22 @@ def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
     """Pin or unpin the blocks whose hash begins with `prefix`. Returns how many there are. Raises `StoreError`."""
     count = 0
     for entry in entries(root, prefix):
-        mark = entry.path.with_suffix(PIN_SUFFIX)
-        try:
-            if pinned:
-                DISK.write(str(mark), [], access_of(entry.path.parent))
-            else:
-                mark.unlink(missing_ok=True)
-        except OSError as error:
-            what = "pin" if pinned else "unpin"
-            raise StoreError(f"cannot {what} {entry.path}, after {count} blocks: {error.strerror}") from error
+        pin_entry(entry, pinned, count)
         count += 1
     return count
+
+
+def pin_entry(entry: Entry, pinned: bool, count: int) -> None:
+    """Pin or unpin a block, after `count` others. Raises `StoreError`."""
+    mark = entry.path.with_suffix(PIN_SUFFIX)
+    try:
+        if pinned:
+            DISK.write(str(mark), [], access_of(entry.path.parent))
+        else:
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        what = "pin" if pinned else "unpin"
+        raise StoreError(f"cannot {what} {entry.path}, after {count} blocks: {error.strerror}") from error
 
 
 def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:

@@ -9,11 +9,13 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.store.key_records import KeyNotes, make_record
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, block_of, fetch, name_of
 
@@ -202,3 +204,77 @@ def test_import_and_pin_leave_files_to_whom_the_store_is_open(
 def test_it_needs_no_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import kvferry.cli.cache.folder"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# Keys.
+
+TOKEN = "a token of the fleet's"
+
+
+@pytest.fixture
+def keyed(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store, with key `doc` of blocks 1 to 3 and key `long` of a thousand blocks that are not there."""
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", TOKEN)
+
+    async def store_keys() -> None:
+        store = find_store(f"file:{root}").make(LAYOUT)
+        await store.open()
+        notes = KeyNotes(TOKEN)
+        for key, hashes in (
+            ("doc", [name_of(at) for at in (1, 2, 3)]),
+            ("long", [name_of(at + 9) for at in range(1000)]),
+        ):
+            record, pages = make_record(LAYOUT, "", hashes, 0, 4000, time.time(), 3600.0)
+            for page, names in enumerate(pages, 1):
+                name = notes.name("tenant", key, 0, page)
+                await store.write_note(name, notes.seal_page(name, record, names), 3600.0)
+            name = notes.name("tenant", key, 0)
+            await store.write_note(name, notes.seal(name, record), 3600.0)
+        await store.close()
+
+    asyncio.run(store_keys())
+    return root
+
+
+def test_the_blocks_of_a_key(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_key = ("--key", "doc", "--cache-salt", "tenant")
+    code, said = run(capsys, "ls", keyed, *of_key, "--json")
+    assert code == 0
+    assert {row["block"] for row in json.loads(said)} == {name_of(index).hex() for index in (1, 2, 3)}
+    code, said = run(capsys, "ls", keyed, *of_key)
+    assert "key 'doc': 3 blocks of a prefix of 4000 tokens; expires in" in said
+    assert run(capsys, "pin", keyed, *of_key) == (0, "3 blocks pinned\n")
+    assert "3650 d" in run(capsys, "ls", keyed, *of_key)[1]
+    left = "0 blocks removed, 3 left: they are pinned (--pinned removes them)\n"
+    assert run(capsys, "rm", keyed, *of_key) == (0, left)
+    assert run(capsys, "rm", keyed, *of_key, "--pinned") == (0, "3 blocks removed\n")
+
+
+def test_a_key_is_removed_with_its_blocks(keyed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_key = ("--key", "doc", "--cache-salt", "tenant")
+    assert run(capsys, "pin", keyed, *of_key)[0] == 0
+    assert run(capsys, "unpin", keyed, *of_key) == (0, "3 blocks no longer pinned\n")
+    assert "expires in 7 d" in run(capsys, "ls", keyed, *of_key)[1]
+    assert run(capsys, "rm", keyed, *of_key) == (0, "3 blocks removed\n")
+    assert found(keyed) == [True, False, False, False, True]
+    code, said = run(capsys, "ls", keyed, *of_key)
+    assert code == 2
+    assert "there is no key 'doc'" in said
+    of_long = ("--key", "long", "--cache-salt", "tenant")
+    assert "1000 blocks" in run(capsys, "ls", keyed, *of_long)[1]
+    assert run(capsys, "pin", keyed, *of_long)[0] == 0
+    assert run(capsys, "rm", keyed, *of_long) == (0, "0 blocks removed\n")
+    assert list((keyed / "notes").iterdir()) == []
+
+
+def test_a_key_needs_its_tenant_and_token(
+    keyed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wrong in (("--key", "doc"), ("--key", "other", "--cache-salt", "tenant"), ("--key", "../doc")):
+        code, said = run(capsys, "rm", keyed, *wrong)
+        assert (code, "there is no key" in said) == (2, True)
+    assert run(capsys, "ls", keyed, name_of(1).hex(), "--key", "doc")[0] == 2
+    assert run(capsys, "rm", keyed, "--all", "--key", "doc")[0] == 2
+    monkeypatch.setenv("KVFERRY_AUTH_TOKEN", "another token, as long")
+    assert run(capsys, "rm", keyed, "--key", "doc", "--cache-salt", "tenant")[0] == 2
+    assert found(keyed) == [True] * NUM_BLOCKS

@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.api.fields import WARNING_HEADER
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce, Ticket
+from kvferry.core.messages.kv_keys import MAX_KEY_BYTES, MAX_KEYS, KVTransferParams
 from kvferry.core.messages.openai import TIMELINE_HEADER
 from kvferry.core.messages.timeline import Timeline
 from kvferry.core.request import EngineOutput, Request
@@ -418,3 +419,51 @@ async def test_more_tokens_than_the_context_are_not_turned_into_text(asker: Aske
     assert (status, answer["error"]["param"]) == (400, "tokens")
     status, answer = await asker.post("/tokenize", {"prompt": "a" * 10_000})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+# Keys of KV.
+
+
+@pytest.mark.parametrize("at_top", [True, False], ids=["at the top", "in kv_transfer_params"])
+async def test_keys_reach_the_first_choice_of_their_prompt(asker: Asker, at_top: bool) -> None:
+    fields = {"kvcache_store_keys": [["a", None], None], "kvcache_load_keys": [None, ["b"]], "kvcache_ttl_s": 60}
+    sent: dict[str, Any] = fields if at_top else {"kv_transfer_params": fields}
+    arrived = await asker.complete([[7, 8], [9, 10]], n=2, cache_salt="tenant", **sent)
+    requests = sorted(arrived, key=lambda request: request.request_id)  # the others wait for the first ones
+    assert [one.transfer_params for one in requests] == [
+        KVTransferParams(kvcache_store_keys=("a", None), kvcache_ttl_s=60.0, tenant="tenant"),
+        None,
+        KVTransferParams(kvcache_load_keys=("b",), kvcache_ttl_s=60.0, tenant="tenant"),
+        None,
+    ]
+    assert [one.hand_off for one in requests] == [None] * 4
+
+
+async def test_keys_of_a_chat(asker: Asker) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "kvcache_load_keys": ["k"]}
+    status, answer = await asker.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    (request,) = asker.engine.requests
+    assert request.transfer_params == KVTransferParams(kvcache_load_keys=("k",))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kvcache_store_keys", "k"),
+        ("kvcache_store_keys", [7]),
+        ("kvcache_store_keys", ["k" * (MAX_KEY_BYTES + 1)]),
+        ("kvcache_store_keys", ["k"] * (MAX_KEYS + 1)),
+        ("kvcache_load_keys", {"k": 1}),
+        ("kvcache_load_keys", [["a"], ["b"]]),
+        ("prefix_prompt_ids", ["a"]),
+        ("prefix_prompt_ids", [9, 9]),
+        ("kvcache_ttl_s", -1),
+        ("kvcache_wait_s", "soon"),
+    ],
+)
+async def test_wrong_keys_are_refused_by_name(asker: Asker, field: str, value: Any) -> None:
+    for sent in ({field: value}, {"kv_transfer_params": {field: value}}):
+        error = await asker.refused(prompt=[7, 8], **sent)
+        assert error["param"] == field
+        assert field in error["message"]

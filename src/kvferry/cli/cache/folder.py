@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,15 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
+from kvferry.core.keys import shared_token
 from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.media.file_room import path_of
 from kvferry.store.table import BUILTIN
+from kvferry.store.upkeep_keys import PINNED_S, FoundKey, KeyFolder
 
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
@@ -29,12 +33,47 @@ Prefix = Annotated[
     str,
     Parameter(help="Beginning of block hashes, in hexadecimal; all blocks if none is given.", show_default=False),
 ]
+Key = Annotated[
+    str | None,
+    Parameter(
+        help="The blocks of this key (kvcache_store_keys of a request) instead. KVFERRY_AUTH_TOKEN must be that of the"
+        " instances.",
+        show_default=False,
+    ),
+]
+CacheSalt = Annotated[
+    str, Parameter(help="With --key: the cache_salt of the requests that stored it.", show_default=False)
+]
 Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())]
 
 
-def list_blocks(store: Folder, prefix: Prefix = "", *, json: Json = False) -> None:
+def list_blocks(
+    store: Folder, prefix: Prefix = "", *, key: Key = None, cache_salt: CacheSalt = "", json: Json = False
+) -> None:
     """List the blocks, layout by layout."""
-    found = upkeep.entries(upkeep.require_root(store), _checked(prefix))
+    root, prefix = upkeep.require_root(store), _checked(prefix)
+    if key is None:
+        _list(upkeep.entries(root, prefix), json=json)
+        return
+    folder, found = _find_key(root, prefix, key, cache_salt)
+    blocks, record = list(folder.blocks(found)), found.record
+    if not json:
+        expires = max(0.0, record.expires_s - SYSTEM_CLOCK.wall())
+        print(  # noqa: T201 - the answer
+            f"key {key!r}: {record.num_blocks} blocks of a prefix of {record.num_tokens} tokens; expires in"
+            f" {_duration(expires)}"
+        )
+    _list(blocks, json=json)
+
+
+def _find_key(root: Path, prefix: str, key: str, cache_salt: str) -> tuple[KeyFolder, FoundKey]:
+    if prefix:
+        raise ConfigError("kvferry cache: give the beginning of block hashes or --key, not both")
+    folder = KeyFolder(root, shared_token(), cache_salt)
+    return folder, folder.find(key)
+
+
+def _list(found: Iterable[upkeep.Entry], *, json: bool) -> None:
     rows = [(one.fingerprint, one.name, one.num_bytes, one.used_s, one.is_pinned) for one in found]
     if json:
         keys = ("layout", "block", "bytes", "used_s", "pinned")
@@ -75,14 +114,22 @@ def verify(store: Folder) -> int:
     return 1 if found.removed or found.left else 0
 
 
-def pin(store: Folder, prefix: Prefix = "") -> None:
-    """Protect blocks from eviction."""
-    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), True), "pinned")
+def pin(store: Folder, prefix: Prefix = "", *, key: Key = None, cache_salt: CacheSalt = "") -> None:
+    """Protect blocks from eviction. A pinned key does not expire."""
+    _say(_set_pinned(store, prefix, key, cache_salt, True), "pinned")
 
 
-def unpin(store: Folder, prefix: Prefix = "") -> None:
-    """Let blocks be evicted again."""
-    _say(upkeep.set_pinned(upkeep.require_root(store), _checked(prefix), False), "no longer pinned")
+def unpin(store: Folder, prefix: Prefix = "", *, key: Key = None, cache_salt: CacheSalt = "") -> None:
+    """Let blocks be evicted again. A key then expires a week later."""
+    _say(_set_pinned(store, prefix, key, cache_salt, False), "no longer pinned")
+
+
+def _set_pinned(store: Path, prefix: str, key: str | None, cache_salt: str, pinned: bool) -> int:
+    root, prefix = upkeep.require_root(store), _checked(prefix)
+    if key is None:
+        return upkeep.set_pinned(root, prefix, pinned)
+    folder, found = _find_key(root, prefix, key, cache_salt)
+    return folder.set_pinned(key, found, pinned, PINNED_S if pinned else StoreSettings().key_ttl_s)
 
 
 def remove(
@@ -92,12 +139,22 @@ def remove(
     all_blocks: Annotated[
         bool, Parameter(name="--all", help="Remove all blocks, if no prefix is given.", negative=())
     ] = False,
+    key: Key = None,
+    cache_salt: CacheSalt = "",
     pinned: Annotated[bool, Parameter(help="Pinned ones too.", negative=())] = False,
 ) -> None:
-    """Remove blocks of a directory, named by the beginning of their hash, and say how many."""
-    if not prefix and not all_blocks:
-        raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash, or use --all")
+    """Remove blocks of a directory, named by the beginning of their hash or by a key, and say how many. Other keys and
+    prompts that begin alike lose them too."""
+    if not prefix and not all_blocks and key is None:
+        raise ConfigError("kvferry cache rm: name the blocks by the beginning of their hash or --key, or use --all")
+    if all_blocks and key is not None:
+        raise ConfigError("kvferry cache rm: give --all or --key, not both")
     root, prefix = upkeep.require_root(store), _checked(prefix)
+    if key is not None:
+        folder, found = _find_key(root, prefix, key, cache_salt)
+        count, left = folder.remove(key, found, pinned_too=pinned)
+        _say(count, "removed" + (f", {left} left: they are pinned (--pinned removes them)" if left else ""))
+        return
     removed = upkeep.remove(root, prefix, pinned_too=pinned)
     kept = 0 if pinned else sum(one.is_pinned for one in upkeep.entries(root, prefix))
     _say(removed, "removed" + (f", {kept} left: they are pinned (--pinned removes them)" if kept else ""))
@@ -173,7 +230,11 @@ def _console() -> Console:
 
 def _ago(then_s: float) -> str:
     seconds = max(0.0, SYSTEM_CLOCK.wall() - then_s)
+    return f"{_duration(seconds)} ago" if seconds >= 60.0 else "now"
+
+
+def _duration(seconds: float) -> str:
     for unit, length_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length_s:
-            return f"{seconds / length_s:.0f} {unit} ago"
-    return "now"
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
