@@ -279,7 +279,8 @@ def test_a_store_that_is_down_is_not_waited_for(
 
 
 ODD_KEYS = [
-    "k", "K", "k ", "\0", "k\0", "\0k", "../../escape", "/etc/passwd", "notes/x", "a/../b", "..", ".", "ключ", "🗝" * 256,
+    "k", "K", "k ", "\0", "k\0", "\0k", "../../escape", "/etc/passwd", "notes/x", "a/../b", "..", ".",
+    "ключ", "🗝" * 256,
     "é", "e\u0301", "x" * MAX_KEY_BYTES, "x" * (MAX_KEY_BYTES - 1), "kvferry:note:1", "*", "%00", "\n", "key 0 0",
     "\ud800",
 ]  # fmt: skip

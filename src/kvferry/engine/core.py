@@ -141,6 +141,12 @@ class EngineCore:
         side = self.scheduler_side
         return side if side is not None and isinstance(side, HandsOff) else None
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether requests can store and load KV under keys."""
+        side = self.scheduler_side
+        return side is not None and isinstance(side, KeepsBlocks) and side.keeps_keys()
+
     def release(self, transfer_id: str) -> bool:
         """End the lease of a ticket that nobody will fetch. True when there was one."""
         return self.hands_off is not None and self.hands_off.release(transfer_id)
@@ -345,8 +351,7 @@ class EngineCore:
         if params is None or not (params.stores or params.loads):
             return
         field = STORE_FIELD if params.stores else LOAD_FIELD
-        side = self.scheduler_side
-        if side is None or not isinstance(side, KeepsBlocks) or not side.keeps_keys():
+        if not self.keeps_keys:
             raise InvalidRequest(
                 f"{field} needs a connector with a store that instances share, such as KVStoreConnector; start this"
                 " instance with it (--kv-transfer-config)",

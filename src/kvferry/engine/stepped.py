@@ -95,6 +95,7 @@ class SteppedEngine(ABC):
             engine_id=self.engine_id,
             connector=transfer.kv_connector if transfer else None,
             tickets=side.tickets() if side is not None else TicketKinds(),
+            keeps_keys=engine.keeps_keys,
             stores_take_kv=side is None or side.stores_take_kv(),
             kv_host=kv_host,
             kv_port=kv_port,

@@ -14,14 +14,16 @@ import msgspec
 
 from kvferry.api.strict import is_integers, read_object, read_texts
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.messages.hand_off import HAND_OFF_FIELD
+from kvferry.core.messages.kv_keys import KEY_FIELDS
 
-TICKET_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+TICKET_FIELDS = frozenset({HAND_OFF_FIELD, "ec_transfer_params"})
 """Fields that make an instance fetch from another: the router's to set, never a client's."""
 
 _ADDRESS_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
 """The same in SGLang's form. Common words, so they are meant only at the top of a body."""
 
-_NOT_FROM_CLIENTS = TICKET_FIELDS | _ADDRESS_FIELDS
+_NOT_FROM_CLIENTS = TICKET_FIELDS | _ADDRESS_FIELDS | frozenset(KEY_FIELDS)
 
 _SCALARS = frozenset({bool, int, float, type(None)})
 _SHORT = 256
@@ -37,13 +39,16 @@ class RequestBody(msgspec.Struct, eq=False):
     _fields: dict[str, msgspec.Raw]
     _original: bytes
     values: dict[str, Any]
+    kv_keys: dict[str, msgspec.Raw] = {}
+    """The fields about keys of KV, wherever the client has put them, if clients may have keys."""
 
     @classmethod
-    def parse(cls, data: bytes, *, trust_tickets: bool = False) -> RequestBody:
+    def parse(cls, data: bytes, *, trust_tickets: bool = False, takes_keys: bool = False) -> RequestBody:
         """Raises `InvalidRequest` when `data` is not one JSON object in UTF-8 that every parser reads alike.
 
         Unless clients are trusted with tickets, those at the top are left out, and one further down is refused: there
-        it is no field that the API has, but some engines merge such objects into their own settings.
+        it is no field that the API has, but some engines merge such objects into their own settings. Keys of KV are
+        left out too, unless they are accepted (`takes_keys`) or tickets are.
         """
         fields, values = _read(data, frozenset() if trust_tickets else TICKET_FIELDS)
         body = cls(fields, data, values)
@@ -52,7 +57,8 @@ class RequestBody(msgspec.Struct, eq=False):
         for name in fields.keys() & TICKET_FIELDS:
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
-        return body if trust_tickets else body._without(_NOT_FROM_CLIENTS)
+        keys = _read_keys(fields) if trust_tickets or takes_keys else {}
+        return cls(fields, data, values, keys) if trust_tickets else body._without(_NOT_FROM_CLIENTS, keys)
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields
@@ -77,10 +83,28 @@ class RequestBody(msgspec.Struct, eq=False):
         kept.update(replaced)
         return _ENCODER.encode(kept)
 
-    def _without(self, names: frozenset[str]) -> RequestBody:
+    def _without(self, names: frozenset[str], keys: dict[str, msgspec.Raw]) -> RequestBody:
+        """The body without these fields, and with the keys of KV in `kv_transfer_params`."""
         fields = {name: raw for name, raw in self._fields.items() if name not in names}
         values = {name: one for name, one in self.values.items() if name not in names}
-        return RequestBody(fields, _ENCODER.encode(fields), values)
+        if keys:
+            fields[HAND_OFF_FIELD] = values[HAND_OFF_FIELD] = msgspec.Raw(_ENCODER.encode(keys))
+        return RequestBody(fields, _ENCODER.encode(fields), values, keys)
+
+
+def _read_keys(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The fields about keys of KV, at the top and in `kv_transfer_params`. Raises `InvalidRequest` for one that is
+    different in both."""
+    params = fields.get(HAND_OFF_FIELD, msgspec.Raw(b"null"))
+    within = msgspec.json.decode(params, type=dict[str, msgspec.Raw] | None) or {}
+    keys: dict[str, msgspec.Raw] = {}
+    for name in KEY_FIELDS:
+        given = [raw for raw in (within.get(name), fields.get(name)) if raw is not None and bytes(raw) != b"null"]
+        if len(given) == 2 and msgspec.json.decode(given[0]) != msgspec.json.decode(given[1]):
+            raise InvalidRequest(f"{name} is given twice, with different values", param=name)
+        if given:
+            keys[name] = given[0]
+    return keys
 
 
 def _read(data: bytes, refused_within: frozenset[str]) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:

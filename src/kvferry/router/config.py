@@ -24,7 +24,7 @@ from kvferry.router.paths import parse_path
 _HEADER_NAME = r"[A-Za-z0-9_-]+"
 
 HandOffMode = Literal["auto", "sequential", "concurrent"]
-ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang"]
+ProtocolName = Literal["auto", "kvferry", "nixl", "mooncake", "sglang", "keys"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,8 @@ class RouterConfig:
     """Protocol of the instances. auto: each instance is asked. kvferry: kvferry's own instances. nixl: vLLM servers
     where P's answer carries what D needs to fetch the KV (NixlConnector, kvferry's connectors in vLLM). mooncake: vLLM
     servers with MooncakeConnector, P and D called together. sglang: SGLang servers started with --disaggregation-mode,
-    P and D called together."""
+    P and D called together. keys: kvferry's instances, or vLLM servers with kvferry's connectors, that share a store
+    and need not reach each other: P stores the KV under a key that D loads it by."""
 
     bootstrap_port: tuple[Port, ...] = ()
     """Port of a prefill instance's bootstrap server (Mooncake's in vLLM, SGLang's), in the order of --prefill-url.
@@ -180,6 +181,11 @@ class RouterConfig:
     trust_client_tickets: bool = False
     """Forward kv_transfer_params from clients to instances, which then fetch KV from the addresses in them. Only for a
     router whose clients are proxies of your own."""
+
+    client_kv_keys: bool = False
+    """Forward the keys of KV in clients' requests to instances (prefix_prompt_ids, kvcache_store_keys,
+    kvcache_load_keys, kvcache_ttl_s, kvcache_wait_s), which store and load KV under them. Requests with another
+    cache_salt have other keys."""
 
     workers: Annotated[int, Bounds(1, 256)] | None = field(
         default=None, metadata={"heading": "Router: processes and traces"}

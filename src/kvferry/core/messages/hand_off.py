@@ -33,6 +33,8 @@ from kvferry.core.blocks.block_hash import token_bytes
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.timeline import Timeline
 
+HAND_OFF_FIELD = "kv_transfer_params"
+"""Where a body has what a hand-off needs, and an answer the ticket."""
 MAX_RANKS = 64
 MAX_TOP = 1024
 """Most likely tokens at one position, at most."""

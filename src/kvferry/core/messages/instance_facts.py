@@ -73,6 +73,8 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connector: str | None = None
     """None: it can neither hand off nor fetch."""
     tickets: TicketKinds = TicketKinds()
+    keeps_keys: bool = False
+    """It stores and loads KV under keys of requests (`kvcache_store_keys`)."""
     stores_take_kv: bool = True
     """False: it hands off through stores, and now they take nothing."""
     kv_host: str = ""

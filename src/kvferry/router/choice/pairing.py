@@ -15,8 +15,9 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
-from kvferry.router.protocols.choose import can_pair, choose_form
+from kvferry.router.protocols.choose import can_pair, can_pair_by_keys, choose_form
 from kvferry.router.protocols.form import MakeForm
+from kvferry.router.protocols.keys import PROTOCOL
 
 
 class Pairing:
@@ -40,14 +41,14 @@ class Pairing:
         if self._models_differ:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
-        can_pair = _can_pair if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
+        can_pair = self._can_pair_now if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
         return Options(prefills, decodes, may_stay_whole and self._may_stay_whole, can_pair, self._decode_places)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """The decode instances that can read the KV of this prefill instance, as far as is known."""
         if self._revision != self._now.number:
             self._look_again()
-        can_pair = _can_pair if prefill.draining else self._can_pair
+        can_pair = self._can_pair_now if prefill.draining else self._can_pair
         return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
 
     def form(self, prefill: Instance) -> MakeForm | str:
@@ -79,9 +80,13 @@ class Pairing:
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
         self._may_stay_whole = all(one.answers_alone for one in decode)
         self._decode_places = _decode_places(everyone, decode)
-        all_pair = all(_can_pair(one, other) for one in prefill for other in decode)
-        self._can_pair = any_pair if all_pair else _can_pair
+        all_pair = all(self._can_pair_now(one, other) for one in prefill for other in decode)
+        self._can_pair = any_pair if all_pair else self._can_pair_now
         self._revision = self._now.number
+
+    def _can_pair_now(self, prefill: Instance, decode: Instance) -> bool:
+        can = can_pair_by_keys if self._config.protocol == PROTOCOL else can_pair
+        return prefill.unit == decode.unit and can(prefill.facts, decode.facts)
 
     def _note_facts(self, instance: Instance, facts: Facts) -> None:
         """An instance has reported about itself; it may be a new process, with an empty cache."""
@@ -103,10 +108,6 @@ def _decode_places(everyone: Sequence[Instance], decode: Sequence[Instance]) -> 
         return 0
     places = (one.facts.max_num_seqs for one in decode if isinstance(one.facts, InstanceFacts))
     return min(places, default=0)
-
-
-def _can_pair(prefill: Instance, decode: Instance) -> bool:
-    return prefill.unit == decode.unit and can_pair(prefill.facts, decode.facts)
 
 
 def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:

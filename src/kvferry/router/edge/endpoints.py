@@ -59,7 +59,10 @@ class Endpoints:
             return request.body
         if request.first.get(b"content-type") != JSON[1] or b"content-encoding" in request.first:
             require_json(_text(request, b"content-type"), _text(request, b"content-encoding"))
-        return RequestBody.parse(request.body, trust_tickets=self._services.config.trust_client_tickets)
+        config = self._services.config
+        return RequestBody.parse(
+            request.body, trust_tickets=config.trust_client_tickets, takes_keys=config.client_kv_keys
+        )
 
     def named(self, request: ClientRequest, body: RequestBody | bytes | None) -> ClientRequest:
         """The request under the `request_id` of its body, as vLLM reads it where no header names the request."""

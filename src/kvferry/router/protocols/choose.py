@@ -13,6 +13,7 @@ from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instances.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import MakeForm
+from kvferry.router.protocols.keys import PROTOCOL, keys
 from kvferry.router.protocols.mooncake import mooncake
 from kvferry.router.protocols.nixl import nixl
 from kvferry.router.protocols.sglang import sglang
@@ -34,6 +35,8 @@ def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Fac
     if isinstance(facts, SglangFacts):
         port = facts.bootstrap_port or prefill.address.bootstrap_port
         return partial(sglang, host=prefill.address.host, bootstrap_port=port)
+    if told == PROTOCOL:
+        return keys
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
         if prefill.is_doubted:
             return None  # its engines may have other ids by now
@@ -76,6 +79,18 @@ def can_pair(prefill: Facts, decode: Facts) -> bool:
     if not (isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts)):
         return True
     return _tickets_fit(prefill.connector, prefill.tickets, decode.connector, decode.tickets)
+
+
+def can_pair_by_keys(prefill: Facts, decode: Facts) -> bool:
+    """Whether one can hand off to the other by keys in a store, as far as is known: both are `alike` and keep keys, and
+    were not started for the other role. Whether they share the store is not known: where not, D computes."""
+    has_parts = _has_role(prefill, "prefill") and _has_role(decode, "decode")
+    keep = all(one.keeps_keys for one in (prefill, decode) if isinstance(one, InstanceFacts))
+    return has_parts and keep and alike(prefill, decode)
+
+
+def _has_role(facts: Facts, part: LegRole) -> bool:
+    return facts.role in ("both", part) if isinstance(facts, InstanceFacts) else _has_part(facts, part)
 
 
 def alike(one: Facts, other: Facts) -> bool:

@@ -13,9 +13,6 @@ import msgspec
 from kvferry.core.errors import ProtocolError
 from kvferry.http.headers import RawHeaders
 
-HAND_OFF_FIELD = "kv_transfer_params"
-"""Where a body has what a hand-off needs, and an answer the ticket."""
-
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
     """One hand-off. `produce` and `early` are `kv_transfer_params` for P and for D."""

@@ -88,7 +88,9 @@ class HandOff:
             early = self.form.early
             if early is not None and origin is not None:
                 self.is_as_promised = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
-            if isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
+            if self.form.early_is_all:
+                pass  # which says nothing of the instance
+            elif isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
                 prefill.doubt()  # Another process is at this address now.
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
                 prefill.amend(facts.with_origin(origin))

@@ -19,12 +19,12 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
+from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.choice.policies.base import Asked
 from kvferry.router.instances.instance import Instance, Unasked
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.shared_state import SharedState, TicketRow
-from kvferry.router.protocols.form import HAND_OFF_FIELD
 from kvferry.router.request.releases import Releases
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from kvferry.core.messages.continuation import CONTINUE_KEY, LAST_MARK, MARK, Continuation, decode_mark
+from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts
-from kvferry.router.protocols.form import HAND_OFF_FIELD
 
 _END = b"\n\n"
 _DONE = b"data: [DONE]"

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.entropy import RANDOM
+from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.timeline import Timeline
 from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
@@ -18,7 +19,8 @@ from kvferry.router.choice.plan import is_batch
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
 from kvferry.router.instances.instance import Absent, Instance, SglangFacts, VllmFacts
-from kvferry.router.protocols.form import HAND_OFF_FIELD, Form
+from kvferry.router.protocols.form import Form
+from kvferry.router.protocols.keys import with_client_keys
 from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg, LegChanges
 from kvferry.router.request.next_turn import Conversation, Kept
@@ -66,6 +68,7 @@ class RequestLegs:
 
     def prefill(self, instance: Instance, form: Form) -> HandOff:
         """Ask P to compute the prompt and keep its KV."""
+        form = with_client_keys(form, self._body.kv_keys)
         kept: Kept | None = None
         seed: dict[str, int] = {}
         if form.shares_seed:
