@@ -67,7 +67,7 @@ def test_a_key_that_would_be_ignored_is_told(connector: str, extra: dict[str, An
 
 def test_every_key_is_read_always_or_with_a_key_that_names_stores() -> None:
     """A new key is one or the other."""
-    always = {"write", "load", "load_policy", "prefetch", "timeout_s"}
+    always = {"write", "load", "load_policy", "prefetch", "timeout_s", "key_ttl_s", "key_wait_s"}
     ways = {"store", "shared_storage_path", "num_cpu_blocks", "cpu_bytes_to_use"}
     keys = set(settings.settings_class("KVStoreConnector").__struct_encode_fields__)
     assert KV_STORE.options.endswith("StoreSettings")

@@ -14,6 +14,7 @@ from kv_support import BlockRegion, make_layout
 from kvferry.connectors.api import Loaded, Released, failures
 from kvferry.connectors.caching import StoreEvents
 from kvferry.connectors.kv_store.blocks import HostBlocks
+from kvferry.connectors.kv_store.keys import StoredKeys
 from kvferry.connectors.kv_store.loader import StoreLoader
 from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, sign_of
 from kvferry.connectors.kv_store.plan import LoadBlocks
@@ -316,7 +317,7 @@ def test_a_read_that_never_ends_does_not_hold_the_engine(
 
 
 def make_prober(store: KVStore) -> Prober:
-    return Prober(lambda: [store], Markers("secret", ManualClock()))
+    return Prober(lambda: [store], Markers("secret", ManualClock()), StoredKeys("secret"))
 
 
 def test_a_slow_store_holds_up_nobody() -> None:
@@ -467,7 +468,7 @@ def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> No
         await store.close()
 
     asyncio.run(fill())
-    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()))
+    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()), StoredKeys("secret"))
     prober.ask("r", StoreQuestion(names))
 
     def runs() -> tuple[Run, ...] | None:
@@ -497,7 +498,7 @@ def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_read
         await store.close()
 
     asyncio.run(fill())
-    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()))
+    prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()), StoredKeys("secret"))
     parts: list[int] = []
     seen: list[tuple[Run, ...]] = []
     prefetch = TieredStore.prefetch
@@ -545,7 +546,9 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("kvferry.store.machine.Arena", make)
     prober = Prober(
-        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)], Markers("secret", ManualClock())
+        lambda: [TieredStore(find_stores("memory:6MiB?name=probed"), LAYOUT)],
+        Markers("secret", ManualClock()),
+        StoredKeys("secret"),
     )
     for index in range(8):
         prober.ask(f"r{index}", StoreQuestion([b"a" * 32]))

@@ -352,13 +352,14 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         state = self._requests[request.request_id]
         if params is None or state.has_keys or not self._stores_keys(request):
             return
+        prefix = request.prompt_token_ids if params.prefix_prompt_ids is None else params.prefix_prompt_ids
+        if chunk.start + chunk.num_tokens < len(prefix):
+            return
         try:
             num_tokens = params.num_prefix_tokens(request.prompt_token_ids)
         except InvalidRequest as error:  # only of engines that cannot refuse the request
             log.warning("request %s stores no keys: %s", request.request_id, error)
             state.has_keys = True
-            return
-        if chunk.start + chunk.num_tokens < num_tokens:
             return
         state.has_keys = True
         ttl_s = min(self._settings.key_ttl_s, params.kvcache_ttl_s or self._settings.key_ttl_s)
