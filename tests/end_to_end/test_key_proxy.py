@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from key_proxy import KeyProxy
-from support.processes import KvferryProcess, begun
+from support.processes import KvferryProcess, begun, kvferry
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 pytestmark = pytest.mark.processes
@@ -114,6 +114,24 @@ async def test_answers_are_those_of_one_instance(instances: list[KvferryProcess]
         one.require_clean()
 
 
+async def test_the_router_hands_off_by_keys(instances: list[KvferryProcess], tmp_path: Path) -> None:
+    asked = requests(12)
+    urls = [f"--prefill-url={one.url}" for one in instances[:2]] + [f"--decode-url={one.url}" for one in instances[2:4]]
+    with kvferry("router", *urls, "--protocol=keys", "--client-kv-keys", log=tmp_path / "router.log") as router:
+        async with aiohttp.ClientSession() as client:
+            alone = await asyncio.gather(*(ask(client, instances[4].url, one) for one in asked))
+            assert await asyncio.gather(*(ask(client, router.url, one) for one in asked)) == alone
+            texts = [number for number, (path, _) in enumerate(asked) if path == "/v1/completions"]
+            keyed = [(path, {**body, "kvcache_store_keys": ["mine"]}) for path, body in (asked[at] for at in texts)]
+            streamed = await asyncio.gather(*(stream(client, router.url, one) for one in keyed))
+            assert streamed == [alone[number][0] for number in texts]
+    assert sum(one.metric("kvferry:connector_stored_keys_total") for one in instances[:2]) >= len(asked)
+    assert sum(one.metric("kvferry:connector_found_keys_total") for one in instances[2:4]) >= len(asked) // 2
+    for one in instances:
+        one.require_clean()
+
+
+@pytest.mark.full
 async def test_200_at_once_while_instances_and_the_store_are_killed(
     instances: list[KvferryProcess], server: ValkeyServer
 ) -> None:
