@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
 from kvferry.core.messages.kv_keys import KVTransferParams
-from kvferry.store.key_records import KeyNotes, make_record
+from kvferry.store.key_records import BadKeyRecord, KeyNotes, make_record, refusal_of
 from kvferry.store.media.file_notes import NoteFiles
 
 LAYOUT = sharded(make_layout(2), 2)
@@ -118,3 +118,49 @@ def test_many_notes_are_swept_some_at_a_time(tmp_path: Path) -> None:
         before, left = left, len(list(tmp_path.iterdir()))
         assert before - left <= 64, number
     assert left == 1
+
+
+def test_what_else_the_kv_depends_on_is_compared() -> None:
+    """In vLLM, the salt of a request stands for its LoRA adapter and images too; the tenant's is its `cache_salt`."""
+    hashes = [bytes([number]) * 32 for number in range(4)]
+    record, _ = make_record(LAYOUT, "an adapter", hashes, 0, 16, 0.0, 60.0)
+    assert refusal_of(record, hashes, "an adapter", LAYOUT) is None
+    assert refusal_of(record, hashes[:2], "an adapter", LAYOUT) is None
+    assert "another LoRA adapter" in (refusal_of(record, hashes, "", LAYOUT) or "")
+    changed = [*hashes[:3], bytes(32)]
+    assert refusal_of(record, changed, "an adapter", LAYOUT) == (
+        "is of another prompt, whose first 12 tokens are the same"
+    )
+    behind, _ = make_record(LAYOUT, "", hashes[2:], 2, 16, 0.0, 60.0)
+    assert refusal_of(behind, hashes, "", LAYOUT) is None
+    assert refusal_of(behind, hashes[:2], "", LAYOUT) == "is of another prompt"
+    empty, _ = make_record(LAYOUT, "", [], 0, 3, 0.0, 60.0)
+    assert refusal_of(empty, [], "", LAYOUT) is None
+
+
+@pytest.mark.parametrize("change", ["code", "body", "name", "length"])
+def test_a_changed_record_is_not_believed(change: str) -> None:
+    notes = KeyNotes("secret")
+    record, _ = make_record(LAYOUT, "", [bytes(32)], 0, 4, 0.0, 60.0)
+    name = notes.name("", "k", 0)
+    sealed = bytearray(notes.seal(name, record))
+    if change == "name":  # put back under another key
+        name = notes.name("", "other", 0)
+    elif change == "length":
+        sealed = sealed[:20]
+    else:
+        sealed[0 if change == "code" else -1] ^= 1
+    with pytest.raises(BadKeyRecord):
+        notes.open(name, bytes(sealed), 0.0)
+    with pytest.raises(BadKeyRecord):
+        KeyNotes("another").open(name, bytes(sealed), 0.0)
+
+
+def test_names_of_keys_are_apart() -> None:
+    notes = KeyNotes("secret")
+    names = [
+        notes.name(*parts)
+        for parts in [("", "ab", 0), ("a", "b", 0), ("ab", "", 0), ("", "ab", 1), ("", "ab", 0, 1), ("", "a\0b", 0)]
+    ]
+    assert len(set(names)) == len(names)
+    assert all(" " in name for name in names)  # which no transfer id has, under which clients can leave markers
