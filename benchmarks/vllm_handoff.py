@@ -7,7 +7,7 @@ Prefill and decode are real vLLM servers on a core each. In one run, with the sa
   vLLM's ExampleConnector, which writes files
 
 all of them up at once and asked in turns, prompt by prompt, in servers whose threads sleep where they would spin
-(scripts/calm_vllm); and then each by itself in servers as they are, since such a server keeps its core busy for some
+(KVFERRY_CALM_VLLM); and then each by itself in servers as they are, since such a server keeps its core busy for some
 seconds after each request.
 
 Measured at each prompt length: the hand-off (from P's answer to D's first token, D's step for it included), the CPU
@@ -45,13 +45,13 @@ import aiohttp
 import psutil
 
 from code_lines import count
+from kvferry.core.settings.environment import CALM_VLLM
 from models import SHAPE, make_bench_model
 from report import RESULTS, print_machine, processor, save
 from served import Running, kvferry, running
 
 LENGTHS = [128, 512, 1024, 2000]
 SOURCE = Path(__file__).parents[1] / "src" / "kvferry"
-CALM = Path(__file__).parents[1] / "scripts" / "calm_vllm"
 VLLM_CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
 
 ALWAYS = ("--disaggregate-from", "0")
@@ -68,7 +68,7 @@ class Side:
     @property
     def environment(self) -> dict[str, str]:
         """Of the servers."""
-        return {"PYTHONPATH": os.pathsep.join([str(CALM), *_python_path()])} if self.calm else {}
+        return {CALM_VLLM: "1" if self.calm else "0"}
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,6 @@ def sides(folder: Path) -> dict[str, Side]:
     }
     calm = {f"{name}, calm": Side(transfer, calm=True) for name, transfer in transfers.items()}
     return {**calm, **{name: Side(transfer, calm=False) for name, transfer in transfers.items()}}
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 @contextmanager

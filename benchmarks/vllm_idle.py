@@ -10,7 +10,7 @@ And of vLLMs that are each all in one process, in turns:
 
   token: one of an answer; the model is so small that most of it is what vLLM does around it
 
-Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin (scripts/calm_vllm), so
+Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin (`kvferry.fleet.vllm`), so
 that CPU time is work; in servers "as they are" they do not.
 
 Prints a table; writes results/vllm_idle.json, where connectors that are measured again (`--sides`) replace themselves.
@@ -42,13 +42,15 @@ from typing import Any
 
 import httpx
 
+from kvferry.core.settings.environment import CALM_VLLM
+from kvferry.fleet.vllm.instances import CALM
 from kvferry.fleet.vllm.transfer import for_member, read_transfer
 from models import make_bench_model
 from report import RESULTS, print_machine, processor, save
 from reuse import free_port, server
 from reuse_vllm import ENVIRONMENT
 from served import Running, running
-from vllm_handoff import CALM, cpu_seconds
+from vllm_handoff import cpu_seconds
 
 PLAIN = "no connector"
 SETTLE_S = 5.0
@@ -134,7 +136,7 @@ def started(side: Side, core: int, model: str, options: argparse.Namespace, stac
     ours = [model, "--engine", "vllm", "--engine-python", str(options.vllm), "--served-model-name", "bench"]
     theirs = ["--", "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048"]
     theirs += ["--kv-cache-memory-bytes", str(64 << 20)]
-    more = {"PYTHONPATH": side.python_path}
+    more = {CALM_VLLM: "0", "PYTHONPATH": side.python_path}
     return stack.enter_context(running("prefill", *ours, "--port", "0", *transfer, *theirs, cores=[core], more=more))
 
 
@@ -188,7 +190,7 @@ def _child(side: Side, model: str, options: argparse.Namespace) -> Iterator[subp
     transfer = None if side.transfer is None else read_transfer(json.dumps(side.transfer))
     own = None if transfer is None else for_member(transfer, "both", "alone", 0)
     asked = {"model": model, "transfer": own, "tokens": options.tokens, "prompt": PROMPT}
-    more = {"PYTHONPATH": side.python_path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    more = {CALM_VLLM: "0", "PYTHONPATH": side.python_path, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     with subprocess.Popen(
         [str(options.vllm), str(CHILD), json.dumps(asked)],
         stdin=subprocess.PIPE,

@@ -34,11 +34,9 @@ VLLM_ARGUMENTS = (
     *("--kv-cache-memory-bytes", str(192 << 20), "--enforce-eager"),
 )
 TOKENS_PER_ANSWER = 8
-CALM = Path(__file__).parents[2] / "scripts" / "calm_vllm"
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONPATH": os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 
 

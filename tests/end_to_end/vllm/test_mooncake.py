@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.processes import until
-from support.vllm_servers import QUIET, Reference, Served, answers, body_of, figure, hold_open, require_idle, serve_pair
+from support.vllm_servers import Reference, Served, answers, body_of, figure, hold_open, require_idle, serve_pair
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900), pytest.mark.full]
 
@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
     }
     more = {
-        "PYTHONPATH": os.pathsep.join([QUIET["PYTHONPATH"], str(ON_CPU)]),
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ON_CPU)]),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(ABANDONED_S),
     }

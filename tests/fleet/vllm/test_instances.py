@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -322,3 +324,31 @@ def test_what_a_server_registers_for_it_can_do(connector: str, extra: Any, monke
         ConfigError, match=r"--register: .* for decode, but --kv-transfer-config: .* kv_role kv_producer"
     ):
         alone("kv_producer", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("given", "python_path"), [(None, [str(instances.CALM)]), ("/mine", [str(instances.CALM), "/mine"])]
+)
+def test_threads_that_wait_sleep_in_servers_for_cpus(
+    given: str | None, python_path: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("PYTHONPATH", given)
+    for server in servers(fleet()):
+        assert server.environment["PYTHONPATH"].split(os.pathsep) == python_path
+    monkeypatch.setenv("KVFERRY_CALM_VLLM", "0")
+    assert all("PYTHONPATH" not in server.environment for server in servers(fleet()))
+    monkeypatch.delenv("KVFERRY_CALM_VLLM")
+    monkeypatch.setattr(instances, "find_vllm", lambda python: VllmEnvironment("python", "0.32.0", True, False))
+    assert all("PYTHONPATH" not in server.environment for server in servers(fleet())), "on a GPU as they are"
+
+
+def test_a_sitecustomize_of_the_users_is_run_too(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['RAN'] = __file__\n")
+    code = "import os; begun = os.times().elapsed; os.sched_yield(); print(os.sched_yield.__name__, os.environ['RAN'])"
+    path = os.pathsep.join([str(instances.CALM), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["_sleep", str(tmp_path / "sitecustomize.py")]

@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.registration import Role
+from kvferry.core.settings.environment import CALM_VLLM
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.cpu import Cores, thread_variables
@@ -37,6 +38,10 @@ from kvferry.models.catalog import resolve
 
 _KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
 """vLLM's flags that kvferry sets."""
+
+CALM = Path(__file__).with_name("calm")
+"""With this folder first on PYTHONPATH, threads of vLLM that wait sleep instead of yielding in a loop, with which they
+would starve others where a server has few cores."""
 
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
@@ -132,6 +137,8 @@ class VllmInstances:
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.cores) | device_variables(place.index, self.number)
+        if self.found.on_cpu and os.environ.get(CALM_VLLM) != "0":
+            own["PYTHONPATH"] = os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])])
         if place.cores and _BIND not in os.environ and not _has_several_workers((*self.arguments, *place.arguments)):
             own[_BIND] = ",".join(map(str, place.cores))
         if self.transfer is not None:

@@ -1,9 +1,13 @@
-"""Put this folder first on PYTHONPATH, and vLLM's processes sleep where they would yield the processor in a loop.
+"""With this folder first on PYTHONPATH, vLLM's processes sleep where they would yield the processor in a loop. kvferry
+starts vLLM's servers for CPUs so.
 
 Two of their threads do that for as long as a hand-off is under way: a worker that waits for its engine's next message,
 and NIXL's progress thread, whose Python API has no way to say otherwise. On Linux 6.18, a thread that yields in a loop
 can starve the other threads of its core for good: of two vLLM servers with NixlConnector and a core each, the one does
-not get to answer the other before its lease is over. Neither matters where a server has cores to spare.
+not get to answer the other before its lease is over; on a machine with a load far above its cores, servers do not come up
+in time. Where a server has cores to spare, a message to a worker may come 50 µs later.
+
+The `sitecustomize` that Python would have found without this folder is run as well.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import os
 import sys
 import time
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 DELAY_US = 200
@@ -55,5 +60,14 @@ class _Loader(Loader):
         module.nixlBind.nixlAgent = with_delay
 
 
+def _run_next() -> None:
+    own = Path(__file__).resolve().parent
+    spec = PathFinder.find_spec(__name__, [folder for folder in sys.path if Path(folder).resolve() != own])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 os.sched_yield = _sleep
 sys.meta_path.insert(0, _Finder())
+if __name__ == "sitecustomize":
+    _run_next()
