@@ -10,7 +10,7 @@ And of vLLMs that are each all in one process, in turns:
 
   token: one of an answer; the model is so small that most of it is what vLLM does around it
 
-Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin (`kvferry.fleet.vllm`), so
+Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin (`fleet/vllm/calm`), so
 that CPU time is work; in servers "as they are" they do not.
 
 Prints a table; writes results/vllm_idle.json, where connectors that are measured again (`--sides`) replace themselves.

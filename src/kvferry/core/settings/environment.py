@@ -25,8 +25,8 @@ VARIABLES = {
     ISA: "Compile the CPU kernels for this instruction set (`avx2`, `avx512`, `sse`, `amx-emulated`) instead of the one"
     " of the processor: for tests and comparisons.",
     ALLOW_UNTESTED_VLLM: "`1`: run kvferry's connectors inside a release of vLLM that they were not tested with.",
-    CALM_VLLM: "`0`: leave vLLM's servers for CPUs as they are. Otherwise `--engine vllm` makes threads that wait in them"
-    " sleep 50 µs at a time, where they would yield their core in a loop and starve others.",
+    CALM_VLLM: "`0`: leave vLLM's servers for CPUs as they are. Otherwise `--engine vllm` makes threads that wait in"
+    " them sleep 50 µs at a time, where they would yield their core in a loop and starve others.",
     STATE_DIR: "Folder in which fleets of this user are kept (`kvferry fleet apply`). Default:"
     " `$XDG_STATE_HOME/kvferry`, else `~/.local/state/kvferry`.",
     INSTANCE_NAME: "Name of the instance in its log lines. `kvferry serve` sets it for each process that it starts.",

@@ -4,8 +4,8 @@ starts vLLM's servers for CPUs so.
 Two of their threads do that for as long as a hand-off is under way: a worker that waits for its engine's next message,
 and NIXL's progress thread, whose Python API has no way to say otherwise. On Linux 6.18, a thread that yields in a loop
 can starve the other threads of its core for good: of two vLLM servers with NixlConnector and a core each, the one does
-not get to answer the other before its lease is over; on a machine with a load far above its cores, servers do not come up
-in time. Where a server has cores to spare, a message to a worker may come 50 µs later.
+not get to answer the other before its lease is over; on a machine with a load far above its cores, servers do not come
+up in time. Where a server has cores to spare, a message to a worker may come 50 µs later.
 
 The `sitecustomize` that Python would have found without this folder is run as well.
 """
