@@ -96,7 +96,8 @@ def run(medium: str, total: int, options: argparse.Namespace) -> Done:
                 lines, _ = reader.communicate(where, timeout=options.timeout_s)
             except subprocess.TimeoutExpired:
                 log.write(f"\nError: not done after {options.timeout_s:g} s\n")
-                lines = ""
+                reader.kill()
+                lines, _ = reader.communicate()  # of the block sizes that were done
             finally:
                 reader.kill()
         try:

@@ -40,7 +40,7 @@ def run(context: Context) -> None:
         "LMCACHE_CHUNK_SIZE": "256",
     }
     sides = measure_vllm(
-        python, request, SIDES, context.scratch("lmcache"), 2 if context.small else 5, 0.2, environment
+        python, request, SIDES, context.scratch("lmcache"), 2 if context.small else 3, 0.2, environment
     )
     computed = sides[COMPUTED]["ttft_s"] * 1e3
     context.record.duration(f"a prompt of {tokens} tokens, computed: TTFT", computed, "ms")

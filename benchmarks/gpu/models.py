@@ -30,13 +30,13 @@ def llama(context: Context) -> str:
     if context.small:
         make_random_model(folder, "llama", head_dim=64, max_position_embeddings=8192)  # vLLM's kernels need 32
     else:
-        _make_on_device(folder, LLAMA_1B, context.device)
+        make_on_device(folder, LLAMA_1B, context.device)
     (folder / "complete").touch()
     return str(folder)
 
 
-def _make_on_device(folder: Path, shape: dict[str, Any], device: str) -> None:
-    """Draw the weights on the device: drawing a billion on a CPU takes a minute."""
+def make_on_device(folder: Path, shape: dict[str, Any], device: str) -> None:
+    """Write a Llama whose weights are drawn on the device: a CPU takes a minute to draw a billion."""
     import shutil
 
     import torch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvferry.models.random_model import make_random_model
 from kvferry.testing.stepping import Rest
 
 ARCHITECTURES = ("llama", "mistral", "gemma3", "gpt_oss", "qwen3_moe")
+NUM_PROMPTS = 8
 BLOCK_SIZE = 16
 STEP = 1 / 16
 """Between two numbers of bfloat16 from 8 to 16, as the best logits are here."""
@@ -48,18 +50,28 @@ class Answer:
 
 def run(context: Context) -> None:
     """Each architecture alone, batched and in chunks; then hand-offs, then stores."""
-    architectures = ARCHITECTURES[:2] if context.small else ARCHITECTURES
-    for architecture in architectures:
-        model = make_model(context, architecture)
-        prompts = prompts_of(model, 4 if context.small else 12)
-        _compare_with_cpu(context, architecture, model, prompts)
-        if not context.small:
-            _compare_in_bfloat16(context, architecture, model, prompts)
     model = make_model(context, "llama")
-    prompts = prompts_of(model, 4 if context.small else 12)
-    for dtype in ("float32",) if context.small else ("float32", "bfloat16"):
-        _hand_off(context, model, prompts, dtype)
-        _store(context, model, prompts, dtype)
+    dtypes = ("float32",) if context.small else ("float32", "bfloat16")
+    with ExitStack() as stack:
+        # They load while the architectures are compared.
+        producers = {dtype: stack.enter_context(Producer(model, context.device, dtype)) for dtype in dtypes}
+        for architecture in ARCHITECTURES[:1] if context.small else ARCHITECTURES:
+            _compare(context, architecture)
+        for dtype, producer in producers.items():
+            prompts = prompts_of(model, NUM_PROMPTS)
+            engine = make_engine(model, context.device, dtype, prefix_caching=False)
+            expected = one_by_one(engine, prompts)
+            engine.close()
+            hand_off(context, producer, prompts, expected)
+            _store(context, model, prompts, dtype)
+
+
+def _compare(context: Context, architecture: str) -> None:
+    model = make_model(context, architecture)
+    prompts = prompts_of(model, NUM_PROMPTS)
+    _compare_with_cpu(context, architecture, model, prompts)
+    if not context.small:
+        _compare_in_bfloat16(context, architecture, model, prompts)
 
 
 def make_model(context: Context, architecture: str) -> Path:
@@ -175,50 +187,49 @@ def record(context: Context, name: str, expected: list[Answer], answers: list[An
     context.record.check(f"{name}: the tokens of one prompt at a time", not wrong, "; ".join(wrong[:3]))
 
 
-def _hand_off(context: Context, model: Path, prompts: list[list[int]], dtype: str) -> None:
-    engine = make_engine(model, context.device, dtype, prefix_caching=False)
-    expected = one_by_one(engine, prompts)
-    engine.close()
-    hand_off(context, model, prompts, dtype, expected)
+class Producer:
+    """P, in a process of its own, since CUDA maps no memory of its own process. Use it as a context; it loads from
+    then on. `ranks`: tensor-parallel size."""
+
+    def __init__(self, model: Path, device: str, dtype: str, ranks: int = 1) -> None:
+        self.model, self.device, self.dtype, self.ranks = model, device, dtype, ranks
+        spawn = multiprocessing.get_context("spawn")
+        self.connection, self._theirs = spawn.Pipe()
+        arguments = (self._theirs, str(model), device, dtype, ranks)
+        self._process = spawn.Process(target=prefill, args=arguments)
+
+    def __enter__(self) -> Producer:
+        self._process.start()
+        self._theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 def hand_off(
-    context: Context,
-    model: Path,
-    prompts: list[list[int]],
-    dtype: str,
-    expected: list[Answer],
-    ranks: tuple[int, int] = (1, 1),
+    context: Context, producer: Producer, prompts: list[list[int]], expected: list[Answer], ranks: int = 1
 ) -> None:
-    """Prompts from P to D, which give the tokens of `expected`. P is another process, since CUDA maps no memory of its
-    own process. `ranks`: tensor-parallel size of P and of D."""
-    name = dtype if ranks == (1, 1) else f"{dtype}, {ranks[0]} rank to {ranks[1]}"
-    spawn = multiprocessing.get_context("spawn")
-    parent, child = spawn.Pipe()
-    settings = (str(model), context.device, dtype, ranks[0])
-    process = spawn.Process(target=prefill, args=(child, *settings))
-    process.start()
-    child.close()
-    try:
-        parent.send(prompts)
-        tickets = [parse_hand_off(params, f"{number}") for number, params in enumerate(parent.recv())]
-        more = {"prefix_caching": False, "tensor_parallel_size": ranks[1]}
-        engine = make_engine(model, context.device, dtype, transfer_of("kv_consumer"), **more)
-        answers = answer(engine, prompts, tickets)
-        statistics = engine.statistics().external
-        context.record.check(
-            f"{name}, handed off: the KV came",
-            not statistics.num_load_failures and statistics.num_external_hits > 0,
-            f"failures {statistics.num_load_failures}, tokens {statistics.num_external_hits}",
-        )
-        record(context, f"{name}, handed off", expected, answers, STEP if dtype == "bfloat16" else TOLERANCE)
-        parent.send(None)
-        left = parent.recv()
-        context.record.check(f"{name}, handed off: P keeps nothing", left == 0, f"{left} hand-offs are held")
-        engine.close()
-    finally:
-        process.kill()
-        process.join()
+    """Prompts from P to a D with so many ranks, which gives the tokens of `expected`."""
+    dtype = producer.dtype
+    name = dtype if ranks == producer.ranks else f"{dtype}, {producer.ranks} rank to {ranks}"
+    producer.connection.send(prompts)
+    tickets = [parse_hand_off(params, f"{number}") for number, params in enumerate(producer.connection.recv())]
+    more = {"prefix_caching": False, "tensor_parallel_size": ranks}
+    engine = make_engine(producer.model, producer.device, dtype, transfer_of("kv_consumer"), **more)
+    answers = answer(engine, prompts, tickets)
+    statistics = engine.statistics().external
+    context.record.check(
+        f"{name}, handed off: the KV came",
+        not statistics.num_load_failures and statistics.num_external_hits > 0,
+        f"failures {statistics.num_load_failures}, tokens {statistics.num_external_hits}",
+    )
+    record(context, f"{name}, handed off", expected, answers, STEP if dtype == "bfloat16" else TOLERANCE)
+    producer.connection.send(None)
+    left = producer.connection.recv()
+    context.record.check(f"{name}, handed off: P keeps nothing", left == 0, f"{left} hand-offs are held")
+    engine.close()
 
 
 def transfer_of(role: str) -> KVTransferConfig:
@@ -227,7 +238,7 @@ def transfer_of(role: str) -> KVTransferConfig:
 
 
 def prefill(connection: Connection, model: str, device: str, dtype: str, ranks: int) -> None:
-    """P: answers prompts with tickets, steps until the other side has taken them, then says what is left."""
+    """The process of P: answers prompts with tickets, steps until D has taken them, then says what is left."""
     more = {"prefix_caching": False, "tensor_parallel_size": ranks}
     engine = make_engine(Path(model), device, dtype, transfer_of("kv_producer"), **more)
     prompts = connection.recv()
