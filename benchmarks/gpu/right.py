@@ -260,9 +260,9 @@ def prefill(connection: Connection, model: str, device: str, dtype: str, ranks: 
 def _store(context: Context, model: Path, prompts: list[list[int]], dtype: str) -> None:
     """What one engine stores from device memory another loads."""
     folder = context.scratch(f"store-{dtype}-{random.getrandbits(32):08x}")
-    extra = {"shared_storage_path": str(folder)}
+    extra = {"store": f"file:{folder}?deadline_s=10"}
     config = KVTransferConfig(
-        kv_connector="SharedStorageConnector",
+        kv_connector="KVStoreConnector",
         kv_role="kv_both",
         kv_connector_extra_config=extra,
     )
