@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +94,39 @@ def test_neither_a_store_nor_a_hand_off_brings_kv_of_another_model(
         handed = [two.run(prompt, 6, ticket).token_ids for prompt, ticket in zip(later, tickets, strict=True)]
         assert two.settled().figures["lost_LayoutMismatch"] == len(later)
         assert handed == [two.run(prompt, 6).token_ids for prompt in later]
+
+
+REPLACED = """
+from pathlib import Path
+from vllm import LLM
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+create = KVConnectorFactory.create_connector
+
+def late(*arguments, **named):
+    Path({other!r}).rename({weights!r})
+    return create(*arguments, **named)
+
+KVConnectorFactory.create_connector = late
+transfer = KVTransferConfig(kv_connector="KvferryP2pConnector", kv_role="kv_both")
+LLM({model!r}, dtype="float32", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=2**24,
+    kv_transfer_config=transfer)
+"""
+
+
+def test_a_checkpoint_that_is_replaced_while_vllm_loads_it_is_refused(model: Path, tmp_path: Path) -> None:
+    """vLLM has the old weights by then, and would have the name of the new ones."""
+    folder, other = tmp_path / "model", tmp_path / "other.safetensors"
+    shutil.copytree(model, folder)
+    shutil.copyfile(model / "model.safetensors", other)
+    code = REPLACED.format(model=str(folder), other=str(other), weights=str(folder / "model.safetensors"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "model.safetensors of" in done.stderr + done.stdout
+    assert "changed while the model was loaded" in done.stderr + done.stdout
 
 
 # By names alone.

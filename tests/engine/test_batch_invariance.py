@@ -133,3 +133,27 @@ def test_without_kernels_the_flag_sees_to_it(
     code = WITHOUT_KERNELS.format(model=str(model_maker(architecture)), num_prompts=num_prompts)
     done = Program(code, tmp_path, KVFERRY_NATIVE="0").end(timeout=600)
     assert done.stdout.strip().endswith("the same"), done.stderr[-3000:]
+
+
+KERNELS = """
+from pathlib import Path
+from engine.test_batch_invariance import engine_of
+with engine_of(Path({model!r})) as engine:
+    print(engine.layout.kernels)
+"""
+
+
+@needs_native
+def test_a_layout_names_the_kernels_where_their_rounding_shows(model_maker: Any, tmp_path: Path) -> None:
+    """P and D, or two machines with one store, do not mix what rounds otherwise; equal kernels have one name."""
+    model = model_maker("llama")
+    with engine_of(model) as engine:
+        name = engine.layout.kernels
+    code = KERNELS.format(model=str(model))
+    names = [Program(code, tmp_path, KVFERRY_NATIVE=native).end().stdout.strip() for native in ("1", "0")]
+    assert names[0] == name
+    assert name.startswith("kvferry ")
+    assert names[1].startswith("torch ")
+    for settings in ({"dtype": "float32"}, {"mix_kernels": True}):
+        with engine_of(model, **settings) as engine:
+            assert engine.layout.kernels == ""

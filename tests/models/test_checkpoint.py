@@ -15,8 +15,8 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.models import checkpoint, digest_cache
-from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
-from kvferry.models.digest_cache import DigestCache
+from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, plain, resolved_config
+from kvferry.models.digest_cache import DigestCache, FileState
 
 WEIGHTS = bytes(range(256)) * 4096
 CONFIG = {"hidden_size": 64}
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_the_cache_is_said_by_the_supervisor_alone(
 def test_a_cache_that_others_may_write_is_not_believed(folder: Path, cache: Path) -> None:
     before = name_of(folder)
     known = json.loads(cache.read_text())
-    cache.write_text(json.dumps({path: [state, "0" * 32] for path, (state, _) in known.items()}))
+    cache.write_text(json.dumps({path: [state, sample, "0" * 32] for path, (state, sample, _) in known.items()}))
     forged = cache.read_text()
     cache.chmod(0o666)
     assert name_of(folder) == before
@@ -278,3 +278,73 @@ def test_it_needs_no_torch(folder: Path) -> None:
         "from kvferry.models.checkpoint import checkpoint_name as n; n(sys.argv[1], config={}, dtype='float32')"
     )
     subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=60)
+
+
+def overwrite(folder: Path) -> None:
+    change_byte(folder / "model-2.safetensors")
+
+
+def replace(folder: Path) -> None:
+    shutil.copyfile(folder / "model-1.safetensors", folder.parent / "new")
+    (folder.parent / "new").rename(folder / "model-2.safetensors")
+
+
+def keep_times(folder: Path) -> None:
+    times = (folder / "model-2.safetensors").stat()
+    change_byte(folder / "model-2.safetensors")
+    os.utime(folder / "model-2.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def add(folder: Path) -> None:
+    (folder / "model-3.safetensors").write_bytes(WEIGHTS)
+
+
+def switch(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "version-2")
+    folder.rename(folder.parent / "version-1")
+    folder.symlink_to(folder.parent / "version-2")
+
+
+@pytest.mark.parametrize("change", [overwrite, replace, keep_times, add, switch])
+def test_what_changed_since_it_was_loaded_has_no_name(folder: Path, change: Callable[[Path], None]) -> None:
+    before = CheckpointFiles.of(str(folder))
+    assert checkpoint_name(folder, config=CONFIG, dtype="float32", before=before) == name_of(folder)
+    change(folder)
+    with pytest.raises(ConfigError, match=r"changed while the model was loaded.*start again"):
+        checkpoint_name(folder, config=CONFIG, dtype="float32", before=before)
+
+
+def test_what_changes_while_it_is_read_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = checkpoint._digest
+
+    def changing(path: Path, count: Callable[[int], None]) -> str:
+        digest = read(path, count)
+        overwrite(folder)
+        return digest
+
+    monkeypatch.setattr(checkpoint, "_digest", changing)
+    with pytest.raises(ConfigError, match="changed while the model was loaded"):
+        name_of(folder)
+
+
+def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cache: Path, num_reads: list[Path]) -> None:
+    """Two images made with fixed times, one mounted after the other: path, device, inode, size and times are equal."""
+    state = FileState.of(folder / "model-1.safetensors")
+    of_an_image = state._replace(modified_ns=10**18, changed_ns=10**18)
+    one = DigestCache()
+    one.keep({of_an_image: "digest"})
+    assert not cache.exists()
+    one.keep({state: "digest"})
+    assert DigestCache().find_all([state]) == {state: "digest"}
+    entries = json.loads(cache.read_bytes())
+    entries[state.path][0] = list(of_an_image[1:])
+    cache.write_text(json.dumps(entries))
+    assert DigestCache().find_all([of_an_image]) == {}
+
+
+def test_other_content_with_equal_times_is_seen_by_samples(folder: Path, cache: Path) -> None:
+    path = folder / "model-1.safetensors"
+    state = FileState.of(path)
+    DigestCache().keep({state: "digest"})
+    path.write_bytes(bytes(len(WEIGHTS)))
+    assert DigestCache().find_all([state]) == {}

@@ -146,11 +146,22 @@ class Unavailable(RequestError):
     retry_after_s = 1
 
 
+_HINTS = {
+    "model_fingerprint": "; the weights or the configuration are not the same",
+    "kernels": (
+        "; the two round otherwise, which shows in answers: use --dtype float32, the same processors and compilers, or"
+        " allow it with --mix-kernels (in vLLM: mix_kernels) on all instances"
+    ),
+}
+"""What to do about a difference, by the layout's field."""
+
+
 class LayoutMismatch(KvferryError):
     """Two layouts that cannot be reconciled; `field` says where they differ."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"KV layouts differ in {field}: here {ours!r}, there {theirs!r}")
+        hint = _HINTS.get(field, "")
+        super().__init__(f"KV layouts differ in {field}: here {ours!r}, there {theirs!r}{hint}")
         self.field, self.ours, self.theirs = field, ours, theirs
 
 

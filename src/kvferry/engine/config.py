@@ -66,6 +66,11 @@ class EngineConfig:
     cost. If a model, a device or a missing compiler leaves matrix products to PyTorch, every token is computed by
     itself, which takes several times as long."""
 
+    mix_kernels: bool = False
+    """In bfloat16 and float16, hand off to and share stores with instances whose kernels round otherwise: another kind
+    of processor, a missing compiler, another number of ranks. Their answers may then be those of neither instance. Set
+    it on all instances. In float32, kernels may always be mixed."""
+
     seed: Seed | None = None
     """Seed for requests that have none. Default: a new random seed for each request."""
 

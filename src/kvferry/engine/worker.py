@@ -48,18 +48,19 @@ class Worker:
         self._config, self._place = config, place
         place.set_num_threads(config.num_threads)
         self.model: LoadedModel = load_model(config, place, on_progress)
+        self._is_one_by_one = config.batch_invariant and place.agree(
+            bool(self.model.batch_dependence), self.model.device
+        )
         self.layout = KVLayout(
             model_fingerprint=self.model.fingerprint,
             layers=self.model.layers,
             dtype=self.model.dtype,
             block_size=config.block_size,
+            kernels=self._kernels(),
             tp_size=place.size,
             tp_rank=place.rank,
         )
         self.max_model_len = self.model.max_position if config.max_model_len is None else config.max_model_len
-        self._is_one_by_one = config.batch_invariant and place.agree(
-            bool(self.model.batch_dependence), self.model.device
-        )
         self._kv_cache: KVCache | None = None
         self._side: WorkerSide[StepPlan] | None = None
         self.num_begun = 0
@@ -67,6 +68,18 @@ class Worker:
         self._failed_to_begin = self._is_begun = False
         self._num_failed_polls = 0
         self._runner: ModelRunner
+
+    def _kernels(self) -> str:
+        """Names what computes the KV, where that shows in answers."""
+        if self.model.dtype == "float32":
+            return ""
+        if self._config.mix_kernels:
+            log.info(
+                "--mix-kernels: in %s, answers of a hand-off, or from a store, may differ from those of one instance",
+                self.model.dtype,
+            )
+            return ""
+        return f"{self.model.kernels}{' one by one' if self._is_one_by_one else ''}"
 
     def max_num_blocks(self) -> int:
         """How many KV blocks this rank can hold. Raises `ConfigError` if they are too few."""

@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatch
 from pathlib import Path
@@ -64,25 +66,29 @@ def checkpoint_name(
     revision: str | None = None,
     changes: Mapping[str, Any] | None = None,
     weights: str = "",
+    before: CheckpointFiles | None = None,
     on_progress: ReadProgress = ignore,
 ) -> str:
     """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
 
     `model`: a folder, a file, or what the hub knows it by, of `revision`. `config`: the model's configuration as the
     engine has resolved it (`resolved_config`). `changes`: other settings of the engine that its KV depends on.
-    `weights`: a name for the weights, which are then not read.
+    `weights`: a name for the weights, which are then not read. `before`: the files before the weights were loaded.
 
     Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit of the
-    hub's say what the weights are.
+    hub's say what the weights are, or if files have changed since `before` or while they were read.
     """
-    facts = [dtype, plain(config), plain(changes or {}), weights or _weights(str(model), revision, on_progress)]
+    facts = [dtype, plain(config), plain(changes or {}), weights or _weights(str(model), revision, before, on_progress)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _weights(model: str, revision: str | None, on_progress: ReadProgress) -> Any:
-    place = checkpoint_place(model, revision)
-    digests = digests_of(file_states(place), on_progress) if place is not None else []
+def _weights(model: str, revision: str | None, before: CheckpointFiles | None, on_progress: ReadProgress) -> Any:
+    files = CheckpointFiles.of(model, revision)
+    if before is not None:
+        before.require_same(files)
+    digests = digests_of(files.states, on_progress)
     if any(name.endswith(WEIGHT_SUFFIXES) for name, _ in digests):
+        files.require_same(CheckpointFiles.of(model, revision))
         return digests
     commit = getattr(revision, "resolved", revision)  # of `huggingface_hub.ResolvedRevision`
     if commit is not None and _COMMIT.fullmatch(commit) and not Path(model).exists():
@@ -149,6 +155,43 @@ def plain(value: Any) -> Any:
 
 
 # The files.
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint that are not known to be harmless, as they are at one time. Whoever loads them looks
+    before and after: what they were named after is what was loaded only if nothing has changed in between."""
+
+    model: str
+    place: Path | None
+    """None: they are not on this machine (yet)."""
+    states: Mapping[str, FileState]
+
+    @classmethod
+    def of(cls, model: str, revision: str | None = None) -> CheckpointFiles:
+        """The files now. Waits (2 s at most, as a rule 50 ms) until each further change would show in their times.
+        Raises `OSError`."""
+        for _ in range(5):
+            place = checkpoint_place(model, revision)
+            states = file_states(place) if place is not None else {}
+            wait_s = max((state.unsettled_s() for state in states.values()), default=0.0)
+            if not wait_s:
+                break
+            time.sleep(wait_s)
+        return cls(model, place, states)
+
+    def require_same(self, now: CheckpointFiles) -> None:
+        """Raise `ConfigError` if a file has changed, come or gone since. Files of the hub's may have come."""
+        if self.place is None:
+            return
+        names = self.states.keys() | (now.states.keys() if Path(self.model).expanduser().exists() else set())
+        changed = sorted(name for name in names if self.states.get(name) != now.states.get(name))
+        if changed:
+            others = f" and {len(changed) - 1} other files" if changed[1:] else ""
+            raise ConfigError(
+                f"{changed[0]}{others} of {self.model!r} changed while the model was loaded, so that nothing says what"
+                " was; start again when the checkpoint is complete, and put a new one into a directory of its own"
+            )
 
 
 def file_states(place: Path) -> dict[str, FileState]:

@@ -1,8 +1,10 @@
 """Digests of large files, remembered from one start to the next in a small file of the user's.
 
-A file counts as unchanged while its path, device, inode, size and timestamps are the same. The cache only saves time:
-if it cannot be written, may have been written by another user, or is damaged, files are read again. In a fleet, the
-supervisor logs this once for all its processes.
+A file counts as unchanged while its path, device, inode, size and timestamps are the same, and a sample of its content.
+Where the time of its last change is a whole second, it may be no time of a change at all, but have been given to all
+files of an image (squashfs, EROFS, ISO 9660): such files are always read. The cache only saves time: if it cannot be
+written, may have been written by another user, or is damaged, files are read again. In a fleet, the supervisor logs
+this once for all its processes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from kvferry.core.cache_places import lasting_places
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -31,6 +34,9 @@ LOCK_WAIT_S = 120.0
 """How long to wait for another process that reads the same files, as the ranks of one instance do."""
 SETTLED_S = 2.0
 """A file that was changed less than this ago (s) may change again without a new timestamp: its digest is not kept."""
+TICK_S = 0.05
+"""The same for a file system whose timestamps are finer than a second: several times the kernel's clock tick."""
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 class FileState(NamedTuple):
@@ -50,6 +56,26 @@ class FileState(NamedTuple):
         found = real.stat()
         return cls(str(real), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
+    @property
+    def has_fine_times(self) -> bool:
+        """Whether the time of the last change is finer than a second, so that the kernel has set it."""
+        return self.changed_ns % 10**9 != 0
+
+    def unsettled_s(self) -> float:
+        """For how long (s) the file may still change without a new timestamp; 0: a change would show."""
+        limit_s = TICK_S if self.has_fine_times else SETTLED_S
+        age_s = SYSTEM_CLOCK.wall() - max(self.modified_ns, self.changed_ns) / 1e9
+        return min(max(limit_s - age_s, 0.0), limit_s)
+
+    def sample(self) -> str:
+        """A digest of some pieces of the file, evenly spaced, its beginning and its end included. Raises `OSError`."""
+        hasher, last = xxhash.xxh3_128(), max(self.size - SAMPLE_BYTES, 0)
+        with Path(self.path).open("rb", buffering=0) as file:
+            for offset in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
+                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+        digest: str = hasher.hexdigest()
+        return digest
+
     def is_settled(self) -> bool:
         """Whether the file is still in this state, and has been for so long that a change would show in its times."""
         try:
@@ -61,7 +87,14 @@ class FileState(NamedTuple):
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
     state: tuple[int, int, int, int, int]
+    sample: str
     digest: str
+
+    def is_of(self, state: FileState) -> bool:
+        """Whether this is the digest of a file in that state."""
+        with suppress(OSError):
+            return state.has_fine_times and self.state == state[1:] and self.sample == state.sample()
+        return False
 
 
 class DigestCache:
@@ -84,11 +117,15 @@ class DigestCache:
     def find_all(self, states: Iterable[FileState]) -> dict[FileState, str]:
         """The digests of those files that have not changed."""
         known = {state: self._known.get(state.path) for state in states}
-        return {state: one.digest for state, one in known.items() if one is not None and one.state == state[1:]}
+        return {state: one.digest for state, one in known.items() if one is not None and one.is_of(state)}
 
     def keep(self, digests: Mapping[FileState, str]) -> None:
-        """Store digests, but not those of files that changed while they were read."""
-        kept = {state.path: _Entry(state[1:], digest) for state, digest in digests.items() if state.is_settled()}
+        """Store digests, but not those of files that changed while they were read, or whose times say nothing."""
+        kept = dict[str, _Entry]()
+        for state, digest in digests.items():
+            with suppress(OSError):
+                if state.has_fine_times and state.is_settled():
+                    kept[state.path] = _Entry(state[1:], state.sample(), digest)
         if self._path is None or not kept:
             return
         everything = {path: known for path, known in self._known.items() if path not in kept} | kept

@@ -54,6 +54,7 @@ def test_tensor_parallel_sizes_that_divide_each_other(ours: int, theirs: int) ->
     [
         ("model_fingerprint", {"model_fingerprint": "other"}),
         ("dtype", {"dtype": "bfloat16"}),
+        ("kernels", {"kernels": "torch"}),
         ("packing", {"packing": "theirs"}),
         ("block_size", {"block_size": 24}),
         ("block_size", {"block_size": 0}),

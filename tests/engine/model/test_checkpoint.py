@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.loader import LoadedModel, load_model
+from kvferry.engine.model.own_memory import MappedFiles
 from kvferry.models.random_model import make_random_model
 
 WEIGHTS = "model.safetensors"
@@ -273,3 +276,53 @@ def test_settings_that_are_null_or_of_another_library_are_passed_over(folder: Pa
     assert loaded.default_sampling == {"top_p": 0.5}
     assert 2 in loaded.eos_token_ids
     assert max(loaded.eos_token_ids) < loaded.vocab_size, "min_tokens forbids them by their place"
+
+
+# What the files become later.
+
+
+def logits_of(loaded: LoadedModel) -> torch.Tensor:
+    """Of a few tokens, without KV: the model's own attention is in place of the paged one."""
+    config = loaded.module.config
+    before, config._attn_implementation = config._attn_implementation, "sdpa"
+    with torch.inference_mode():
+        logits = loaded.module(torch.arange(5, 21)[None], use_cache=False).logits
+    config._attn_implementation = before
+    return torch.as_tensor(logits)
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "pytorch_model.bin"])
+def test_weights_are_those_that_were_loaded_whatever_becomes_of_the_file(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """It is overwritten in place with another training state, and then truncated."""
+    other = make_random_model(tmp_path / "other", "llama", num_hidden_layers=2, seed=1)
+    if name != WEIGHTS:
+        as_pickle(folder)
+        as_pickle(other)
+    loaded = load(folder)
+    gc.collect()
+    assert str(folder / name) not in MappedFiles().paths
+    before = logits_of(loaded)
+    with (folder / name).open("r+b") as file:
+        file.write((other / name).read_bytes())
+    assert torch.equal(logits_of(loaded), before)
+    os.truncate(folder / name, 100)
+    assert torch.equal(logits_of(loaded), before)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_refused(folder: Path, tmp_path: Path) -> None:
+    """It would compute with the old weights under the new ones' name."""
+    other = make_random_model(tmp_path / "other", "llama", num_hidden_layers=2, seed=1)
+
+    def replace(what: str, share: float) -> None:
+        if what == "patching the model":
+            (other / WEIGHTS).rename(folder / WEIGHTS)
+
+    with pytest.raises(ConfigError, match=r"model.safetensors of .* changed while the model was loaded"):
+        load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"), on_progress=replace)

@@ -9,9 +9,11 @@ neither vLLM nor torch.
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 
 from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
+from kvferry.adapters.vllm.loaded_files import watch_loads
 from kvferry.core.errors import UnknownName
 
 __all__ = ["class_names", "register"]
@@ -26,6 +28,8 @@ def register() -> None:
     for name in class_names():
         with suppress(ValueError):  # known already
             KVConnectorFactory.register_connector(name, __name__, name)
+    if "vllm.v1.worker.worker_base" in sys.modules:  # in a worker, which is about to load its model
+        watch_loads()
 
 
 def _log_as_vllm() -> None:
@@ -39,6 +43,7 @@ def _log_as_vllm() -> None:
 def __getattr__(name: str) -> type:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    watch_loads()  # where the worker is in the process that reads the configuration
     try:
         return connector_class(name)
     except UnknownName as error:

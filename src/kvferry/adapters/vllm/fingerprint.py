@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm import __version__
 
+from kvferry.adapters.vllm.loaded_files import before_loading
 from kvferry.core.errors import ConfigError
 from kvferry.models.checkpoint import checkpoint_name, plain, resolved_config
 
@@ -70,7 +71,7 @@ def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
     """32 hexadecimal digits. `weights`: a name for them, the same on all instances, instead of their content.
 
     Raises `OSError` if a file of the checkpoint cannot be read, and `ConfigError` if nothing tells these weights from
-    others.
+    others, or if files have changed since vLLM began to load them.
     """
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if load_format == "dummy":
@@ -88,6 +89,7 @@ def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
         revision=model.revision,
         changes=_settings(vllm_config),
         weights=weights,
+        before=None if weights else before_loading(model),
         on_progress=_tell,
     )
 

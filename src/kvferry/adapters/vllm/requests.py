@@ -21,7 +21,7 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 class RequestAdapter:
     """A `RequestView` of vLLM's `Request`."""
 
-    def __init__(self, request: Any, block_size: int, model_fingerprint: str, salts: Salts, *, hand_off: bool) -> None:
+    def __init__(self, request: Any, block_size: int, model_identity: str, salts: Salts, *, hand_off: bool) -> None:
         self.request = request
         self.request_id: str = request.request_id
         self.unnamed: InvalidRequest | None = None
@@ -41,7 +41,7 @@ class RequestAdapter:
         """The last answer of `match`: the number of computed tokens then, and the hit."""
         self.refused = self.failed = self.is_logged = False
         """Whether the answer was a load that must fail; whether a load has failed; whether its error was logged."""
-        self._block_size, self._fingerprint = block_size, model_fingerprint
+        self._block_size, self._model = block_size, model_identity
         self._hashes: list[BlockHash] | None = None
 
     def _parse(self, params: dict[str, Any] | None) -> HandOff:
@@ -78,7 +78,7 @@ class RequestAdapter:
         process."""
         if self._hashes is None:
             self._hashes = []
-            root = root_hash(self._fingerprint, self.salt)
+            root = root_hash(self._model, self.salt)
             extend_hashes(self._hashes, root, self.prompt_token_ids, self._block_size)
         return self._hashes
 

@@ -112,7 +112,7 @@ class SchedulerHalf:
     def add(self, request: Any) -> None:
         """Add a new request: vLLM's `Request`."""
         layout, hands_off = self._layout, self._settings.options.hand_off
-        view = RequestAdapter(request, layout.block_size, layout.model_fingerprint, self._salts, hand_off=hands_off)
+        view = RequestAdapter(request, layout.block_size, layout.model_identity, self._salts, hand_off=hands_off)
         added = self._requests[view.request_id] = _Request(view, self._partition.parts(view))
         if request.lora_request is not None and request.lora_request.load_inplace:
             self._reloading[view.request_id] = view

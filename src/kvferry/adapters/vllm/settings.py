@@ -33,6 +33,10 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     hand_off: bool = True
     """`false`: use this connector as a cache only, beside another connector that hands off."""
 
+    mix_kernels: bool = False
+    """Unless the KV is float32: allow other kernels on the other instances, such as those of another kind of processor.
+    Set it on all instances."""
+
     model_fingerprint: str = ""
     """A name for the weights, the same on all instances, instead of the digest of the checkpoint's files. The
     configuration counts nevertheless."""

@@ -101,7 +101,8 @@ class WorkerHalf:
         `ConfigError` if the cache cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = model_fingerprint(vllm_config, self._settings.options.model_fingerprint)
-        layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank)
+        mixes = self._settings.options.mix_kernels
+        layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank, mix_kernels=mixes)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)
         self._device = device_of(device)

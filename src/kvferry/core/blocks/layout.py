@@ -53,6 +53,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     block_size: int
     packing: str = HEADS_FIRST
+    kernels: str = ""
+    """Names what computes the KV, where its rounding shows in answers: in every dtype but float32. Empty: it does not,
+    or the user has allowed mixing kernels."""
     tp_size: int = 1
     tp_rank: int = 0
     layers: tuple[LayerLayout, ...]
@@ -87,7 +90,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model_identity(self) -> str:
         """Names the model as it computes: equal exactly if two instances compute the same KV of the same tokens."""
-        return self.model_fingerprint
+        return f"{self.model_fingerprint}/{self.kernels}" if self.kernels else self.model_fingerprint
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits, equal exactly if all fields are equal."""
@@ -104,7 +107,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         Block sizes and tensor-parallel sizes may differ if one divides the other; spans of another engine's packing are
         moved only between equal layouts.
         """
-        for field in ("model_fingerprint", "dtype"):
+        for field in ("dtype", "model_fingerprint", "kernels"):
             _require_equal(field, getattr(self, field), getattr(theirs, field))
         if self.is_opaque != theirs.is_opaque:
             _require_equal("packing", self.packing, theirs.packing)

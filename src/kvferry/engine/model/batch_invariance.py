@@ -1,4 +1,5 @@
-"""Checks at start whether a row of the model's output depends on the other rows of its batch.
+"""Checks at start whether a row of the model's output depends on the other rows of its batch, and names what computes
+it by the bits of some results.
 
 Rounding depends on the order of additions, and a library chooses the order by the shape that it is given. kvferry's CPU
 kernels give a row the same bits in any batch and any chunk; products that are left to PyTorch may not.
@@ -6,7 +7,8 @@ kernels give a row the same bits in any batch and any chunk; products that are l
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +25,16 @@ CHUNKS = (7, 1, 16, 1, 64)
 _PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addmv", "mv", "dot", "linear", "convolution", "attention", "grouped_mm")
 
 
-def batch_dependence(module: Any, probed: ProbedLayers, device: torch.device) -> str:
-    """Why a row may depend on the rows beside it, in a few words; empty if it does not. All ranks call it together."""
+class Arithmetic(NamedTuple):
+    """How this process computes a model. `dependence`: why a row may depend on the rows beside it, in a few words;
+    empty if it does not. `name`: the same for two instances if they give some sequences the same logits, bit by bit."""
+
+    dependence: str
+    name: str
+
+
+def arithmetic_of(module: Any, probed: ProbedLayers, device: torch.device) -> Arithmetic:
+    """Compute some sequences together, and each of them alone in chunks. All ranks call it together."""
     settings = module.config.get_text_config()
     vocabulary, most = settings.vocab_size, getattr(settings, "max_position_embeddings", None) or max(LENGTHS)
     generator = torch.Generator().manual_seed(1)
@@ -36,10 +46,22 @@ def batch_dependence(module: Any, probed: ProbedLayers, device: torch.device) ->
             together = _Paged(module, probed, device).run(sequences)
         # also if products were found: all tensor-parallel ranks must run the same forward passes
         alone = [_Paged(module, probed, device).run_in_chunks(sequence) for sequence in sequences]
+    name = _name_of(together, device, "torch" if products.names else "kvferry")
     if products.names:
-        return f"PyTorch computes {', '.join(sorted(products.names))}"
+        return Arithmetic(f"PyTorch computes {', '.join(sorted(products.names))}", name)
     same = all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
-    return "" if same else "some rows differ in their last bits"
+    return Arithmetic("" if same else "some rows differ in their last bits", name)
+
+
+def _name_of(results: list[Tensor], device: torch.device, kernels: str) -> str:
+    """Whose kernels they are, with a digest of their results; on other devices than CPUs, where a result need not
+    repeat itself, the kind of device instead."""
+    if device.type != "cpu":
+        return f"{kernels} {torch.__version__} {torch.cuda.get_device_name(device)}"
+    hasher = hashlib.sha256()
+    for result in results:
+        hasher.update(result.float().contiguous().numpy().tobytes())
+    return f"{kernels} {hasher.hexdigest()[:16]}"
 
 
 class _Products(TorchDispatchMode):

@@ -19,9 +19,10 @@ from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
-from kvferry.engine.model.batch_invariance import batch_dependence
+from kvferry.engine.model.batch_invariance import arithmetic_of
 from kvferry.engine.model.checkpoint import require_complete
 from kvferry.engine.model.outline import require_cache_fits
+from kvferry.engine.model.own_memory import own_memory
 from kvferry.engine.model.patch import make_patch
 from kvferry.engine.model.patching import apply_patches
 from kvferry.engine.model.place import Place
@@ -31,7 +32,7 @@ from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.patch_names import DEFAULT_PATCHES
 from kvferry.models.catalog import resolve
-from kvferry.models.checkpoint import checkpoint_name, checkpoint_place, resolved_config
+from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, checkpoint_place, resolved_config
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class LoadedModel:
     default_sampling: dict[str, float | int]
     batch_dependence: str = ""
     """Why the results for the rows of a step may depend on each other in their last bits; empty if they do not."""
+    kernels: str = ""
+    """Names what computes it (`batch_invariance.Arithmetic`)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ def load_model(
     """
     place = place or Place()
     device = place.choose_device(config.device)
+    with _reading(config.model):
+        before = CheckpointFiles.of(str(resolve(config.model)))
     found = read_settings(config, place)
     if isinstance(found.source, Path):
         require_sound(found.source, quantized=found.quantized)
@@ -132,6 +137,7 @@ def load_model(
             if not isinstance(found.source, Path) and (folder := checkpoint_place(found.source)) is not None:
                 require_sound(folder, quantized=found.quantized)
     module = module.to(device).eval().requires_grad_(False)
+    own_memory(module)
     on_progress("checking the model", 1.0)
     border = trained_context(found.values)
     with _running(module):
@@ -143,8 +149,8 @@ def load_model(
     apply_patches(module, config.model_patch or DEFAULT_PATCHES)
     with _running(module):
         check.run_again()
-        dependence = batch_dependence(module, probed, device)
-    _log_batch_dependence(dependence, config.batch_invariant)
+        arithmetic = arithmetic_of(module, probed, device)
+    _log_batch_dependence(arithmetic.dependence, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
     text = found.values.get_text_config()
     return LoadedModel(
@@ -153,14 +159,15 @@ def load_model(
         layers=probed.layouts,
         windows=probed.windows,
         trained_context=border,
-        fingerprint=_name_of(found.source, module.config, dtype_name, on_progress),
+        fingerprint=_name_of(found.source, before, module.config, dtype_name, on_progress),
         dtype=dtype_name,
         device=device,
         vocab_size=text.vocab_size,
         max_position=text.max_position_embeddings,
         eos_token_ids=frozenset(one for one in _eos_token_ids(module, tokenizer) if 0 <= one < text.vocab_size),
         default_sampling=_default_sampling(module),
-        batch_dependence=dependence,
+        batch_dependence=arithmetic.dependence,
+        kernels=place.shared_name(arithmetic.name, device),
     )
 
 
@@ -171,13 +178,15 @@ def _log_batch_dependence(why: str, is_asked_for: bool) -> None:
         logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", why)
 
 
-def _name_of(source: Path | str, config: Any, dtype: str, on_progress: Progress) -> str:
-    """The fingerprint, which is the same for all instances with these weights and this configuration in this dtype."""
+def _name_of(source: Path | str, before: CheckpointFiles, config: Any, dtype: str, on_progress: Progress) -> str:
+    """The fingerprint, which is the same for all instances with these weights and this configuration in this dtype.
+    Raises `ConfigError` if the files are no longer what they were `before` they were loaded."""
     with _reading(str(source)):
         return checkpoint_name(
             source,
             config=resolved_config(config),
             dtype=dtype,
+            before=before,
             on_progress=lambda done, total: on_progress("naming the checkpoint by its content", done / max(total, 1)),
         )
 

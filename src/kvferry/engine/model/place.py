@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,16 @@ class Place:
         said = torch.tensor([int(needed)], device=device)
         torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
         return bool(said.item())
+
+    def shared_name(self, name: str, device: torch.device) -> str:
+        """One name of all ranks, made of what each calls the same thing. All ranks call it together."""
+        if self.size == 1:
+            return name
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        numbers = torch.zeros(self.size, dtype=torch.int64, device=device)
+        numbers[self.rank] = number
+        torch.distributed.all_reduce(numbers)
+        return f"{self.size} ranks {hashlib.sha256(repr(numbers.tolist()).encode()).hexdigest()[:16]}"
 
     def load_options(self) -> dict[str, Any]:
         """Arguments of `from_pretrained` that load this rank's share only. The process group must exist

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from vllm import __version__
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -211,9 +212,17 @@ def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
 
 
 def kv_layout(
-    vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor], fingerprint: str, rank: int
+    vllm_config: Any,
+    shape: KVCacheShape,
+    kv_caches: Mapping[str, torch.Tensor],
+    fingerprint: str,
+    rank: int,
+    *,
+    mix_kernels: bool = False,
 ) -> KVLayout:
-    """The layout of the pages of these tensors on this tensor-parallel rank."""
+    """The layout of the pages of these tensors on this tensor-parallel rank. With `mix_kernels`, it does not say what
+    computes them."""
+    computes_exactly = vllm_config.model_config.dtype == torch.float32
     return KVLayout(
         model_fingerprint=fingerprint,
         layers=tuple(
@@ -223,9 +232,18 @@ def kv_layout(
         dtype=str(shape.widest.specs[0].dtype).removeprefix("torch."),
         block_size=shape.block_size,
         packing=_packing(vllm_config, shape, kv_caches),
+        kernels="" if mix_kernels or computes_exactly else _kernels(),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         tp_rank=rank,
     )
+
+
+def _kernels() -> str:
+    """The kind of processor or device, by which vLLM and PyTorch choose their kernels."""
+    if current_platform.is_cpu():
+        amx = torch.cpu._is_amx_tile_supported()
+        return f"{torch.backends.cpu.get_cpu_capability()}{' AMX' if amx else ''}"
+    return f"{current_platform.device_type} {current_platform.get_device_capability()}"
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:

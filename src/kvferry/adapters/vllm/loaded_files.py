@@ -1,0 +1,55 @@
+"""The files of a checkpoint as they were before vLLM loaded it.
+
+A connector is made after the weights were loaded. A checkpoint that was replaced meanwhile would give vLLM the name of
+weights that it does not have, so each worker looks at the files before it loads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+from kvferry.models.checkpoint import CheckpointFiles
+
+log = logging.getLogger(__name__)
+
+_before: dict[tuple[str, str], CheckpointFiles] = {}
+"""By model and revision."""
+
+
+def watch_loads() -> None:
+    """Have each worker of this process look at the files when it initializes its device, which is before it loads the
+    model. vLLM notifies a connector of neither."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    initialize = WorkerWrapperBase.init_device
+    if hasattr(initialize, "__wrapped__"):
+        return
+
+    @wraps(initialize)
+    def watched(self: Any) -> None:
+        if self.vllm_config.kv_transfer_config is not None:
+            note(self.vllm_config.model_config)
+        initialize(self)
+
+    WorkerWrapperBase.init_device = watched
+
+
+def note(model: Any) -> None:
+    """Note the files of a model, given vLLM's configuration of it. What cannot be read is reported when it is named."""
+    with suppress(OSError):
+        _before[_key(model)] = CheckpointFiles.of(model.model, model.revision)
+
+
+def before_loading(model: Any) -> CheckpointFiles | None:
+    """The files before the model was loaded; None if nobody looked, which is logged."""
+    before = _before.get(_key(model))
+    if before is None:
+        log.info("whether the files of %s changed while vLLM loaded them is not known", model.model)
+    return before
+
+
+def _key(model: Any) -> tuple[str, str]:
+    return str(model.model), str(model.revision)
