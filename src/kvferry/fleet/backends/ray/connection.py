@@ -56,7 +56,8 @@ class RayConnection:
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
-                f"{where} cannot be reached: {why} (this machine must be in the cluster: `ray start --address=…`)"
+                f"{where} cannot be reached: {why} (this machine must be in the cluster: `ray start --head` on the"
+                " first machine, and on each other one the command that it prints, `ray start --address=…`)"
             ) from error
 
     @classmethod
