@@ -18,6 +18,7 @@ from kvferry.sim.seeds.faults import OUTSIDE, Fault, Kind
 from kvferry.sim.seeds.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
 from kvferry.sim.seeds.hunt import shrink
 from kvferry.sim.seeds.scenario import draw
+from kvferry.sim.world import RequestSpec
 
 SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])
 
@@ -44,6 +45,7 @@ def test_a_fleet_becomes_what_is_wanted(kind: ChangeKind) -> None:
         "roll": "decode-2 is started",
         "kill": "decode-0 ends",
         "controller": "controller1 ends",
+        "stand": "controller1 stands still",
     }
     assert any(happens[kind] in event for event in report.last_events)
 
@@ -54,6 +56,28 @@ def test_a_roll_during_which_the_controller_dies_loses_no_request() -> None:
     report = run_fleet(scenario)
     assert not report.violations
     assert set(report.outcomes) <= {"complete", "left"}
+
+
+def test_a_controller_that_stands_still_loses_no_request_where_there_are_instances() -> None:
+    scenario = _scenario(Change(0.1, "roll", 0.0, 0.0, 0.0), Change(0.9, "stand", 0.0, 0.0, 9.0))
+    report = run_fleet(scenario)
+    assert not report.violations
+    assert set(report.outcomes) <= {"complete", "left"}
+
+
+def test_requests_for_which_no_instance_is_started_end_with_a_reason() -> None:
+    """`idle` has stopped all instances, and the controller stands still for 200 s: a request waits for three starts and
+    a minute."""
+    scale = {"ttft": "1s", "itl": "1s", "interval": "500ms", "cool_down": "1s", "hold": "2s", "idle": "2s"}
+    scenario = replace(
+        _scenario(Change(8.0, "stand", 0.0, 0.0, 22.75)),
+        scale=scale | {"starts": "500ms"},
+        requests=[RequestSpec(at_s, [1] * 20, 4, 1) for at_s in (0.0, 20.0, 30.0, 220.0)],
+    )
+    report = run_fleet(scenario)
+    assert not report.violations  # one is an answer without all of its tokens and without a reason
+    assert report.outcomes == {"complete": 2, "broken": 2}
+    assert report.virtual_s > 200
 
 
 def test_the_same_seed_gives_the_same_events() -> None:

@@ -483,9 +483,12 @@ class Scheduler:
         self._finish(sequence, "error", error=named)
 
     def audit(self) -> None:
-        """Raise `LeakError` unless the blocks in use are exactly those that sequences have or that are held."""
+        """Raise `LeakError` unless the blocks in use are exactly those that sequences have or that are held, and all
+        tokens of their published blocks are computed."""
         used = {block for sequence in self._sequences.values() for block in sequence.block_ids}
         self.pool.check(num_held=len(used | self.external.held_blocks))
+        for sequence in self._sequences.values():
+            self._blocks.check(sequence)
 
     # Hand-offs and loads.
 

@@ -399,6 +399,8 @@ class SimEngine(SteppedEngine):
                 self.is_between_steps = False
                 outputs = await self._step()
                 self.is_between_steps = True
+                if (look := self._process.simulation.after_step) is not None:
+                    look(self.engine)
                 self._hand_over(outputs)
                 if self._batches is not None and not self._process.host.cores:
                     await self._decode_on(self._batches)
@@ -582,6 +584,18 @@ class SimInstance:
                 await front.kept(asked, pin=pin)
 
         loop.call_soon(lambda: loop.create_task(ask()))
+
+    def release(self, transfer_id: str) -> None:
+        """End a hand-off, as a router does that nobody will fetch it for, and which gets no answer."""
+        front, loop = self.front, self._server_loop
+        if front is None or not self.process.is_alive:
+            return
+
+        async def release() -> None:
+            with suppress(KvferryError):
+                await front.release(transfer_id)
+
+        loop.call_soon(lambda: loop.create_task(release()))
 
     def stop(self) -> None:
         """Shut down as at SIGTERM, which ends at once what does not serve yet."""

@@ -2,20 +2,25 @@
 
 `SimBackend` starts and stops simulated instances and routers; they outlive the controller, whose process may crash, and
 the next one takes them up. The ledger is a real folder: what is in it has no time.
+
+There may be several controllers, each on a machine and with a ledger of its own. One of them acts, as long as it holds
+the lease (`SimLease`), which is kept on the host `cluster`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.controller import Controller, EndAsked
-from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.controller import Controller, EndAsked, Superseded
+from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
+from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.router.config import RouterConfig
@@ -25,14 +30,19 @@ from kvferry.sim.network import SimHost
 from kvferry.sim.router import SimRouter
 from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
 
+LEASE_HOST = "cluster"
 _LOOKS_EVERY_S = 0.05
 _COMES_UP_S = 120.0
 _ROUTER_STARTS_S = 1.0
 _GRACE_S = 30.0
+_LEASE_ANSWERS_S = 2.0
+"""How long the host of the lease is waited for."""
+_STARTED_AGAIN_S = 1.0
+"""When a controller that has ended for another one is started again."""
 
 
 @dataclass
-class _Started:
+class StartedMember:
     """A member that was started and not stopped. `what` runs it."""
 
     spec: MemberSpec
@@ -56,14 +66,94 @@ class _Started:
         return Member(spec.name, spec.role, spec.revision, state, unit=spec.unit, reason=reason)
 
 
+class SimLease(FleetLease):
+    """The right to act on the fleet of a `FleetWorld`, for one of its controllers."""
+
+    def __init__(self, world: FleetWorld, me: SimProcess) -> None:
+        super().__init__(world.simulation.monotonic)
+        self._world, self._me = world, me
+        self._seen = (-1, 0.0)
+        """How often the lease had been renewed, and since when."""
+
+    async def try_to_take(self) -> bool:
+        """Take it if its holder has not renewed it for as long as others wait."""
+        begun = self._clock()
+        await self._reach()
+        world = self._world
+        if world.lease_holder not in ("", self._me.name):
+            self.holder = world.lease_holder
+            if self._seen[0] != world.num_renewals:
+                self._seen = (world.num_renewals, self._clock())
+            if self._clock() - self._seen[1] < TAKEN_S:
+                return False
+        self._hold(begun)
+        return True
+
+    async def renew(self) -> None:
+        """Renew it, unless another controller has taken it."""
+        begun = self._clock()
+        await self._reach()
+        if self._world.lease_holder == self._me.name:
+            self._hold(begun)
+        else:
+            self._is_lost()
+
+    async def give_up(self) -> None:
+        """Let another controller act at once."""
+        self._is_lost()
+        if self._world.lease_holder == self._me.name:
+            self._world.lease_holder = ""
+
+    async def remove(self) -> None:
+        """As `give_up`."""
+        await self.give_up()
+
+    def _hold(self, begun: float) -> None:
+        self._world.lease_holder = self._me.name
+        self._world.num_renewals += 1
+        self._is_renewed(begun)
+
+    async def _reach(self) -> None:
+        """Wait for the answer of the host that has the lease. Raises `LeaseUnknown`."""
+        network, host = self._world.network, self._me.host
+        place = network.host(LEASE_HOST)
+        if network.is_cut(host, place):
+            await asyncio.sleep(_LEASE_ANSWERS_S)
+            raise LeaseUnknown(f"{LEASE_HOST} does not answer")
+        await asyncio.sleep(max(0.0, network.arrival(host, place, 0) - self._clock()))
+
+
+class SimFront(Front):
+    """Declares instances to the routers, and notes who does."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        super().__init__(TOKEN)
+        self._backend = backend
+
+    async def declare(self, *args: Any, **options: Any) -> Mapping[str, View] | None:
+        """As the real one."""
+        self._backend.note_act("declares instances")
+        return await super().declare(*args, **options)
+
+
 class SimBackend(FleetBackend):
-    """The members of a `FleetWorld`, for one controller."""
+    """The members of a `FleetWorld`, for the controller of this process."""
 
     num_routers = 1
 
-    def __init__(self, world: FleetWorld) -> None:
+    def __init__(self, world: FleetWorld, process: SimProcess) -> None:
         self.changed = asyncio.Event()
-        self._world = world
+        self._world, self._process = world, process
+
+    async def lease(self) -> FleetLease | None:
+        """None for one controller alone."""
+        return SimLease(self._world, self._process) if self._world.num_controllers > 1 else None
+
+    def note_act(self, what: str) -> None:
+        """Note what a controller does; it may be one that must do nothing any more."""
+        world = self._world
+        if world.num_controllers > 1 and world.lease_holder not in ("", self._process.name):
+            world.acts_of_others.append(f"{self._process.name} {what}, {world.lease_holder} has the lease")
 
     def use(self, fleet: WantedFleet) -> None:
         """Does nothing: all fleets can be run."""
@@ -77,11 +167,13 @@ class SimBackend(FleetBackend):
 
     async def start(self, member: MemberSpec) -> None:
         """Start a new process, on the machine that has the member's name."""
+        self.note_act(f"starts {member.name}")
         self._world.start_member(member)
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
         """Stop the member as SIGTERM does, and after `grace_s` as SIGKILL does."""
+        self.note_act(f"stops {name}")
         started = self._world.started.get(name)
         if started is None:
             return
@@ -89,6 +181,7 @@ class SimBackend(FleetBackend):
         until, process = loop.time() + grace_s, started.what.process
         if process.is_alive and not started.is_stopping:
             started.is_stopping = True
+            self._world.on_stop(started, grace_s)
             self._world.changes(started)
             started.what.stop()
         while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - nobody tells
@@ -99,82 +192,150 @@ class SimBackend(FleetBackend):
 
     async def assign(self, name: str, role: MemberRole) -> None:
         """Note its role."""
+        self.note_act(f"changes the role of {name}")
         started = self._world.started.get(name)
         if started is not None:
             self._world.changes(started, role)
             self.changed.set()
 
     async def close(self) -> None:
-        """Does nothing: members outlive it."""
+        """Let another controller act: members outlive it."""
+        await self.give_up()
+
+
+@dataclass
+class _SimController:
+    """A place where a controller runs, over all its processes, and its ledger."""
+
+    ledger: Ledger
+    process: SimProcess | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether a process is there that does something."""
+        return self.process is not None and self.process.is_alive and bool(self.process.tasks())
 
 
 class FleetWorld(World):
     """A deployment that a controller brings up and looks after. `router` of the spec are settings of its routers."""
 
-    def __init__(self, spec: WorldSpec, fleet: WantedFleet, seed: int, *, keep_log: bool = False) -> None:
+    def __init__(
+        self, spec: WorldSpec, fleet: WantedFleet, seed: int, *, num_controllers: int = 1, keep_log: bool = False
+    ) -> None:
         none = replace(spec, num_prefill=0, num_decode=0, num_both=0, num_routers=0, num_units=0)
         super().__init__(none, seed, keep_log=keep_log)
-        self.started: dict[str, _Started] = {}
+        self.started: dict[str, StartedMember] = {}
         self.before_change: Callable[[SimInstance], None] = lambda _: None
         """Called with an instance before it stops or has another role."""
+        self.on_start: Callable[[MemberSpec], None] = lambda _: None
+        """Called before a member starts."""
+        self.on_stop: Callable[[StartedMember, float], None] = lambda *_: None
+        """Called before a member is stopped, with the seconds that it has for its requests."""
         self._fleet = fleet
         self._last: dict[str, SimInstance | SimRouter] = {}
-        self.ledger: Ledger
-        self.controller_process: SimProcess
-        self._num_controllers = 0
+        self.num_controllers = num_controllers
+        self._controllers: list[_SimController] = []
+        self._num_started = 0
+        self.lease_holder = ""
+        """The process of the controller that may act; empty: nobody has said that it does."""
+        self.num_renewals = 0
+        self.acts_of_others: list[str] = []
+        """What controllers have done while another one had the lease."""
 
     @contextmanager
     def running(self) -> Iterator[World]:
         """Run the world while the body runs; the ledger is removed afterwards."""
         with tempfile.TemporaryDirectory(prefix="kvferry-sim-") as folder:
-            self.ledger = Ledger(Path(folder) / "fleet")
-            self.ledger.want(self._fleet)
+            for number in range(self.num_controllers):
+                ledger = Ledger(Path(folder) / f"fleet{number}")
+                ledger.want(self._fleet)
+                self._controllers.append(_SimController(ledger))
             with super().running():
                 yield self
 
     def _start(self) -> None:
-        self.start_controller()
+        self.start_controllers()
         self.run_until(lambda: self.is_settled, _COMES_UP_S + self.spec.instance.start_s)
         super()._start()
 
-    # The controller.
+    # The controllers.
 
-    def start_controller(self) -> None:
-        """Start a new controller. The last one has ended, or it waits until it has."""
-        self._num_controllers += 1
-        host = self.network.host(f"controller{self._num_controllers}")
-        self.controller_process = process = host.process(host.address)
+    def start_controllers(self) -> None:
+        """Start each controller that does not run."""
+        for controller in self._controllers:
+            if controller.process is None or not controller.process.is_alive:
+                self._start_controller(controller)
+
+    def _start_controller(self, controller: _SimController) -> None:
+        self._num_started += 1
+        host = self.network.host(f"controller{self._num_started}")
+        controller.process = process = host.process(host.address)
         loop = process.thread("controller")
-        loop.call_soon(lambda: loop.create_task(self._control(process)))
+        loop.call_soon(lambda: loop.create_task(self._control(controller, process)))
 
-    async def _control(self, process: SimProcess) -> None:
-        backend, clock = SimBackend(self), self.simulation
-        async with Front(TOKEN) as front:
-            controller = Controller(self.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
+    async def _control(self, place: _SimController, process: SimProcess) -> None:
+        """Run a controller until it ends. Another one is started in its place if it has ended for another one."""
+        backend, clock = SimBackend(self, process), self.simulation
+        async with SimFront(backend) as front:
+            controller = Controller(place.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
             process.on_end[controller] = controller.close  # the kernel's, when a process ends
             try:
-                if isinstance(await controller.run(), EndAsked):
+                end = await controller.run()
+                if isinstance(end, EndAsked):
                     await controller.bring_down()
+                await backend.close()
             finally:
                 process.on_end.pop(controller, None)
                 controller.close()
+        if isinstance(end, Superseded):
+            self.network.loop.call_later(_STARTED_AGAIN_S, self._start_controller, place)
+
+    @property
+    def _has_acting(self) -> bool:
+        """Whether the process that holds the lease is alive."""
+        return self.controller_process.name == self.lease_holder and self.controller_process.is_alive
+
+    @property
+    def _acting(self) -> _SimController:
+        """The controller that acts, or has acted last."""
+        for one in self._controllers:
+            if one.process is not None and one.process.name == self.lease_holder:
+                return one
+        return self._controllers[0]
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the controller that acts."""
+        return self._acting.ledger
+
+    @property
+    def controller_process(self) -> SimProcess:
+        """That of the controller that acts."""
+        process = self._acting.process
+        assert process is not None
+        return process
 
     @property
     def is_settled(self) -> bool:
-        """Whether the controller has seen all that is wanted now."""
+        """Whether a controller acts, and has seen all that is wanted now."""
+        if self.num_controllers > 1 and not self._has_acting:
+            return False
         seen = self.ledger.status()
         return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
 
     def want(self, fleet: WantedFleet) -> None:
         """Apply another spec."""
-        self.ledger.want(fleet)
+        for one in self._controllers:
+            one.ledger.want(fleet)
         self.simulation.note("another fleet is wanted")
 
     # Its members.
 
     def hosts(self) -> list[SimHost]:
-        """The hosts of all members, and the controller's."""
-        return [*super().hosts(), self.controller_process.host]
+        """The hosts of all members, of the controllers, and of the lease if there is one."""
+        controllers = [one.process.host for one in self._controllers if one.process is not None]
+        places = [self.network.host(LEASE_HOST)] if len(controllers) > 1 else []
+        return [*super().hosts(), *controllers, *places]
 
     def open_routers(self) -> list[SimRouter]:
         """Routers that are ready, as a load balancer in front of them asks, and are not to end; else any that was."""
@@ -190,6 +351,7 @@ class FleetWorld(World):
         if spec.name in self.started:
             raise NotStarted(f"{spec.name} is here")
         self.simulation.note(f"{spec.name} is started")
+        self.on_start(spec)
         what = self._last.get(spec.name)
         if what is not None:
             if isinstance(what, SimInstance) and spec.role != "router":
@@ -203,14 +365,14 @@ class FleetWorld(World):
             process, kind = self.network.host(spec.name).process(spec.name), self.spec.instance_of(spec.role)
             what = SimInstance(spec.name, spec.role, kind, process, PORT, TOKEN, self.storage)
             what.start(kind.start_s)
-        self.started[spec.name] = _Started(spec, what)
+        self.started[spec.name] = StartedMember(spec, what)
         self._last[spec.name] = what
         if isinstance(what, SimRouter):
             self.routers.append(what)
         else:
             self.instances.append(what)
 
-    def changes(self, started: _Started, role: MemberRole | None = None) -> None:
+    def changes(self, started: StartedMember, role: MemberRole | None = None) -> None:
         """A member is about to be stopped, or to have another role, for the backend."""
         if isinstance(started.what, SimInstance):
             self.before_change(started.what)
@@ -231,8 +393,9 @@ class FleetWorld(World):
     def end(self) -> bool:
         """The fleet is deleted, and its controller ends everything; returns whether all of it ended."""
         members = [one.what.process for one in self.started.values()]
-        self.ledger.delete()
-        self.run_until(lambda: not (self.started or self.controller_process.tasks()), _COMES_UP_S)
+        for one in self._controllers:
+            one.ledger.delete()
+        self.run_until(lambda: not (self.started or any(one.runs for one in self._controllers)), _COMES_UP_S)
         return super().end() and not any(one.tasks() for one in members if one.is_alive) and not self.started
 
 

@@ -27,6 +27,7 @@ from kvferry.core.clock import simulated_time
 from kvferry.core.entropy import simulated_entropy
 
 if TYPE_CHECKING:
+    from kvferry.engine.core import EngineCore
     from kvferry.sim.network import SimHost
 
 Result = TypeVar("Result")
@@ -148,6 +149,8 @@ class Simulation:
         answer whose client measures it."""
         self.after_callbacks: Callable[[], None] | None = None
         """Called each time that the time is about to move: for checks that are cheap."""
+        self.after_step: Callable[[EngineCore], None] | None = None
+        """Called with an engine between two of its steps."""
 
     # Time, as `core.clock.Clock`.
 

@@ -31,6 +31,8 @@ from kvferry.store.trace.records import read_trace
 
 BLOCK_TOKENS = 512
 """Tokens of a block in traces of Mooncake's format."""
+MAX_PAUSE_S = 86_400.0
+"""Seconds without a request, at most."""
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOST_TOKENS = 2**31
 _LONGEST_LINE = _BEGIN = 4096
@@ -79,6 +81,20 @@ def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float 
 def faster(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """The same requests at `factor` times their rate."""
     return list(arrivals) if factor == 1 else [replace(one, at_s=one.at_s / factor) for one in arrivals]
+
+
+def require_short_pauses(arrivals: Sequence[Arrival], max_pause_s: float = MAX_PAUSE_S) -> None:
+    """Raise `ConfigError` for requests that are further apart than `max_pause_s`. A fleet without requests still looks
+    after its instances, so that a simulated year takes hours."""
+    before_s = 0.0
+    for number, arrival in enumerate(arrivals, start=1):
+        if arrival.at_s - before_s > max_pause_s:
+            raise ConfigError(
+                f"request {number} arrives {arrival.at_s - before_s:.15g} s after what is before it, and at most"
+                f" {max_pause_s:g} s without a request are simulated; use a part of the trace (--from-s, --for-s) or"
+                " --speed, or correct the times in it (timestamp is in milliseconds)"
+            )
+        before_s = arrival.at_s
 
 
 def _mooncake(path: Path) -> Iterator[Arrival]:

@@ -12,8 +12,8 @@ import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import sub
 from typing import Any
@@ -45,14 +45,27 @@ _COLLECT_EVERY = 200_000
 
 
 @dataclass(frozen=True, slots=True)
+class DirectHandOff:
+    """A request that its client hands off itself, without a router, as a proxy of its own does. `prefill`, `decode`:
+    shares, from 0 to 1, that choose the instances. `again_after_s` seconds after D was asked, the client has P release
+    the transfer id, and use it again for another prompt."""
+
+    prefill: float
+    decode: float
+    again_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request of a trace. `leaves_after_s`: when the client gives it up, if it does."""
+    """One request of a trace. `leaves_after_s`: when the client gives it up, if it does. `direct`: it goes to no
+    router."""
 
     at_s: float
     prompt: Sequence[int]
     max_tokens: int
     seed: int
     leaves_after_s: float | None = None
+    direct: DirectHandOff | None = None
 
 
 @dataclass(frozen=True)
@@ -268,7 +281,10 @@ class World:
         num_processes, was_up = router.num_processes, router.router is not None
         try:
             async with asyncio.timeout(spec.leaves_after_s):
-                await self._ask(result, begun, router)
+                if spec.direct is None:
+                    await self._ask(result, begun, router)
+                else:
+                    await self._hand_off(result, begun, spec.direct)
         except TimeoutError:
             result.outcome = "left"
         except TransferError as error:
@@ -289,22 +305,49 @@ class World:
         return self.routers
 
     async def _ask(self, result: RequestResult, begun: float, router: SimRouter) -> None:
+        await self._stream(result, begun, router.host, _body(result.spec))
+
+    async def _hand_off(self, result: RequestResult, begun: float, direct: DirectHandOff) -> None:
+        """Ask P and then D, and meanwhile have P use the transfer id again."""
+        prefill = _chosen(self.instances, direct.prefill, "prefill")
+        decode = _chosen(self.instances, direct.decode, "decode")
+        transfer_id, spec = f"direct-{result.number}", result.spec
+        ticket = await self._prefill(prefill, spec, transfer_id)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._use_again(prefill, spec, transfer_id, direct.again_after_s))
+            await self._stream(result, begun, decode.host, _body(spec, kv_transfer_params=ticket))
+
+    async def _prefill(self, instance: SimInstance, spec: RequestSpec, transfer_id: str) -> Any:
+        """The ticket with which P answers; None: it made none."""
         assert self._client is not None
-        spec = result.spec
-        body = {
-            "model": MODEL,
-            "prompt": list(spec.prompt),
-            "max_tokens": spec.max_tokens,
-            "seed": spec.seed,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        body = _body(spec, max_tokens=1, stream=False, kv_transfer_params=params)
+        origin = Origin(instance.host.address, PORT)
+        call = self._client.start(origin, "POST", "/v1/completions", _JSON, msgspec.json.encode(body))
+        try:
+            await call.begun()
+            answer = msgspec.json.decode(await call.read(2**20))
+            return answer.get("kv_transfer_params")
+        finally:
+            call.close()
+
+    async def _use_again(self, instance: SimInstance, spec: RequestSpec, transfer_id: str, after_s: float) -> None:
+        """Other tokens, of which there are as many: they may come to lie in the same blocks."""
+        await asyncio.sleep(after_s)
+        instance.release(transfer_id)
+        other = [(token + 1) % self.spec.instance.vocab_size for token in spec.prompt]
+        with suppress(TransferError):
+            await self._prefill(instance, replace(spec, prompt=other), transfer_id)
+
+    async def _stream(self, result: RequestResult, begun: float, host: SimHost, body: dict[str, Any]) -> None:
+        """Send a request, and note what comes of it."""
+        assert self._client is not None
         name = f"request-{result.number}"
         times = self.simulation.token_times[f"cmpl-{name}"] = deque()
         reader = _Reader(self, result, begun, times)
         headers = [*_JSON, (b"x-request-id", name.encode())]
         call = self._client.start(
-            Origin(router.host.address, PORT),
+            Origin(host.address, PORT),
             "POST",
             "/v1/completions",
             headers,
@@ -338,6 +381,24 @@ class World:
         living = [one.process for one in self.instances if one.process.is_alive]
         self.run_until(lambda: not (self.network.num_open or any(one.tasks() for one in living)), _ENDS_S)
         return not any(process.tasks() for process in living)
+
+
+def _body(spec: RequestSpec, **fields: Any) -> dict[str, Any]:
+    """The body of a request; `fields` replace others, or come after them."""
+    body = {
+        "model": MODEL,
+        "prompt": list(spec.prompt),
+        "max_tokens": spec.max_tokens,
+        "seed": spec.seed,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    return body | fields
+
+
+def _chosen(instances: Sequence[SimInstance], share: float, role: Role) -> SimInstance:
+    able = [one for one in instances if one.role in (role, "both")]
+    return able[int(share * len(able))]
 
 
 class _Errors(logging.Handler):

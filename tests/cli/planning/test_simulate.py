@@ -209,6 +209,16 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
     assert found["roles"]["prefill"]["busy"] < without["roles"]["prefill"]["busy"]
 
 
+def test_requests_that_are_a_year_apart_are_refused(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "year.jsonl"
+    write_trace(trace, (TraceRequest(at_ms, 10, 2, [1]) for at_ms in (0, 31_536_000_000)))
+    assert main(["simulate", str(spec), "--trace", str(trace)]) == 2
+    assert "request 2 arrives 31536000 s after what is before it" in capsys.readouterr().err
+    assert main(["simulate", str(spec), "--trace", str(trace), "--speed", "1000000", "--json"]) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "said"),
     [
@@ -224,6 +234,8 @@ def test_stores(stores: tuple[str, ...], spec: Path, tmp_path: Path, capsys: pyt
         ((SPEC, f'{SCALED}[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
         ((SPEC, SCALED.replace("max = 3", "")), [], "role.prefill needs max, or .scale. a budget"),
         (("[engine]", '[engine]\nkind = "vllm"'), [], 'engine.kind = "vllm" is not simulated'),
+        (("count = 2", "count = 2048"), [], "the spec has 2049 instances; at most 2048 are simulated"),
+        (("count = 2", "count = 1100\nargs = ['--kv-cache-memory=250GiB']"), [], "blocks, .* use fewer instances"),
         (("kv-cache-memory=256MiB", "kv-cache-memory=1000TiB"), [], "4194304 can be simulated: set a smaller --kv-ca"),
         (("[engine]", '[engine]\nconnector = ["NixlConnector"]'), [], "NixlConnector is not simulated"),
         (("disaggregate-from=0", "tls-cert=cert.pem"), [], "TLS is not simulated: leave out --tls-cert"),

@@ -24,7 +24,7 @@ from kvferry.fleet.control.spec import WantedFleet, read_fleet, seconds
 from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
 from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.times import MachineTimes, read_times
-from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic
+from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic, require_short_pauses
 
 DEFAULT_SLO = "ttft=2s,itl=50ms"
 SPEED = Bounds(0, 1e6, above=True)
@@ -141,7 +141,9 @@ class TracePart:
     def read(self) -> list[Arrival]:
         """Read the requests of this part. Raises `ConfigError`."""
         last_s = None if self.for_s is None else self.from_s + self.for_s
-        return faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
+        arrivals = faster(part_of(read_traffic(self.path), first_s=self.from_s, last_s=last_s), self.speed)
+        require_short_pauses(arrivals)
+        return arrivals
 
 
 class OnProgress(Protocol):

@@ -47,6 +47,9 @@ ASSUMED = MachineTimes(
 _TOKENS_AT_ONCE = 16
 _MOST_BLOCKS = 2**22
 """In the KV cache of an instance; each takes a quarter of a kilobyte here."""
+MAX_INSTANCES = 2048
+MAX_ALL_BLOCKS = 2**26
+"""Blocks in the KV caches of all instances together."""
 
 
 def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
@@ -57,7 +60,14 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
         raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
     roles = [role for role, number in counts.items() if number or fleet.scale is not None]
+    _require_few(sum(counts.values()))
     specs = {role: _instance(fleet, engine_of_role(fleet, role, serve), times, role) for role in roles}
+    num_blocks = sum(number * specs[role].num_blocks for role, number in counts.items() if number)
+    if num_blocks > MAX_ALL_BLOCKS:
+        raise ConfigError(
+            f"the KV caches of all instances have {num_blocks} blocks, of which at most {MAX_ALL_BLOCKS} are simulated;"
+            " use fewer instances, less --kv-cache-memory or a larger --block-size"
+        )
     router = complete(RouterConfig, told["router"])
     default = RouterConfig()
     changed = {
@@ -89,6 +99,11 @@ def _counts(fleet: WantedFleet) -> dict[Role, int]:
     if not (sum(counts.values()) or fleet.scale is not None):
         raise ConfigError("the spec has no instance")
     return counts
+
+
+def _require_few(num_instances: int) -> None:
+    if num_instances > MAX_INSTANCES:
+        raise ConfigError(f"the spec has {num_instances} instances; at most {MAX_INSTANCES} are simulated")
 
 
 def _require_simulated(fleet: WantedFleet, times: MachineTimes) -> None:

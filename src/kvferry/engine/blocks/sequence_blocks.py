@@ -6,6 +6,7 @@ budgets or connectors.
 
 from __future__ import annotations
 
+from kvferry.core.errors import LeakError
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.sequence import Sequence
 
@@ -71,3 +72,10 @@ class SequenceBlocks:
                 place = slice(index * self._block_size, (index + 1) * self._block_size)
                 events.stored(hashes[index], parent, sequence.tokens[place])
         sequence.names.num_published = max(num_full, num_published)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise `LeakError` if a block of the sequence is in the prefix cache before all of its tokens have their
+        KV."""
+        published, computed = sequence.names.num_published * self._block_size, sequence.num_computed_tokens
+        if published > computed:
+            raise LeakError(f"request {sequence.request_id}: {published} tokens are cached, {computed} are computed")

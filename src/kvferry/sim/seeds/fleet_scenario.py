@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.seeds.faults import OUTSIDE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation, of_bounds
+from kvferry.sim.seeds.invariants import FleetSteps, Violation, of_bounds
 from kvferry.sim.seeds.scenario import Report, draw, judged, require_finished
 from kvferry.sim.world import RequestSpec, WorldSpec
 
-ChangeKind = Literal["scale", "swap", "roll", "kill", "controller"]
+ChangeKind = Literal["scale", "swap", "roll", "kill", "controller", "stand"]
 KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
 _BECOMES_SO_S = 120.0
 _SCALED_SHARE = 0.35
@@ -23,13 +23,19 @@ _AGAIN_S = (0.0, 0.5, 2.5)
 """When each request comes to such a fleet, after its time in one without."""
 _MOST = 4
 """Instances of a role that such a fleet has at most."""
+_TWO_CONTROLLERS_SHARE = 0.4
+_STANDS_S = 18.0
+"""How long a controller stands still at least, which is longer than others wait for its lease."""
+_GENTLE: tuple[ChangeKind, ...] = ("roll", "controller", "stand")
+"""Changes during which no request may be lost, if each role is there twice."""
 
 
 @dataclass(frozen=True)
 class Change:
     """What happens to a fleet: another number of instances is wanted (`scale`; a fleet with `[scale]` loses it, or has
     it again), one more of a role and one less of the other (`swap`), or others in their places (`roll`); a member dies
-    (`kill`), or the controller, and after `seconds` there is another one. `place` and `other` choose.
+    (`kill`), or the controller, and after `seconds` there is another one; or the controller stands still for longer
+    than its lease (`stand`). `place` and `other` choose.
     """
 
     at_s: float
@@ -53,6 +59,7 @@ class FleetScenario:
     scale: dict[str, Any] | None = None
     """The table `[scale]`, if there is one. Without a `budget` that leaves a roll room, one of its members may be
     missing."""
+    num_controllers: int = 1
 
     @property
     def loses_nothing(self) -> bool:
@@ -60,7 +67,12 @@ class FleetScenario:
         role is there twice."""
         keeps = self.world.instance.kv_load_failure_policy == "recompute" and min(self.counts[:2]) > 1
         stays = self.scale is None or "idle" not in self.scale
-        return keeps and stays and all(one.kind in ("roll", "controller") for one in self.faults)
+        return keeps and stays and all(one.kind in _GENTLE for one in self.faults)
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether nothing dies or breaks but controllers, so that all routers know what their controller wants."""
+        return all(isinstance(one, Change) and one.kind != "kill" for one in self.faults)
 
     def fleet(self, counts: tuple[int, int, int], stamp: str = "", *, is_scaled: bool = True) -> WantedFleet:
         """The fleet with other counts. `is_scaled`: with `[scale]`, if the scenario has it."""
@@ -86,7 +98,7 @@ def draw_fleet(seed: int) -> FleetScenario:
     plain, random = draw(seed, with_faults=False), Random(f"kvferry fleet {seed}")
     is_gentle = random.random() < 0.4
     counts = (2, 2, 1) if is_gentle else (random.randint(1, 2), random.randint(1, 2), random.randint(1, 2))
-    kinds: tuple[ChangeKind, ...] = ("roll", "controller") if is_gentle else KINDS
+    kinds = _GENTLE if is_gentle else KINDS
     changes: list[Change | Fault] = [
         Change(random.random() * 4.0, random.choice(kinds), random.random(), random.random(), random.random() * 3.0)
         for _ in range(random.choice((1, 2, 3)))
@@ -101,7 +113,10 @@ def draw_fleet(seed: int) -> FleetScenario:
         requests.sort(key=lambda one: one.at_s)
         room = len(_AGAIN_S) * world.instance.max_waiting  # else they may be refused without a fault
         world = replace(world, instance=replace(world.instance, max_waiting=room))
-    return FleetScenario(seed, world, counts, requests, sorted(changes, key=lambda one: one.at_s), scale)
+    other = Random(f"kvferry controllers {seed}")
+    num_controllers = 2 if other.random() < _TWO_CONTROLLERS_SHARE else 1
+    changes.sort(key=lambda one: one.at_s)
+    return FleetScenario(seed, world, counts, requests, changes, scale, num_controllers)
 
 
 def _draw_scale(random: Random) -> dict[str, Any]:
@@ -160,20 +175,38 @@ class _Changes:
                     world.controller_process.crash()
                     loop.call_later(change.seconds, self._start_controller)
                     return
+            case "stand":
+                seconds = _STANDS_S + 8.0 * change.seconds
+                world.controller_process.stall(seconds)
+                loop.call_later(seconds, self._over)
+                return
         self.num_open -= 1
 
     def _want(self) -> None:
         self._world.want(self._scenario.fleet(self._counts, str(self._stamp), is_scaled=self._is_scaled))
 
     def _start_controller(self) -> None:
-        self._world.start_controller()
+        self._world.start_controllers()
+        self._over()
+
+    def _over(self) -> None:
         self.num_open -= 1
 
 
 def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
     """Let it happen, and look whether everything held that must."""
-    world = FleetWorld(scenario.world, scenario.fleet(scenario.counts), scenario.seed, keep_log=keep_log)
-    with judged(world, scenario, lambda: of_bounds(world)) as report:
+    world = FleetWorld(
+        scenario.world,
+        scenario.fleet(scenario.counts),
+        scenario.seed,
+        num_controllers=scenario.num_controllers,
+        keep_log=keep_log,
+    )
+    steps = FleetSteps(world)
+    world.on_start = steps.require_room
+    if scenario.is_undisturbed:
+        world.on_stop = steps.require_drained
+    with judged(world, scenario, lambda: [*of_bounds(world), *steps.violations]) as report:
         changes, breaker = _Changes(world, scenario), FaultInjector(world)
         if not world.is_settled:
             report.violations.append(Violation("a fleet becomes what is wanted", "it does not come up"))
@@ -183,4 +216,6 @@ def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
         if not world.run_until(lambda: not (changes.num_open or breaker.lasting) and world.is_settled, _BECOMES_SO_S):
             seen = world.ledger.status()
             report.violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
+        report.violations.extend(steps.violations)
+        report.violations.extend(Violation("one controller acts", what) for what in world.acts_of_others)
     return report

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core.errors import LeakError
-from kvferry.sim.fleet import FleetWorld
+from kvferry.engine.core import EngineCore
+from kvferry.fleet.control.backend import MemberSpec
+from kvferry.sim.engine import SimInstance
+from kvferry.sim.fleet import FleetWorld, StartedMember
 from kvferry.sim.seeds.stores import room_of
 from kvferry.sim.world import RequestResult, World
 from kvferry.store.media.file_room import LOOK_SHARE, PIN_SUFFIX, SUFFIX
 
 _ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
 """What stores count while it is on its way; with several connectors, a number is before the name."""
+_LOST = ("failed_", "ended_expired")
+"""What the P2P connector counts of hand-offs that nobody got."""
 _BLOCK_SHARE = 1 / 8
 """The share of its room that the longest block of a simulated store takes at most."""
 _LEASE_ENDS_S = 0.1
@@ -79,6 +84,21 @@ def of_rest(world: World) -> list[Violation]:
             if one.load.num_legs:
                 about = f"{place.host.address} counts {one.load.num_legs} at {one.name}"
                 found.append(Violation("no leg is left", about))
+            if not (one.trusted or one.draining):
+                about = f"{one.name} is {one.state.value} for {place.host.address}"
+                found.append(Violation("an instance that answers is used", about))
+    return found
+
+
+def of_hand_offs(world: World) -> list[Violation]:
+    """Where nothing breaks and there is time, every hand-off is fetched."""
+    found = []
+    for instance in world.instances:
+        if instance.engine is None:
+            continue
+        for name, value in instance.engine.statistics().connector.items():
+            if name.startswith(_LOST) and value:
+                found.append(Violation("no hand-off is lost", f"{instance.name}: {name} {value:g}"))
     return found
 
 
@@ -94,6 +114,8 @@ def of_stores(world: World) -> list[Violation]:
         for name, value in instance.engine.statistics().connector.items():
             if name.endswith(pinned) and value and world.storage.has_memory:
                 found.append(Violation("no pin is left", f"{instance.name}: {name} {value:g}"))
+            if name.endswith("_healthy") and not value:
+                found.append(Violation("a tier that answers is used", f"{instance.name}: {name} {value:g}"))
             if name.endswith(_ON_ITS_WAY) and value:
                 found.append(Violation("nothing is on its way into a store", f"{instance.name}: {name} {value:g}"))
     total = 0
@@ -127,15 +149,21 @@ def of_leases(world: World) -> list[Violation]:
     return found
 
 
+def of_steps(engine: EngineCore) -> list[Violation]:
+    """Between two steps: all records of which blocks are in use agree, and cached blocks are computed."""
+    try:
+        engine.scheduler.audit()
+    except LeakError as error:
+        return [Violation("blocks are accounted for", str(error))]
+    return []
+
+
 def of_blocks(world: World) -> list[Violation]:
     """At any time: all records of which blocks are in use, and by whom, agree."""
     found = []
     for instance in world.instances:
         if instance.engine is not None and instance.process.is_alive and instance.is_between_steps:
-            try:
-                instance.engine.scheduler.audit()
-            except LeakError as error:
-                found.append(Violation("blocks are accounted for", f"{instance.name}: {error}"))
+            found += of_steps(instance.engine)
     return found
 
 
@@ -150,3 +178,36 @@ def of_bounds(world: FleetWorld) -> list[Violation]:
         if seen is not None and role in seen.roles and seen.roles[role].desired < bounds.min:
             found.append(Violation("a fleet stays within its bounds", f"{seen.roles[role].desired} {role} are wanted"))
     return found
+
+
+class FleetSteps:
+    """What must hold when a controller starts or stops a member."""
+
+    def __init__(self, world: FleetWorld) -> None:
+        self._world = world
+        self.violations: list[Violation] = []
+
+    def require_room(self, spec: MemberSpec) -> None:
+        """A role without a `max` has at most `surge` members more than are wanted, leaving ones included, when one more
+        starts."""
+        world = self._world
+        seen, fleet = world.ledger.status(), world.ledger.wanted().fleet
+        if seen is None or spec.role not in seen.roles or (spec.role != "router" and fleet.role[spec.role].max):
+            return
+        most = seen.roles[spec.role].desired + fleet.roll.surge
+        number = 1 + sum(one.spec.role == spec.role for one in world.started.values())
+        if number > most:
+            about = f"{spec.name} is the {number}th {spec.role}, and {most} may be there"
+            self.violations.append(Violation("a fleet stays within its surge", about))
+
+    def require_drained(self, started: StartedMember, grace_s: float) -> None:
+        """Nothing runs on an instance that is stopped, and nothing is held there, unless it has failed, everything ends
+        or no router serves: a router would say that requests run there."""
+        world, what = self._world, started.what
+        is_everything = world.ledger.wanted().deleted or not any(one.router for one in world.routers)
+        if not isinstance(what, SimInstance) or what.engine is None or not grace_s or is_everything:
+            return
+        held = what.engine.statistics().connector.get("num_keys", 0.0)
+        if not what.engine.scheduler.is_empty or held:
+            about = f"{started.spec.name}: {what.engine.scheduler.statistics()}, {held:g} hand-offs"
+            self.violations.append(Violation("what is stopped is drained", about))

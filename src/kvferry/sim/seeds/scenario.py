@@ -8,11 +8,23 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
+from kvferry.engine.core import EngineCore
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.seeds.faults import GENTLE, KINDS, STORE_KINDS, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import Violation, of_blocks, of_code, of_leases, of_requests, of_rest, of_stores
+from kvferry.sim.seeds.invariants import (
+    Violation,
+    of_blocks,
+    of_code,
+    of_hand_offs,
+    of_leases,
+    of_requests,
+    of_rest,
+    of_steps,
+    of_stores,
+)
 from kvferry.sim.seeds.stores import draw_store
+from kvferry.sim.seeds.variants import direct, draw_variant, longest_prompt, many, slow, with_turns
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
@@ -26,6 +38,8 @@ _STORE_SHARE = 0.35
 """Share of the seeds whose instances have a store."""
 AUDITED_EVERY = 64
 """Movements of the time between two audits of all blocks."""
+AUDITED_STEPS = 16
+"""Steps of engines between two audits of the blocks of the engine that has made one."""
 
 
 _IMPATIENT = {
@@ -47,6 +61,8 @@ class Scenario:
     world: WorldSpec
     requests: list[RequestSpec]
     faults: list[Fault]
+    keeps_hand_offs: bool = False
+    """Whether no hand-off may be lost: nothing breaks, and there is time for all of them."""
 
     @property
     def loses_nothing(self) -> bool:
@@ -132,6 +148,16 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
     requests = _draw_requests(random, instance)
     if has_store:
         requests = _repeated(own, requests)
+    other = Random(f"kvferry variant {seed}")
+    requests = with_turns(other, requests, instance)
+    variant = draw_variant(other, has_store=has_store) if with_faults else "usual"
+    match variant:
+        case "slow":
+            return Scenario(seed, *slow(other, world), [], keeps_hand_offs=True)
+        case "direct":
+            return Scenario(seed, *direct(other, world), [])
+        case "many":
+            world, requests = many(other, world)
     within_s = max(one.at_s for one in requests) + 2.0
     faults: list[Fault] = []
     if with_faults and is_gentle:
@@ -160,7 +186,6 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
     found, now = [], 0.0
     rate = random.choice((5.0, 20.0, 100.0))
     prefixes = [[random.randrange(instance.vocab_size) for _ in range(96)] for _ in range(3)]
-    longest = min(instance.max_model_len, instance.num_blocks * instance.block_size) - 1
     leaving = random.choice((0.0, 0.1, 0.4))
     for _ in range(random.choice((5, 10, 20))):
         now += random.expovariate(rate)
@@ -168,7 +193,7 @@ def _draw_requests(random: Random, instance: SimInstanceSpec) -> list[RequestSpe
         if random.random() < 0.5:
             prompt = random.choice(prefixes)[: random.randrange(97)] + prompt
         max_tokens = random.choice((1, 2, 10, 60))
-        prompt = prompt[: longest - max_tokens]
+        prompt = prompt[: longest_prompt(instance, max_tokens)]
         leaves = random.expovariate(2.0) if random.random() < leaving else None
         found.append(RequestSpec(now, prompt, max_tokens, random.getrandbits(32), leaves))
     return found
@@ -181,6 +206,8 @@ def run(scenario: Scenario, *, keep_log: bool = False) -> Report:
         breaker = FaultInjector(world)
         breaker.schedule(scenario.faults)
         require_finished(world, report)
+        if scenario.keeps_hand_offs:
+            report.violations.extend(of_hand_offs(world))
         world.run_until(lambda: not breaker.lasting, 100.0)
         world.run_for(_STORES_ARE_BACK_S)
         breaker.unpin()
@@ -203,7 +230,7 @@ def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]]
     """Run the world with the scenario's requests. The body lets happen what happens beside them; then the world has
     time to settle, is shut down, and the report has what came of it all. `always`: what must hold at any time, besides
     what must in each world."""
-    report, moves = Report(scenario.seed), 0
+    report, moves, steps = Report(scenario.seed), 0, 0
     violations = report.violations
 
     def audit() -> None:
@@ -212,9 +239,15 @@ def judged(world: World, scenario: Judged, always: Callable[[], list[Violation]]
         if moves % AUDITED_EVERY == 0 and not violations:
             violations.extend(of_blocks(world) + of_leases(world) + always())
 
+    def audit_step(engine: EngineCore) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % AUDITED_STEPS == 0 and not violations:
+            violations.extend(of_steps(engine))
+
     with world.running():
         simulation = world.simulation
-        simulation.after_callbacks = audit
+        simulation.after_callbacks, simulation.after_step = audit, audit_step
         begins = simulation.now
         world.submit([replace(one, at_s=one.at_s + begins) for one in scenario.requests])
         yield report

@@ -1,0 +1,121 @@
+"""Mistakes that tests plant into the code, each of which a hunt must find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.sequence import Sequence as EngineSequence
+from kvferry.engine.step import Sampled
+from kvferry.fleet.control import controller
+from kvferry.fleet.control.backend import FleetBackend
+from kvferry.fleet.control.facts import Drain, Step, StopMember
+from kvferry.fleet.control.loop import plan
+from kvferry.fleet.control.spec import WantedFleet
+from kvferry.router.choice.disaggregation import Threshold
+from kvferry.router.instances.instance import Instance, InstanceState
+from kvferry.store.breaker import Breaker
+from kvferry.transport.lookup_buffer.entries import EntryTable
+
+
+def renew_nothing(patch: pytest.MonkeyPatch) -> None:
+    """No lease is renewed."""
+    patch.setattr(EntryTable, "renew", lambda self, *keys: None)
+
+
+def take_any_generation(patch: pytest.MonkeyPatch) -> None:
+    """The fence holds for a key, whichever attempt was read."""
+    take = EntryTable.take
+
+    def take_any(self: EntryTable, key: str, generation: int, *args: Any) -> bool:
+        entry = self._entries.get(key)
+        return take(self, key, generation if entry is None else entry.generation, *args)
+
+    patch.setattr(EntryTable, "take", take_any)
+
+
+def stay_open(patch: pytest.MonkeyPatch) -> None:
+    """A breaker that has opened once never closes."""
+    patch.setattr(Breaker, "is_open", property(lambda self: self.num_failures > 0))
+
+
+def publish_early(patch: pytest.MonkeyPatch) -> None:
+    """A block is cached one token before it is full."""
+    publish = SequenceBlocks.publish
+
+    def publish_one_token_early(self: SequenceBlocks, sequence: EngineSequence) -> None:
+        computed = sequence.num_computed_tokens
+        sequence.num_computed_tokens = min(computed + 1, len(sequence.tokens))
+        publish(self, sequence)
+        sequence.num_computed_tokens = computed
+
+    patch.setattr(SequenceBlocks, "publish", publish_one_token_early)
+
+
+def publish_answers_early(patch: pytest.MonkeyPatch) -> None:
+    """At the end of an answer, the block that its last token fills is cached, although that token has no KV."""
+    append = Scheduler._append
+
+    def append_and_publish(self: Scheduler, sequence: EngineSequence, sampled: Sampled) -> None:
+        sequence.tokens.append(sampled.token_id)
+        computed, known = sequence.num_computed_tokens, len(sequence.tokens)
+        if computed == known - 1 and sequence.num_blocks_for(known) == len(sequence.block_ids):
+            sequence.num_computed_tokens = known
+            self._blocks.publish(sequence)
+            sequence.num_computed_tokens = computed
+        sequence.tokens.pop()
+        append(self, sequence, sampled)
+
+    patch.setattr(Scheduler, "_append", append_and_publish)
+
+
+def stop_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A fleet stops what it should drain."""
+
+    def without_drains(*args: Any) -> list[Step]:
+        steps = plan(*args)
+        return [StopMember(one.name, "drained") if isinstance(one, Drain) else one for one in steps]
+
+    patch.setattr(controller, "plan", without_drains)
+
+
+def act_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A controller acts on after another one may have taken its place."""
+    patch.setattr(FleetBackend, "may_act", True)
+
+
+def surge_by_one_more(patch: pytest.MonkeyPatch) -> None:
+    """A roll starts one member more in advance than it may."""
+
+    def with_more(fleet: WantedFleet, *args: Any) -> list[Step]:
+        roll = structs.replace(fleet.roll, surge=fleet.roll.surge + 1)
+        return plan(structs.replace(fleet, roll=roll), *args)
+
+    patch.setattr(controller, "plan", with_more)
+
+
+def fail_when_measured(patch: pytest.MonkeyPatch) -> None:
+    """The router's rule for short prompts fails once it has measured enough hand-offs."""
+    reason = Threshold.stays_whole
+
+    def fail(self: Threshold, *args: Any) -> str | None:
+        if self.active:
+            raise ZeroDivisionError("a mistake")
+        return reason(self, *args)
+
+    patch.setattr(Threshold, "stays_whole", fail)
+
+
+def stay_down(patch: pytest.MonkeyPatch) -> None:
+    """A router never uses an instance again that was down once."""
+    is_well = Instance.is_well
+
+    def is_well_once(self: Instance) -> None:
+        if self.state is not InstanceState.DOWN:
+            is_well(self)
+
+    patch.setattr(Instance, "is_well", is_well_once)
