@@ -32,6 +32,8 @@ class Observer:
         """Members that are being started, and that the backend does not know of yet."""
         self.draining: set[str] = set()
         self.stopping: set[str] = set()
+        self._adopted: set[str] = set()
+        """Members that served when this controller began: they do not start, whatever a new router knows of them."""
 
     @property
     def has_routers(self) -> bool:
@@ -41,6 +43,7 @@ class Observer:
     async def take_up(self, members: Sequence[Member]) -> None:
         """Learn from the routers what an earlier controller has told them. Raises `ConfigError` for one that does not
         hold the same token: neither would listen to the other."""
+        self._adopted = {one.name for one in members if one.state is MemberState.SERVING}
         routers = routers_of(members)
         for router in routers:
             if why := await self._front.why_not(router):
@@ -81,6 +84,7 @@ class Observer:
 
     def begin(self, member: MemberSpec, now: float) -> None:
         """Note that a member is being started."""
+        self._adopted.discard(member.name)
         self.starting[member.name] = Observed(
             member.name, member.role, member.revision, Phase.STARTING, now, member.unit
         )
@@ -88,6 +92,7 @@ class Observer:
     def changes_role(self, name: str) -> None:
         """Note that its role changes: it is ready again once the routers say so."""
         self._since.pop(name, None)
+        self._adopted.discard(name)
 
     def observe(self, members: Sequence[Member], now: float) -> list[Observed]:
         """All members, those that are being started included."""
@@ -128,8 +133,11 @@ class Observer:
             return Phase.STARTING
         if member.role == "router" or self._views is None:
             return Phase.READY
-        was_ready = self._since.get(name, (None, 0.0))[0] is Phase.READY
-        return Phase.READY if was_ready or (view is not None and view.state == "up") else Phase.STARTING
+        if self._since.get(name, (None, 0.0))[0] is Phase.READY:
+            return Phase.READY
+        if view is None or view.state == "new":  # a router that has just come has not looked at it yet
+            return Phase.READY if name in self._adopted else Phase.STARTING
+        return Phase.READY if view.state == "up" else Phase.STARTING
 
 
 def routers_of(members: Iterable[Member]) -> list[str]:

@@ -207,7 +207,8 @@ class FleetSteps:
         is_everything = world.ledger.wanted().deleted or not any(one.router for one in world.routers)
         if not isinstance(what, SimInstance) or what.engine is None or not grace_s or is_everything:
             return
+        requests = what.engine.scheduler.statistics()
         held = what.engine.statistics().connector.get("num_keys", 0.0)
-        if not what.engine.scheduler.is_empty or held:
-            about = f"{started.spec.name}: {what.engine.scheduler.statistics()}, {held:g} hand-offs"
+        if requests.num_running or requests.num_waiting or held:
+            about = f"{started.spec.name}: {requests}, {held:g} hand-offs"
             self.violations.append(Violation("what is stopped is drained", about))
