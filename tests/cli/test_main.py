@@ -17,7 +17,6 @@ import pytest
 
 from cli.torch_blocked import TorchBlocked
 from kvferry import __version__
-from kvferry.cli.common import flag_variables
 from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.flags import complete, field_help
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
@@ -26,6 +25,7 @@ from kvferry.fleet.arguments import flag_name, to_arguments
 from kvferry.fleet.ready import start_messages
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
@@ -268,6 +268,7 @@ def test_the_environment_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("KVFERRY_DECODE_URL", "http://a:1 http://b:1")
     assert said("serve")["model"] == "m"
     assert said("router")["router"].decode_url == ("http://a:1", "http://b:1")
+    monkeypatch.delenv("KVFERRY_DECODE_URL")
     monkeypatch.setenv("KVFERRY_PORT", "many")
     assert "KVFERRY_PORT" in complaint(capsys, "serve")
 

@@ -184,3 +184,18 @@ def test_options_of_a_backend_of_one_s_own_are_part_of_the_revision() -> None:
     ]
     assert len({one.revision for one in fleets}) == 3
     assert len({one.front(1).revision for one in fleets}) == 3
+
+
+@pytest.mark.parametrize("flag", ["--api-key=k", "--admin_key=k", "--instance-api-key"])
+@pytest.mark.parametrize("where", ["args", "router", "engine", "role"])
+def test_a_key_is_not_written_into_a_spec(flag: str, where: str) -> None:
+    told: dict[str, Any] = {"name": "chat", "model": "m", "mode": "pooling", "role": {"both": {}}}
+    arguments = [flag] if "=" in flag else [flag, "k"]
+    if where == "args":
+        told["args"] = arguments
+    elif where == "role":
+        told["role"]["both"]["args"] = arguments
+    else:
+        told[where] = {"args": arguments}
+    with pytest.raises(ConfigError, match=r"args: --(api|admin|instance-api)-key is a secret.*-key-file"):
+        fleet_from(told)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import ConfigError
+from kvferry.http.client.access import InstanceAccess
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.errors import Unreachable
-from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.tls import client_context
 
 from .running import limits, opened, request, running, wire
@@ -171,3 +172,17 @@ async def test_certificates_that_cannot_be_used(certificates: Path, name: str) -
 
 def test_contexts_without_files_are_one() -> None:
     assert client_context(None) is client_context(None)
+
+
+def test_keys_of_operators_and_instances_are_read_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first\n\nsecond\n")
+    assert HttpAccess(admin_key=("flag",), admin_key_file=path).admin_keys() == ("flag", "first", "second")
+    with pytest.raises(ConfigError, match="more than one key"):
+        InstanceAccess(instance_api_key_file=path).api_key()
+    path.write_text("first\n")
+    assert InstanceAccess(instance_api_key_file=path).api_key() == "first"
+    with pytest.raises(ConfigError, match="give one of them"):
+        InstanceAccess(instance_api_key="k", instance_api_key_file=path)
+    with pytest.raises(ConfigError, match="--admin-key-file"):
+        HttpAccess(admin_key_file=tmp_path / "nowhere").admin_keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Group, Parameter
@@ -16,7 +15,6 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.arguments import variable_name
 from kvferry.fleet.display import make_display
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.restart import RestartPolicy
@@ -124,13 +122,6 @@ def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Repor
         yield reporter
     finally:
         reporter.close()
-
-
-def flag_variables() -> frozenset[str]:
-    """The environment variables that set flags."""
-    engine = (EngineConfig, EngineChoice, InstanceSpec, FleetSpec, RouterConfig, RestartPolicy, LogConfig)
-    configs: tuple[Any, ...] = (*engine, Listen, HttpAccess, HttpLimits, InstanceAccess)
-    return frozenset({"KVFERRY_CONFIG", *(variable_name(one.name) for config in configs for one in fields(config))})
 
 
 def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
-from kvferry.cli.common import flag_variables
 from kvferry.cli.flags import complete
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
@@ -21,6 +20,7 @@ from kvferry.fleet.control.spec import Backend, EngineSpec, Failing, MemberRole,
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
@@ -56,6 +56,7 @@ class Told:
     access: HttpAccess = field(default_factory=HttpAccess)
     limits: HttpLimits = field(default_factory=HttpLimits)
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    instance_access: InstanceAccess = field(default_factory=InstanceAccess)
 
 
 def fleet_of(name: str, told: Told) -> WantedFleet:
@@ -92,6 +93,7 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
                 *_changed(told.router, RouterConfig(), "workers"),
                 *_changed(told.access, HttpAccess(), "tls_ca"),
                 *_changed(told.limits, HttpLimits()),
+                *_changed(told.instance_access, InstanceAccess()),
             ),
         ),
         failure=failing(told.restarts),
@@ -137,7 +139,7 @@ def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
         log=complete(LogConfig, told["log"]),
         access=complete(HttpAccess, told["access"]),
         limits=complete(HttpLimits, told["limits"]),
-        instance_access=InstanceAccess(),
+        instance_access=complete(InstanceAccess, told["instance_access"]),
         token=token,
         hidden=flag_variables(),
     )

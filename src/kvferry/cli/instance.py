@@ -21,7 +21,6 @@ from kvferry.cli.common import (
     LogFlags,
     Model,
     ReadyFd,
-    flag_variables,
     run_engine,
 )
 from kvferry.cli.flags import complete
@@ -34,6 +33,7 @@ from kvferry.fleet.recipe import LocalRecipe, require_defaults
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
+from kvferry.fleet.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig

@@ -27,15 +27,17 @@ from kvferry.cli.picker import picker
 from kvferry.cli.rank import rank
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
+from kvferry.cli.variables import refuse_unread
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.last_words import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.fleet.variables import CONFIG_VARIABLE
 from kvferry.observe.logs import LogConfig, set_up_logging
 
-_PREFIX, CONFIG_VARIABLE = "KVFERRY_", "KVFERRY_CONFIG"
+_PREFIX = "KVFERRY_"
 
 COMMANDS = ("serve", "prefill", "decode", "router", "picker", "demo")
 ENVIRONMENT = Env(_PREFIX, command=False)
@@ -98,6 +100,9 @@ def launch(
     ] = None,
 ) -> int | None:
     """Find where flags come from, then run the command."""
+    command, _, rest = app.parse_commands(tokens)
+    if not {*app.help_flags, *app.version_flags}.intersection(rest):
+        refuse_unread(command, app, has_file=config is not None)
     app.config = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
     code: int | None = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     return code

@@ -22,7 +22,6 @@ from kvferry.cli.common import (
     LogFlags,
     ReadyFd,
     RouterFlags,
-    flag_variables,
     http_settings,
     reporting,
 )
@@ -34,6 +33,7 @@ from kvferry.fleet.control.spec import RouterSpec, WantedFleet
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits

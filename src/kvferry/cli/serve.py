@@ -13,6 +13,7 @@ from kvferry.cli.common import (
     ENGINE,
     FLEET,
     INSTANCE,
+    INSTANCE_ACCESS,
     LIMITS,
     LISTEN,
     LOG,
@@ -22,6 +23,7 @@ from kvferry.cli.common import (
     ChoiceFlags,
     EngineFlags,
     FleetFlags,
+    InstanceAccessFlags,
     InstanceFlags,
     LimitFlags,
     ListenFlags,
@@ -40,6 +42,7 @@ from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
+from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
@@ -59,6 +62,7 @@ def serve(
     log: LogFlags = LOG,
     access: AccessFlags = ACCESS,
     limits: LimitFlags = LIMITS,
+    instance_access: InstanceAccessFlags = INSTANCE_ACCESS,
     ready_fd: ReadyFd = None,
 ) -> int:
     """Serve a model on this machine, behind one OpenAI endpoint. Ctrl-C ends everything it started.
@@ -100,6 +104,7 @@ def serve(
         access=complete(HttpAccess, access),
         limits=complete(HttpLimits, limits),
         restarts=complete(RestartPolicy, restarts),
+        instance_access=complete(InstanceAccess, instance_access),
     )
     if not told.spec.is_split and told.choice.engine == "kvferry" and told.spec.backend == "local":
         return _serve_one(told, ready_fd)

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+KEY_FIELDS = ("api_key", "admin_key", "instance_api_key")
+"""Settings that are secrets. Everyone on a machine can read command lines, so they travel in the environment, or as
+the names of files."""
+
 
 def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
     """Flags that give the same `config`. Fields that are None, and those in `without`, are left out."""

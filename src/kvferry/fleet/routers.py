@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvferry.fleet.arguments import to_arguments, variable_name
+from kvferry.fleet.arguments import KEY_FIELDS, to_arguments, variable_name
 from kvferry.fleet.cpu import Cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.spec import Listen
@@ -24,8 +24,6 @@ from kvferry.router.config import RouterConfig
 
 GROUP_FLAG, LISTENER_FLAG = "--group", "--listener"
 _FOLLOWED = "instances_file"
-_SECRET = ("api_key", "admin_key", "instance_api_key")
-"""Passed in the environment, because everyone on the machine can read command lines."""
 
 Settings = TypeVar("Settings")
 
@@ -62,7 +60,7 @@ class RouterPlan:
         command = (
             *PROGRAM,
             "router",
-            *(argument for config in configs for argument in to_arguments(config, without=_SECRET)),
+            *(argument for config in configs for argument in to_arguments(config, without=KEY_FIELDS)),
             f"{GROUP_FLAG}={group.folder}",
             *(f"{LISTENER_FLAG}={one}" for one in group.listeners),
         )
@@ -81,7 +79,7 @@ class RouterPlan:
 
     def _secrets(self) -> dict[str, str]:
         said: dict[str, Any] = {**vars(self.access), **vars(self.instance_access)}
-        values = {name: said[name] for name in _SECRET if said[name]}
+        values = {name: said[name] for name in KEY_FIELDS if said[name]}
         return {
             variable_name(name): value if isinstance(value, str) else " ".join(value) for name, value in values.items()
         }

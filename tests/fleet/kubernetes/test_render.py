@@ -49,7 +49,7 @@ FULL: OBJECTS = {
             "node_selector": {"gpu": "h100"},
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         },
-        "router": {"requests": {"cpu": "500m"}},
+        "router": {"requests": {"cpu": "500m"}, "secrets": {"KVFERRY_API_KEY": "chat-keys/api"}},
     },
 }
 
@@ -281,6 +281,27 @@ def test_an_instance_registers_at_every_router_and_leaves_drained() -> None:
     assert probes == {"/health", "/version"}
 
 
+def variables(objects: list[OBJECTS], kind: str, name: str) -> OBJECTS:
+    (container,) = of_kind(objects, kind)[name]["spec"]["template"]["spec"]["containers"]
+    return {one["name"]: one for one in container["env"]}
+
+
+def test_a_key_is_a_secret_of_the_pods_that_need_it() -> None:
+    told = pooling(**{**FULL, "environment": {"NCCL_DEBUG": "INFO", "KVFERRY_MAX_NUM_SEQS": "8"}})
+    objects = rendered(told)
+    secret = {"secretKeyRef": {"name": "chat-keys", "key": "api"}}
+    assert variables(objects, "StatefulSet", "chat-router")["KVFERRY_API_KEY"]["valueFrom"] == secret
+    assert "KVFERRY_API_KEY" not in variables(objects, "Deployment", "chat-decode")
+
+
+def test_a_controller_gets_no_settings_of_its_fleet_from_its_environment() -> None:
+    """`kvferry fleet run` would refuse them."""
+    objects = rendered(scaled(environment={"NCCL_DEBUG": "INFO", "KVFERRY_MAX_NUM_SEQS": "8"}), HPA)
+    found = variables(objects, "Deployment", "chat-controller")
+    assert "NCCL_DEBUG" in found
+    assert "KVFERRY_MAX_NUM_SEQS" not in found
+
+
 def test_rdma_needs_memory_that_stays() -> None:
     objects = of_kind(rendered(pooling(**FULL)), "Deployment")
     added = {
@@ -425,6 +446,7 @@ def test_an_autoscaler_asks_for_its_own_role_of_its_own_fleet() -> None:
         (scaled(NO_MINIMUM, {"idle": "10m"}), None, "scale.idle"),
         (scaled(NO_MINIMUM, {"aggregate": True}), "hpa", "scale.aggregate"),
         ({**scaled(), "router": {"args": ["--api-key-file=/keys"]}}, "keda", "--api-key-file, routers show"),
+        (scaled(pod={"router": {"secrets": {"KVFERRY_ADMIN_KEY": "k/admin"}}}), "keda", "--admin-key, routers show"),
         (scaled(disaggregated_set=True), "hpa", "DisaggregatedSet"),
     ],
 )
@@ -449,6 +471,9 @@ def test_units_are_not_counted_by_an_autoscaler() -> None:
     [
         ({"environment": {"KVFERRY_AUTH_TOKEN": "a secret of ours"}}, "token_secret"),
         ({"environment": {"A B": ""}}, "no name of an environment variable"),
+        ({"environment": {"KVFERRY_API_KEY": "a secret of ours"}}, "put it into a Secret"),
+        ({"pod": {"router": {"secrets": {"KVFERRY_AUTH_TOKEN": "keys/token"}}}}, "token_secret"),
+        ({"pod": {"router": {"secrets": {"KVFERRY_API_KEY": "no-key-of-it"}}}}, "pod.router.secrets"),
         ({"namespace": "a.b"}, "63 lower-case letters"),
         ({"namespace": "a" * 64}, "63 lower-case letters"),
         ({"namespace": "llm\n"}, "63 lower-case letters"),

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.options import read_options, unknown_key
+from kvferry.fleet.arguments import KEY_FIELDS, variable_name
 
 PodRole = Literal["prefill", "decode", "both", "router", "controller"]
 POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router", "controller")
@@ -37,8 +38,16 @@ Label = Annotated[
         description="a name of 63 lower-case letters, digits and hyphens at most",
     ),
 ]
+SecretKey = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}\Z",
+        description="the name of a Secret and one of its keys, such as chat-keys/api",
+    ),
+]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _SET_FOR_EACH = (AUTH_TOKEN, "POD_IP")
+_KEY_VARIABLES = frozenset(map(variable_name, KEY_FIELDS))
 
 
 class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -64,6 +73,9 @@ class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Taints of nodes that pods accept."""
     hosts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Pods of one instance, among which its ranks are divided; of kvferry's own engine, one for each rank."""
+    secrets: dict[str, SecretKey] = {}
+    """Environment variables from keys of Secrets, such as { KVFERRY_API_KEY = "chat-keys/api" } of routers: the Secret
+    `chat-keys`, and its key `api`."""
     shared_memory: Quantity = "8Gi"
     """Size of /dev/shm: the KV cache is in it on CPUs, and what ranks pass to each other."""
 
@@ -125,12 +137,22 @@ def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:
             raise ConfigError(f"{where}.pod.{name} must be a table")
     read = {name: read_options(PodSpec, one, f"{where}.pod.{name}") for name, one in pods.items()}
     spec = read_options(KubernetesSpec, {name: value for name, value in given.items() if name != "pod"}, where)
+    for role, pod in read.items():
+        for name in pod.secrets:
+            _require_variable(f"{where}.pod.{role}.secrets", name)
     for name in spec.environment:
-        if name in _SET_FOR_EACH:
-            how = (
-                "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
+        _require_variable(f"{where}.environment", name)
+        if name in _KEY_VARIABLES:
+            raise ConfigError(
+                f"{where}.environment.{name} could be read in the manifests; put it into a Secret, and name that in"
+                f" {where}.pod.ROLE.secrets"
             )
-            raise ConfigError(f"{where}.environment.{name} is set for each pod by itself; {how}")
-        if not _VARIABLE.fullmatch(name):
-            raise ConfigError(f"{where}.environment: {name!r} is no name of an environment variable")
     return msgspec.structs.replace(spec, pod=read)
+
+
+def _require_variable(where: str, name: str) -> None:
+    if name in _SET_FOR_EACH:
+        how = "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
+        raise ConfigError(f"{where}.{name} is set for each pod by itself; {how}")
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigError(f"{where}: {name!r} is no name of an environment variable")

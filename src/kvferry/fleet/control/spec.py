@@ -21,6 +21,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.core.settings.toml_file import read_toml
+from kvferry.fleet.arguments import KEY_FIELDS, flag_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 from kvferry.fleet.control.ray_spec import ActorRole, ActorSpec, read_ray
 
@@ -339,7 +340,24 @@ def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
     for key in ("name", "model", "mode"):
         if key not in values:
             raise ConfigError(f"{key} is required")
-    return check_fleet(WantedFleet(**values))
+    fleet = check_fleet(WantedFleet(**values))
+    _require_no_keys(fleet)
+    return fleet
+
+
+def _require_no_keys(fleet: WantedFleet) -> None:
+    """Raise `ConfigError` for a key that is written into a spec, which is no secret: in Kubernetes it is a
+    ConfigMap."""
+    of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
+    tables = {"args": fleet.args, "router.args": fleet.router.args}
+    for where, arguments in (tables | of_ours if fleet.engine.kind == "kvferry" else tables).items():
+        for argument in arguments:
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in map(flag_name, KEY_FIELDS):
+                raise ConfigError(
+                    f"{where}: {flag} is a secret, and a spec is none: name a file with {flag}-file, or in Kubernetes a"
+                    " Secret in backend.kubernetes.pod.ROLE.secrets"
+                )
 
 
 def _table(where: str, value: object) -> Mapping[str, Any]:

@@ -14,9 +14,10 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import PLAN_PATH
+from kvferry.fleet.arguments import KEY_FIELDS, flag_name, variable_name
 from kvferry.fleet.control.scaling.counts import most_of
 from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
-from kvferry.fleet.kubernetes.pods import HTTP_PORT, Object, kubernetes_of
+from kvferry.fleet.kubernetes.pods import HTTP_PORT, Object, kubernetes_of, pod_of
 from kvferry.fleet.kubernetes.values import Values
 
 Kind = Literal["hpa", "keda", "none"]
@@ -65,7 +66,9 @@ def chosen(fleet: WantedFleet, asked: Kind | None, prometheus: str = "") -> Kind
 
 def _keys_of(fleet: WantedFleet) -> str:
     """The flag that gives routers keys, or has them answer elsewhere; empty if there is none."""
-    flags = (one.partition("=")[0].replace("_", "-") for one in fleet.router.args)
+    flags = [one.partition("=")[0].replace("_", "-") for one in fleet.router.args]
+    secrets = pod_of(fleet, "router").secrets
+    flags += [flag_name(name) for name in KEY_FIELDS if variable_name(name) in secrets]
     return next((one for one in flags if one.startswith(("--api-key", "--admin-"))), "")
 
 

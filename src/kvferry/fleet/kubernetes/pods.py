@@ -13,6 +13,7 @@ from kvferry.fleet.arguments import overridden, variable_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
 from kvferry.fleet.control.spec import MemberRole, Role, WantedFleet, seconds
 from kvferry.fleet.kubernetes.values import Values
+from kvferry.fleet.variables import flag_variables
 
 Object = dict[str, Any]
 
@@ -208,13 +209,20 @@ class Pods:
         resources = {"requests": dict(one.requests), "limits": dict(one.limits)}
         token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
         more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
+        if role == "controller":  # which takes no setting of its fleet from its environment
+            more = {name: value for name, value in more.items() if name not in flag_variables()}
+        secrets = {name: where.partition("/") for name, where in sorted(one.secrets.items())}
         return {
             "name": "kvferry",
             "image": values.value("image", kubernetes.image),
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 {"name": AUTH_TOKEN, "valueFrom": token},
-                *({"name": name, "value": value} for name, value in more.items()),
+                *({"name": name, "value": value} for name, value in more.items() if name not in secrets),
+                *(
+                    {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+                    for name, (secret, _, key) in secrets.items()
+                ),
             ],
             "resources": values.value(f"pod.{role}.resources", {key: one for key, one in resources.items() if one}),
             "securityContext": {

@@ -12,6 +12,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.openai import MAX_BODY_BYTES
 from kvferry.core.settings.bounds import Bytes, PortOrAny, SecondsOrZero, check_bounds
 from kvferry.http.headers import require_key
+from kvferry.http.key_files import read_keys
 from kvferry.http.origins import read_origins
 from kvferry.http.server.limits import HttpLimits
 from kvferry.http.tls import client_context, server_context
@@ -31,6 +32,9 @@ class HttpAccess:
     admin_key: tuple[str, ...] = ()
     """Key for /metrics and /kvferry/*; repeat it for more. It is also accepted wherever an API key is. Without an admin
     key, these paths require an API key, if there is one."""
+
+    admin_key_file: Path | None = None
+    """File with admin keys, one per line."""
 
     admin_host: str = "127.0.0.1"
     """Address of the admin listener."""
@@ -75,11 +79,17 @@ class HttpAccess:
 
     def api_keys(self) -> tuple[str, ...]:
         """The clients' keys, from flags and file. Raises `ConfigError` if the file cannot be read or is empty."""
-        return self.api_key if self.api_key_file is None else (*self.api_key, *_keys_in(self.api_key_file))
+        return (
+            self.api_key
+            if self.api_key_file is None
+            else (*self.api_key, *read_keys("--api-key-file", self.api_key_file))
+        )
 
     def admin_keys(self) -> tuple[str, ...]:
-        """The operators' keys."""
-        return self.admin_key
+        """The operators' keys, from flags and file. Raises `ConfigError` as `api_keys`."""
+        if self.admin_key_file is None:
+            return self.admin_key
+        return (*self.admin_key, *read_keys("--admin-key-file", self.admin_key_file))
 
     def tls_context(self) -> ssl.SSLContext | None:
         """The listeners' TLS context; None for plain HTTP. Raises `ConfigError`."""
@@ -90,6 +100,7 @@ class HttpAccess:
     def check_files(self) -> None:
         """Raise `ConfigError` if a file cannot be used; the server reads them again later."""
         self.api_keys()
+        self.admin_keys()
         self.tls_context()
         if self.tls_ca is not None:
             client_context(self.tls_ca)
@@ -128,15 +139,3 @@ class HttpConfig(HttpAccess):
     def scheme(self) -> str:
         """The scheme of clients' URLs."""
         return "http" if self.tls_cert is None else "https"
-
-
-def _keys_in(path: Path) -> tuple[str, ...]:
-    try:
-        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not keys:
-        raise ConfigError(f"--api-key-file {path} contains no key")
-    for key in keys:
-        require_key(key, f"--api-key-file {path}")
-    return keys

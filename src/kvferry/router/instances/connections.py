@@ -35,7 +35,7 @@ class Connections:
 
     def __init__(self, access: InstanceAccess = _OPEN, http: HttpConfig = _ALONE, *, fast_path: bool = True) -> None:
         """`fast_path`: whether streamed answers are relayed in compiled code."""
-        key = access.instance_api_key
+        key = access.api_key()
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
         """The header for requests of clients, in place of the client's own; empty: the client's own goes on."""
         self._relays = Relays() if fast_path else None
