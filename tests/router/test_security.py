@@ -22,7 +22,7 @@ from kvferry.http.client.access import InstanceAccess
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
-from kvferry.http.errors import AnswerTimeout
+from kvferry.http.errors import AnswerTimeout, Unproven
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.keys import Guard
@@ -54,7 +54,7 @@ class Instance:
             Route("POST", "/v1/completions", self.take, "key"),
         ]
         keys = {"api_key": ("key-of-an-instance",), "admin_key": ("key-of-its-operator",), "secret": SECRET}
-        self.server = HttpServer(Routes(routes), HttpConfig(port=0, shutdown_grace_s=1, **{**keys, **more}))
+        self.server = HttpServer(Routes(routes), HttpConfig(**{"port": 0, "shutdown_grace_s": 1, **keys, **more}))
         self.taken: list[HttpRequest] = []
 
     async def take(self, request: HttpRequest, response: Response) -> None:
@@ -298,7 +298,35 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
         one.server.service.guard = Guard.from_config(replace(one.server.config, name="after a restart"))
         assert await status() == 200
         one.server.service.guard = Guard.from_config(replace(one.server.config, secret="another token"))
-        assert await status() == 401
+        with pytest.raises(PeerLost):
+            await status()
+        while one.server.service.connections:
+            await asyncio.sleep(0)
+        with pytest.raises(Unproven, match="does not hold the same token"):
+            await status()
+
+
+async def test_who_takes_the_port_of_an_instance_gets_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """It died, or its pod's address was given to another one. Nothing but challenges reach the stranger, also over
+    connections that are made for requests before the instance's health was looked at again."""
+    one, stranger = Instance(api_key=(), admin_key=()), Listener(b"{}")
+    config = HttpConfig(secret=SECRET, shutdown_grace_s=1)
+    async with serving(one), routing([], [one.url], config, health_interval_s=0.1) as (router, url):
+        (seen,) = router.services.pools.decode.instances
+        port = one.server.ports[0]
+        assert await ask(url, "POST", "/v1/completions", {}, BODY) == 200
+        one.server.stop()
+        await holds(lambda: not one.server.service.connections)
+        async with await asyncio.start_server(stranger, "127.0.0.1", port):
+            asking = [ask(url, "POST", "/v1/completions", {}, BODY) for _ in range(32)]
+            assert not {200}.intersection(await asyncio.gather(*asking))
+            await holds(lambda: "another server answers" in caplog.text)
+        assert stranger.heads
+        assert all(head.startswith(b"GET /kvferry/challenge?nonce=") for head in stranger.heads)
+        assert b"authorization" not in b"".join(stranger.heads).lower()
+        async with serving(Instance(api_key=(), admin_key=(), port=port)):
+            await holds(lambda: seen.trusted)
+            assert await ask(url, "POST", "/v1/completions", {}, BODY) == 200
 
 
 @pytest.mark.parametrize("key", ["a-long-key-of-operators", "short"])

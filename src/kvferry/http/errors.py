@@ -12,6 +12,8 @@ RequestError                  (core)
 TransferError                 (core)
 ├── PeerLost                  (core) the connection broke after the request was sent
 │   └── Unreachable           no connection could be made: the instance has seen nothing of the request
+│       ├── Overloaded        who listens there has no time for another connection
+│       └── Unproven          another server listens there than the one that has proved to hold the token
 └── TransferTimeout           (core)
     └── AnswerTimeout         a deadline passed: to a connection, to the first byte, or between bytes
 """
@@ -95,6 +97,14 @@ class NotImplementedHere(HttpRefusal):
 
 class Unreachable(PeerLost):
     """No connection could be made, so the instance has seen nothing of the request."""
+
+
+class Overloaded(Unreachable):
+    """The instance takes no further connection now."""
+
+
+class Unproven(Unreachable):
+    """Where an instance has proved to hold the deployment's token, somebody answers who does not."""
 
 
 class AnswerTimeout(TransferTimeout):

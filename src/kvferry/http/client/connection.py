@@ -74,6 +74,8 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.error: TransferError | None = None
         """Why it is closed."""
+        self.is_proven = False
+        """Whether the server at the other end has proved, on this connection, that it holds the deployment's token."""
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
         self.call: Receiver | None = None

@@ -12,10 +12,12 @@ from types import TracebackType
 from typing import Self
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.keys import Signer
 from kvferry.http.client.call import Call
 from kvferry.http.client.connection import OutgoingRequest
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.pool import Pool
+from kvferry.http.client.proof import Proof
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders, header_lines, request_line
 
@@ -49,6 +51,8 @@ class HttpClient:
         self._tls, self._idle_s, self._most = tls, idle_s, connections_per_instance
         self.relays = relays
         self._pools: dict[Origin, Pool] = {}
+        self._proofs: dict[Origin, Proof] = {}
+        """What servers must show on each connection. Kept while a server has no pool, too."""
         self._ticking: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -115,11 +119,30 @@ class HttpClient:
         if origin.tls and self._tls is None:
             raise ConfigError(f"{origin} needs TLS, and this client was given none")
         context = self._tls if origin.tls else None
-        pool = self._pools[origin] = Pool(origin, self._most, self._idle_s, context, self.relays, self._who)
+        pool = self._pools[origin] = Pool(
+            origin, self._most, self._idle_s, context, self.relays, self._who, self._proofs.get(origin)
+        )
         return pool
 
+    async def meet(self, origin: Origin, proof: Proof, timeout_s: float) -> Signer:
+        """What signs requests to a server that proves that it holds the deployment's token. From then on, no connection
+        to `origin` is used on which that is not proved again, until `forget_proof`. Raises `AuthenticationFailed` or
+        `TransferError`."""
+        pool = self._pools.get(origin) or self._pool(origin)
+        try:
+            async with asyncio.timeout(timeout_s):
+                signer = await pool.meet(proof, timeout_s)
+        except TimeoutError as error:
+            raise AnswerTimeout(f"{origin} proved nothing within {timeout_s:g} s", "next byte") from error
+        self._proofs[origin] = proof
+        return signer
+
+    def forget_proof(self, origin: Origin) -> None:
+        """Who listens there has to prove nothing any more."""
+        self._proofs.pop(origin, None)
+
     def forget(self, origin: Origin) -> None:
-        """Close the connections to an instance that will not return."""
+        """Close the connections to an instance."""
         pool = self._pools.pop(origin, None)
         if pool is not None:
             pool.close()

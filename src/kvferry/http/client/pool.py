@@ -10,11 +10,13 @@ import asyncio
 import ssl
 from collections import deque
 
-from kvferry.core.errors import LeakError
+from kvferry.core.errors import AuthenticationFailed, LeakError
+from kvferry.core.keys import Signer
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.client.origin import Origin
-from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.client.proof import Proof
+from kvferry.http.errors import AnswerTimeout, Unproven, Unreachable
 from kvferry.http.tls import advice
 
 
@@ -29,9 +31,11 @@ class Pool:
         context: ssl.SSLContext | None,
         relays: object,
         who: str,
+        proof: Proof | None = None,
     ) -> None:
+        """`proof`: what each connection must show before it is used."""
         self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
-        self._context, self.relays = context, relays
+        self._context, self.relays, self._proof = context, relays, proof
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: dict[ClientConnection, float] = {}
@@ -53,8 +57,35 @@ class Pool:
             connection.close()
         return None
 
+    def require(self, proof: Proof) -> None:
+        """From now on, use no connection on which the server has not proved that it holds the deployment's token."""
+        self._proof = proof
+        for connection in [one for one in self._free if not one.is_proven]:
+            connection.close()
+
     async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
         """A free or new connection (`fresh`: a new one). Raises `Unreachable` or `AnswerTimeout`."""
+        connection = await self._take(connect_s, fresh=fresh)
+        if self._proof is not None and not connection.is_proven:
+            try:
+                await self._proof.demand(connection, str(self._origin))
+            except AuthenticationFailed as error:
+                raise Unproven(
+                    f"where {self._origin} has proved to hold the token, another server answers ({error}); if that is"
+                    " meant to be, remove the instance and add it again"
+                ) from error
+        return connection
+
+    async def meet(self, proof: Proof, connect_s: float) -> Signer:
+        """What signs requests to the server, once it has proved that it holds the deployment's token; from then on as
+        after `require`. Raises `AuthenticationFailed` or `TransferError`."""
+        connection = await self._take(connect_s, fresh=False)
+        signer = await proof.demand(connection, str(self._origin))
+        self.require(proof)
+        self.give_back(connection)
+        return signer
+
+    async def _take(self, connect_s: float, *, fresh: bool) -> ClientConnection:
         try:
             async with asyncio.timeout(connect_s):
                 while True:
@@ -108,7 +139,9 @@ class Pool:
     def give_back(self, connection: ClientConnection) -> None:
         """Return a connection whose call is over."""
         connection.call, head = None, connection.head
-        if connection.complete and head is not None and head.keep_alive and not (connection.error or self._closed):
+        is_reusable = connection.complete and head is not None and head.keep_alive
+        is_accepted = self._proof is None or connection.is_proven
+        if is_reusable and is_accepted and not (connection.error or self._closed):
             self._free[connection] = self._loop.time()
         else:
             connection.close()

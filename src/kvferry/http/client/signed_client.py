@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import AuthenticationFailed, ConfigError, PeerLost, QueueFull
-from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
+from kvferry.core.errors import AuthenticationFailed, ConfigError
+from kvferry.core.keys import Purpose, Signer
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
+from kvferry.http.client.proof import Proof
 from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 
@@ -32,8 +32,9 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 
 class SignedClient:
     """Requests to other kvferry servers, signed with keys derived from `secret`. No signed request is sent to a server
-    that has not proved that it holds the same secret; a `key` that was given for it is sent unchanged. Owns what is
-    known about each server."""
+    that has not proved that it holds the same secret; a `key` that was given for it is sent unchanged. Once a server
+    has proved it, `client` uses no connection to its address on which it is not proved again. Owns what is known about
+    each server."""
 
     def __init__(self, client: HttpClient, secret: str, key: str | None = None) -> None:
         self.client, self._secret = client, secret
@@ -96,17 +97,11 @@ class SignedClient:
     async def _meet(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
         if not self._secret:
             raise AuthenticationFailed("this process has no token")
-        nonce = entropy.token_hex(16)
-        target = f"{base_path}{CHALLENGE_PATH}?nonce={nonce}"
-        status, _, answer = await self.client.ask(origin, "GET", target, timeout_s=timeout_s)
-        if status >= 500 or status == QueueFull.status:
-            raise PeerLost(f"{origin} answers {status}")
-        if status != 200:
-            raise AuthenticationFailed("it is not a server of kvferry's, or has no token")
-        return Signer(self._secret, nonce, answer)
+        return await self.client.meet(origin, Proof(self._secret, base_path), timeout_s)
 
     def forget(self, origin: Origin) -> None:
-        """Forget a server: when it is reachable again, it may be another one."""
+        """Forget a server that has left: another one may be there later, which has to prove nothing."""
+        self.client.forget_proof(origin)
         self._signers.pop(origin, None)
         self._strangers.pop(origin, None)
         self._meeting.pop(origin, None)

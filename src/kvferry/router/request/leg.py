@@ -25,7 +25,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, PeerLost, TransferError
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.call import NO_HEAD, Call
-from kvferry.http.errors import AnswerTimeout, Unreachable
+from kvferry.http.errors import AnswerTimeout, Overloaded, Unreachable
 from kvferry.http.headers import RawHeaders, find_header
 from kvferry.http.relay import Reader, relay
 from kvferry.http.server.response import Response
@@ -202,6 +202,9 @@ class Leg:
             case Silent():
                 self.error = error
                 instance.is_silent()
+            case Overloaded():
+                self.error = Unreachable(f"{instance} takes no connection: {error}")
+                instance.pauses(self._legs.now() + _USUAL_PAUSE_S)
             case Unreachable() | AnswerTimeout():  # only connecting has a deadline of the client's own
                 self.error = Unreachable(f"{instance} cannot be reached: {error}")
                 instance.is_down(str(error))
