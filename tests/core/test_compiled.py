@@ -94,6 +94,42 @@ def test_a_private_place_that_others_could_write_is_refused(
         compiled([source], ["-O1"])
 
 
+OTHER_USER = 12345
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("whose", ["library", "folder"])
+def test_what_another_user_made_is_not_executed(whose: str, source: Path, places: Path) -> None:
+    """The name of a library says what was compiled, and anybody can work it out."""
+    path = compiled([source], ["-O1"])
+    path.write_bytes(b"code of another user")
+    os.chown(path if whose == "library" else path.parent, OTHER_USER, OTHER_USER)
+    found = compiled([source], ["-O1"])
+    assert found.read_bytes() != b"code of another user"
+    assert found.stat().st_uid == os.geteuid()
+    assert (found == path) is (whose == "library")
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o666])
+def test_what_others_could_write_is_compiled_again(mode: int, source: Path, places: Path) -> None:
+    path = compiled([source], ["-O1"])
+    path.write_bytes(b"code of somebody")
+    path.chmod(mode)
+    path.parent.chmod(0o777)
+    assert compiled([source], ["-O1"]) == path
+    assert path.read_bytes() != b"code of somebody"
+    assert not (path.stat().st_mode | path.parent.stat().st_mode) & 0o022
+
+
+def test_the_umask_lets_nobody_write_a_library(source: Path, places: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = compiled([source], ["-O1"])
+    finally:
+        os.umask(before)
+    assert not (path.stat().st_mode | path.parent.stat().st_mode) & 0o022
+
+
 def test_a_user_without_a_home(
     source: Path, places: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -380,15 +380,23 @@ def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path, monk
     over, alone, led = (running_folder(Ledger(tmp_path / f"ledger-{name}")) for name in ("over", "alone", "led"))
     lease = Ledger(tmp_path / "ledger-led").try_to_act()
     assert lease is not None
-    for folder, started in ((over, 1), (alone, started_at(os.getpid())), (led, 1)):
+    member = alone / "members" / "decode-0"
+    for folder in (over, alone, led):
         (folder / "members" / "decode-0").mkdir(parents=True)
-        (folder / "members" / "decode-0" / "process").write_text(f"{os.getpid()} {started}\n")
+    with (member / "log").open("wb") as log:
+        process = subprocess.Popen(["sleep", "600"], stdout=log)
+    for folder, started in ((over, 1), (alone, started_at(process.pid)), (led, 1)):
+        (folder / "members" / "decode-0" / "process").write_text(f"{process.pid} {started}\n")
         os.utime(folder / "members", (0, 0))
     for one in [*tmp_path.iterdir(), *tmp_path.glob("*/ledger")]:
         if "kvferry-new" not in str(one):
             os.utime(one, (0, 0))
     remove_leftovers(tmp_path)
     left = {"kvferry-serving", "kvferry-new", "other-killed", "kvferry-else", alone.name, led.name, "ledger-led"}
-    assert {one.name for one in tmp_path.iterdir()} == left
+    try:
+        assert {one.name for one in tmp_path.iterdir()} - {f"ledger-{name}" for name in ("over", "alone")} == left
+    finally:
+        process.kill()
+        process.wait()
     serving.close()
     lease.close()

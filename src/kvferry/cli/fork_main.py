@@ -115,6 +115,9 @@ class _Forks:
 def _stand_alone(between: int, request: ForkRequest, log: int) -> None:
     """Take a session and standard streams of its own; it may end with the controller."""
     os.setsid()
+    os.dup2(log, 1)  # before the next line: the controller knows the process by where it writes
+    os.dup2(log, 2)
+    os.close(log)  # standard input is the server's, which has nothing on it
     write_process(request.process)
     while os.getppid() == between:
         time.sleep(_ADOPTED_S)
@@ -122,9 +125,6 @@ def _stand_alone(between: int, request: ForkRequest, log: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != request.parent:
             os._exit(1)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)  # standard input is the server's, which has nothing on it
 
 
 def _run(child: _Child) -> int:

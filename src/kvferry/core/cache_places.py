@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,3 +22,11 @@ def lasting_places() -> Iterator[Path]:
         yield Path(root) / "kvferry"
     with suppress(RuntimeError):  # nobody knows this user's home
         yield Path.home() / ".cache" / "kvferry"
+
+
+def meeting_roots() -> Iterator[Path]:
+    """Where processes of this user find each other, in order of preference; the last ones outlive a boot."""
+    if root := os.environ.get("XDG_RUNTIME_DIR"):
+        yield Path(root)
+    yield Path(tempfile.gettempdir())
+    yield from lasting_places()

@@ -18,13 +18,14 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.core.cache_places import PLACE, lasting_places
+from kvferry.core.errors import ConfigError
+from kvferry.core.private_folder import is_trusted, private_folder
 from kvferry.core.settings import environment
 
 logger = logging.getLogger(__name__)
@@ -76,11 +77,14 @@ def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str],
     command = [compiler, *flags, "-shared", "-fPIC", str(sources[0]), *linked]
     name = f"{_fingerprint(compiler, sources, command, depends_on)}.so"
     target = _place(name) / name
-    if not target.exists():
-        with (target.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
-            if not target.exists():
+    if not _is_ours(target):
+        descriptor = os.open(target.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # the second of two processes waits and then finds it built
+            if not _is_ours(target):
                 _compile(command, target)
+        finally:
+            os.close(descriptor)
     return target
 
 
@@ -93,26 +97,33 @@ def _compile(command: Sequence[str], target: Path) -> None:
         )
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+        made.chmod(0o755)  # whatever the umask is, nobody else may write what is executed
         made.rename(target)  # atomic: nobody loads a partly written library
 
 
 def _private_place() -> Path:
-    """A directory that only this user can write to, created if needed. Raises `OSError` if somebody else owns it,
-    because what is in it will be executed."""
-    place = Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    found = place.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{place} is not a directory of this user's alone")
-    return place / "kernels"
-
-
-def _exists(path: Path) -> bool:
-    """Whether the path exists; False if this user may not access it."""
+    """A directory that only this user can write to, created if needed. Raises `OSError` if there can be none, because
+    what is in it will be executed."""
     try:
-        return path.exists()
+        return private_folder(f"kvferry-{os.getuid()}", (Path(tempfile.gettempdir()),)) / "kernels"
+    except ConfigError as error:
+        raise OSError(str(error)) from error
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a library or a directory that only this user, or root, can have written."""
+    try:
+        return is_trusted(path)
     except OSError:
         return False
+
+
+def _is_usable(place: Path) -> bool:
+    """Whether libraries in this directory may be executed. Others lose the right to write into one of this user's."""
+    found = place.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & 0o022:
+        place.chmod(found.st_mode & ~0o022)
+    return is_trusted(place)
 
 
 def _place(name: str) -> Path:
@@ -120,17 +131,20 @@ def _place(name: str) -> Path:
     is not there yet. Raises `OSError` if that cannot be used either."""
     refused = "this user has no home"
     for place in (folder / "kernels" for folder in lasting_places()):
-        if _exists(place / name):
-            return place
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_usable(place):
+                refused = f"{place} is another user's, or others may write there"
+                continue
+            if _is_ours(place / name):
+                return place
             with tempfile.TemporaryFile(dir=place):
                 return place
         except OSError as error:
             refused = f"{place}: {error.strerror}"
     private = _private_place()
     private.mkdir(exist_ok=True)
-    if (private / name).exists():
+    if _is_ours(private / name):
         return private
     logger.warning(
         "compiled kernels cannot be kept (%s); they go to %s, and are compiled again if that is cleared."

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import os
-import stat
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.private_folder import why_not_private
 from kvferry.core.settings.environment import STATE_DIR
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.control.ledger import Ledger
@@ -18,6 +19,9 @@ PREFIX = "kvferry-"
 """Prefix of the names of folders in memory."""
 LEDGER = "ledger-is"
 """The file in a fleet's folder in memory that names the folder of its ledger."""
+_RUNNING = "running-is"
+"""The file in a ledger that names the fleet's folder in memory."""
+_DRAWN = re.compile(rf"{PREFIX}\d+-\w+")
 
 
 def fleets_folder() -> Path:
@@ -55,20 +59,38 @@ def fleet_names() -> list[str]:
 
 
 def running_path(ledger: Ledger) -> Path:
-    """The folder in memory that describes a fleet's running processes; like them, it is gone after a reboot."""
+    """The folder in memory that describes a fleet's running processes; like them, it is gone after a reboot. Its name
+    is drawn, and kept in the ledger: nobody else can take it first."""
     root = Path(memory_folder() or tempfile.gettempdir())
-    digest = hashlib.sha256(str(ledger.folder.resolve()).encode()).hexdigest()[:16]
-    return root / f"{PREFIX}{os.getuid()}-{digest}"
+    try:
+        name = (ledger.folder / _RUNNING).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        name = ""
+    return root / (name if _DRAWN.fullmatch(name) else f"{PREFIX}{os.getuid()}-none")
 
 
 def running_folder(ledger: Ledger) -> Path:
-    """The same, created if necessary; a file in it names its owner. Raises `ConfigError` if it belongs to another
-    user."""
-    folder = running_path(ledger)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError(f"{folder} is not this user's alone; remove it")
+    """The same, created if necessary; a file in it names its owner. Raises `ConfigError`."""
+    root = Path(memory_folder() or tempfile.gettempdir())
+    try:
+        ledger.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (ledger.folder / f"{_RUNNING}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held for the time of a few calls only
+            folder = running_path(ledger)
+            if not _is_private(folder):
+                folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getuid()}-", dir=root))
+                draft = ledger.folder / f"{_RUNNING}.new"
+                draft.write_text(folder.name, encoding="utf-8")
+                draft.replace(ledger.folder / _RUNNING)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made in {root} and kept in {ledger.folder}: {error}") from error
     with suppress(OSError):  # memory is full; only the fleet itself can then remove it
         (folder / LEDGER).write_text(str(ledger.folder.resolve()), encoding="utf-8")
     return folder
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        return not why_not_private(folder)
+    except OSError:
+        return False

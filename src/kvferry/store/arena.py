@@ -16,7 +16,6 @@ import hashlib
 import mmap
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,8 +25,10 @@ from pathlib import Path
 
 import psutil
 
+from kvferry.core.cache_places import meeting_roots
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.private_folder import private_folder
 
 LOCK_S = 2.0
 LOCK_POLL_S = 0.0002
@@ -232,12 +233,7 @@ def meeting_id() -> str:
 def _meeting_place() -> Path:
     """The directory for the files by which processes find each other; only this user can access it. Raises
     `ConfigError`."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kvferry-{os.getuid()}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise ConfigError(f"cannot use {folder} to share memory: {error.strerror}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not folder.is_dir():
-        raise ConfigError(f"{folder} must be a folder that belongs to this user alone")
-    return folder
+        return private_folder(f"kvferry-{os.getuid()}", meeting_roots())
+    except ConfigError as error:
+        raise ConfigError(f"memory cannot be shared: {error}") from error

@@ -13,19 +13,19 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvferry.core.cache_places import meeting_roots
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
+from kvferry.core.private_folder import private_folder
 from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
@@ -167,7 +167,7 @@ def _translated() -> Iterator[None]:
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Let one process of this machine start an agent at a time: two that start at once can hang."""
-    path = Path(tempfile.gettempdir()) / f"kvferry-nixl-{os.getuid()}.lock"
+    path = private_folder(f"kvferry-{os.getuid()}", meeting_roots()) / "nixl.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     deadline = SYSTEM_CLOCK.monotonic() + START_S
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,37 @@ def test_what_is_not_understood_is_nothing(folder: MemberFolder, text: str | Non
 
 def test_a_process_is_named_by_its_number_and_when_it_began(folder: MemberFolder) -> None:
     assert folder.pid() is None
-    pid, began = os.getpid(), started_at(os.getpid())
+    with folder.log.open("ab") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
+        try:
+            _require_known_by_number_and_start(folder, process.pid)
+        finally:
+            process.kill()
+
+
+def test_a_process_that_does_not_write_to_the_log_is_no_member(folder: MemberFolder) -> None:
+    """Whoever can write a file into the fleet's folder could otherwise have any process ended."""
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL) as process:
+        try:
+            folder.process.write_text(f"{process.pid} {started_at(process.pid)}\n")
+            assert folder.pid() is None
+        finally:
+            process.kill()
+
+
+def test_a_member_whose_log_was_removed_is_still_known(folder: MemberFolder) -> None:
+    with folder.log.open("ab") as log, subprocess.Popen(["sleep", "60"], stdout=log) as process:
+        try:
+            folder.process.write_text(f"{process.pid} {started_at(process.pid)}\n")
+            folder.log.unlink()
+            assert folder.pid() == process.pid
+            folder.log.touch()
+            assert folder.pid() == process.pid
+        finally:
+            process.kill()
+
+
+def _require_known_by_number_and_start(folder: MemberFolder, pid: int) -> None:
+    began = started_at(pid)
     folder.process.write_text(f"{pid} {began}\n")
     assert folder.pid() == pid
     for wrong in (f"{pid} {began - 1}\n", f"{pid} {began + 1}\n", f"{pid}\n", "", "x y\n", "999999999 1\n", "1 2 3\n"):

@@ -22,6 +22,8 @@ from kvferry.fleet.started import started_at
 
 LONGEST_LINE = 64 * 1024
 """Bytes; longer lines come in pieces."""
+_DELETED = " (deleted)"
+"""After the name of an open file that was removed."""
 _MOST_LOG_BYTES = 16 * 2**20
 """Once this much of a log has been read, the file is truncated."""
 
@@ -86,12 +88,16 @@ class MemberFolder:
             return None
 
     def pid(self) -> int | None:
-        """The number of its process, if that runs."""
+        """The number of its process, if that runs: one of that number and start time which writes its output to this
+        member's log, as no other process does, whatever is written here."""
         try:
             pid, started = map(int, self.process.read_text(encoding="utf-8").split())
-            return pid if started_at(pid) == started else None
+            if started_at(pid) != started:
+                return None
+            output, log = str(Path(f"/proc/{pid}/fd/1").readlink()), os.path.realpath(self.log)
         except (OSError, ValueError):
             return None
+        return pid if output in (log, f"{log}{_DELETED}") else None
 
     def keep(self, about: About, pid: int) -> None:
         """Write everything anew if somebody has removed it: some systems do so with all in memory of a user who logs

@@ -6,11 +6,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
+from kvferry.core.cache_places import meeting_roots
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.errors import ConfigError
+from kvferry.core.private_folder import private_folder
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.backends.ray.address import owners
 from kvferry.fleet.started import started_at
@@ -21,12 +21,10 @@ _NEW_S = 60.0
 
 
 def root_folder() -> Path:
-    """The folder of all of them. Raises `ConfigError` if another user has made it."""
-    root = Path(memory_folder() or tempfile.gettempdir()) / f"kvferry-{os.getuid()}-ray"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.lstat().st_uid != os.getuid() or root.is_symlink():
-        raise ConfigError(f"{root} is not this user's alone; remove it")
-    return root
+    """The folder of all of them. Raises `ConfigError` if there is no place for it."""
+    memory = memory_folder()
+    roots = [*([] if memory is None else [Path(memory)]), *meeting_roots()]
+    return private_folder(f"kvferry-{os.getuid()}-ray", roots)
 
 
 def own_name() -> str:
