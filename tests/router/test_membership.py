@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from functools import partial
 from pathlib import Path
@@ -68,10 +69,10 @@ async def post(url: str, **fields: Any) -> int:
         return response.status
 
 
-def follow(router: Router) -> None:
+async def follow(router: Router) -> None:
     """As two looks at the file, between which it has not changed."""
-    router.membership._follow_file()
-    router.membership._follow_file()
+    await router.membership.follow_file()
+    await router.membership.follow_file()
 
 
 async def holds(condition: Any) -> None:
@@ -297,7 +298,7 @@ async def test_a_file_is_followed(tmp_path: Path) -> None:
             await holds(lambda: names() == ["prefill-0", "decode-0", "decode-1"])
             for wrong in ("decode", "both http://x:1", f"decode {first.url}\ndecode {first.url}/", "decode ftp://x"):
                 path.write_text(wrong)
-                follow(router)
+                await follow(router)
                 assert names() == ["prefill-0", "decode-0", "decode-1"]
             path.write_text(f"decode {second.url}")
             await holds(lambda: names() == ["decode-1"])
@@ -311,12 +312,12 @@ async def test_a_file_in_the_middle_of_being_written_drains_nobody(tmp_path: Pat
         names = [one.name for one in router.services.pools]
         for half in ("", "prefill http://p:1\n", "# nobody\n"):
             path.write_text(half)
-            follow(router)
+            await follow(router)
             assert [one.name for one in router.services.pools if not one.draining] == names
         path.write_text("prefill http://p:1\ndecode http://d:1\n")
-        router.membership._follow_file()
+        await router.membership.follow_file()
         assert [one.name for one in router.services.pools if not one.draining] == names
-        router.membership._follow_file()
+        await router.membership.follow_file()
         assert [one.name for one in router.services.pools if not one.draining] == names[:-1]
 
 
@@ -328,14 +329,14 @@ async def test_what_operators_did_stays_when_the_file_changes_elsewhere(tmp_path
         router.membership.drain("decode-0")
         router.membership.change_role("decode-1", "prefill")
         path.write_text("decode http://d:1\ndecode http://d:2\ndecode http://d:3\ndecode http://d:4\n")
-        follow(router)
+        await follow(router)
         assert [one.name for one in pools if not one.draining] == ["prefill-0", "decode-2", "decode-3"]
         path.write_text("decode http://d:3\n")
-        follow(router)
+        await follow(router)
         assert [one.name for one in pools if not one.draining] == ["decode-2"]
         assert all(one.leaves_by_itself for one in pools.leaving)
         path.write_text("decode http://d:1\ndecode http://d:3\n")
-        follow(router)
+        await follow(router)
         assert [one.name for one in pools if not one.draining] == ["decode-2", "decode-4"]
 
 
@@ -492,3 +493,28 @@ async def test_an_instance_that_comes_back_has_its_name_again() -> None:
             router.membership.remove("decode-0", force=True)
             assert router.membership.add("decode", "http://127.0.0.1:9/one").name == "decode-0"
         assert router.membership.add("decode", "http://127.0.0.1:9/three").name == "decode-2"
+
+
+async def test_a_file_that_does_not_answer_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pipe that nobody writes to, as a file on a server that is gone: the router answers, and says so."""
+    path, one = tmp_path / "instances", a_decode()
+    async with instances(one):
+        path.write_text(f"decode {one.url}\n")
+        async with routing([], [], HTTP, instances_file=path, **SOON) as (_, url):
+            path.unlink()
+            os.mkfifo(path)
+            begun, most = asyncio.get_running_loop().time(), 0.0
+            while "nothing was written" not in caplog.text and "does not answer" not in caplog.text:
+                before = asyncio.get_running_loop().time()
+                async with (
+                    asyncio.timeout(60),
+                    aiohttp.ClientSession() as client,
+                    client.get(f"{url}/health") as answer,
+                ):
+                    assert answer.status == 200
+                most = max(most, asyncio.get_running_loop().time() - before)
+                assert before - begun < 60
+                await asyncio.sleep(0.05)
+            assert most < 5
+            path.unlink()
+            path.write_text(f"decode {one.url}\n")

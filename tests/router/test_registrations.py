@@ -407,7 +407,7 @@ async def test_who_the_file_names_later_is_kept_when_its_lease_ends(tmp_path: Pa
     async with a_router(d, instances_file=file) as (router, sender):
         await sender.say(d)
         file.write_text(f"decode {d.url}\n")
-        follow(router)
+        await follow(router)
         router.registrations.look(router.services.clock.monotonic() + 1000)
         assert urls(router) == [d.url]
         assert not router.state.num_leases()

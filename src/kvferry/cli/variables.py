@@ -45,7 +45,7 @@ STARTS_NOTHING: frozenset[Command] = frozenset(
 )
 """Commands that start no server, or one whose settings a ledger has."""
 
-FROM_A_SPEC = frozenset(("fleet", name) for name in ("apply", "run", "render", "recommend"))
+FROM_A_SPEC = tuple(("fleet", name) for name in ("apply", "run", "render", "recommend"))
 
 
 def refuse_unread(command: Command, app: App, *, has_file: bool = False) -> None:

@@ -6,6 +6,7 @@ import ssl
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import require_file
 
 NOT_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE"})
 """OpenSSL's reasons, in several versions of it, for an answer that is not TLS."""
@@ -36,10 +37,9 @@ def load_authority(context: ssl.SSLContext, path: Path, name: str) -> None:
 
 def _require_readable(path: Path, name: str) -> None:
     try:
-        with path.open("rb") as file:
-            file.read(1)
-    except OSError as error:
-        raise ConfigError(f"{name} {path}: {error.strerror}") from error
+        require_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"{name} {error}") from error
 
 
 def _reason(error: OSError) -> str:

@@ -106,8 +106,8 @@ def totals(root: Path) -> dict[str, Totals]:
 
 def label_of(entry: Entry) -> Label:
     """The verified header of a block. Raises `CorruptBlock`, `OSError`."""
-    with entry.path.open("rb") as file:
-        return read_label(file.read(_LABEL_BYTES))
+    with DISK.open(str(entry.path)) as descriptor:
+        return read_label(DISK.head(descriptor, _LABEL_BYTES))
 
 
 def verify(root: Path) -> Verified:
@@ -133,11 +133,14 @@ def verify(root: Path) -> Verified:
     return found
 
 
-def _require_right(entry: Entry) -> bytes:
+def _require_right(entry: Entry) -> bytearray:
     """The content of a block's file. Raises `CorruptBlock`, `OSError`."""
-    if entry.num_bytes > MAX_RECORD_BYTES:
-        raise CorruptBlock("it is longer than any block")
-    content = entry.path.read_bytes()
+    with DISK.open(str(entry.path)) as descriptor:
+        num_bytes = DISK.num_bytes(descriptor)
+        if num_bytes > MAX_RECORD_BYTES or num_bytes != read_label(DISK.head(descriptor, _LABEL_BYTES)).record_bytes:
+            raise CorruptBlock("its length is not what it says")
+        content = bytearray(num_bytes)
+        DISK.read(descriptor, [memoryview(content)], 0)
     label = verify_record(memoryview(content))
     if folder_name(label.fingerprint, label.codec) != entry.fingerprint or label.block_hash.hex() != entry.name:
         raise CorruptBlock("it is another block, or of another layout, than its path says")
@@ -218,7 +221,9 @@ def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
-                content = archive.extractfile(member) if member.isreg() and member.size <= MAX_RECORD_BYTES else None
+                # `export` writes no sparse files, whose size says nothing about the bytes that the archive has.
+                is_block = member.isreg() and not member.issparse() and member.size <= MAX_RECORD_BYTES
+                content = archive.extractfile(member) if is_block else None
                 path = _path_for(root, content.read()) if content is not None else None
                 if path is None:
                     refused += 1

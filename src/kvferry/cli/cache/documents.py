@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import read_whole
 
 LONGEST_LINE = 256 * 2**20
 """Most bytes that are read as one line of a .jsonl file."""
@@ -52,7 +53,7 @@ def _documents(paths: Sequence[str], standard_input: str) -> Iterator[Document]:
 
 def _read_text(path: str) -> str:
     try:
-        content = sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
+        content = sys.stdin.buffer.read() if path == STANDARD_INPUT else read_whole(Path(path))
         return content.decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated, cast
 
 import msgspec
 from cyclopts import App, Parameter
@@ -20,6 +20,7 @@ from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
+from kvferry.core.settings.files import PatientFile
 from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.media.file_room import path_of
@@ -180,8 +181,8 @@ def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")
 def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:
     """Read blocks from an archive. Blocks that do not verify are refused."""
     try:
-        with archive.open("rb") as file:
-            taken, refused = upkeep.import_(store, file)
+        with PatientFile(archive) as file:
+            taken, refused = upkeep.import_(store, cast(IO[bytes], file))
     except OSError as error:
         raise ConfigError(f"cannot read {archive} into {store}: {error.strerror}") from error
     print(f"{taken} blocks taken, {refused} refused")  # noqa: T201

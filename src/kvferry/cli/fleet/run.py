@@ -90,7 +90,7 @@ class _Followed:
         """Follow the file whenever it changes, until this is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            fleet = self._file.follow()
+            fleet = await self._file.follow()
             if fleet is self._fleet and not self._is_overruled():
                 continue
             self._fleet = fleet

@@ -1,20 +1,133 @@
-"""Files that users name: read whole, within a bound, and checked before work whose result goes there."""
+"""Files that users name: read whole, within a bound and a deadline, and checked before work whose result goes there.
+
+A file may be a pipe that nobody writes to, or on a file system whose server does not answer: then not even a signal
+ends a read. Reads are therefore made by threads that may be left behind, never by an event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import select
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from kvferry.core.errors import ConfigError
 
 MOST_BYTES = 16 * 2**20
 WAIT_S = 10.0
-"""Most seconds for which a pipe has nothing to read."""
+"""Most seconds for which a pipe has nothing to read, or a file system does not answer."""
+_LATER_S = 5.0
+"""Seconds more than `WAIT_S` until a thread that reads is left behind."""
+
+T = TypeVar("T")
 
 
 def read_whole(path: Path, wait_s: float = WAIT_S) -> bytes:
     """What is in a file of at most `MOST_BYTES`, or comes through a pipe. Raises a `ConfigError` that names it."""
+    return within(path, wait_s + _LATER_S, lambda: _read(path, wait_s))
+
+
+def require_file(path: Path, what: str = "it") -> None:
+    """Raise a `ConfigError` that names `path` unless it is a file that can be opened and read more than once."""
+    if not within(path, WAIT_S, lambda: _is_plain(path)):
+        raise ConfigError(f"{path}: {what} must be a plain file")
+
+
+def within(path: Path, limit_s: float, act: Callable[[], T]) -> T:
+    """What `act` does with the file at `path`, in a thread that is left behind after `limit_s`. Raises `ConfigError`
+    then."""
+    results: list[T | BaseException] = []
+    thread = threading.Thread(target=_keep, args=(act, results), name=f"reads {path}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not results:
+        raise ConfigError(f"{path} does not answer within {limit_s:g} s")
+    if isinstance(result := results[0], BaseException):
+        raise result
+    return result
+
+
+def _keep(act: Callable[[], T], results: list[T | BaseException]) -> None:
+    try:
+        results.append(act())
+    except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
+        results.append(error)
+
+
+class FileWork(Generic[T]):
+    """What `act` does with the file at `path`, again and again while an event loop serves. One that takes longer than
+    `limit_s` is left to its thread, and no other is begun before it has ended."""
+
+    def __init__(self, path: Path, act: Callable[[], T], limit_s: float = WAIT_S) -> None:
+        self._path, self._act, self._limit_s = path, act, limit_s
+        self._working: asyncio.Future[T] | None = None
+
+    async def do(self) -> T:
+        """The result. Raises what `act` raises, and `ConfigError` if that takes too long."""
+        if self._working is None or self._working.done():
+            self._working = asyncio.get_running_loop().create_future()
+            work = (asyncio.get_running_loop(), self._working)
+            threading.Thread(target=self._work, args=work, name=f"follows {self._path}", daemon=True).start()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.shield(self._working)
+        except TimeoutError as error:
+            raise ConfigError(f"{self._path} does not answer within {self._limit_s:g} s") from error
+
+    def _work(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
+        results: list[T | BaseException] = []
+        _keep(self._act, results)
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(_settle, future, results[0])
+
+
+class PatientFile(io.RawIOBase):
+    """A file or pipe of any length, read in turn. Raises `ConfigError` where a pipe has nothing to read for `wait_s`,
+    and `OSError`."""
+
+    def __init__(self, path: Path, wait_s: float = WAIT_S) -> None:
+        self._path, self._wait_s = path, wait_s
+        self._file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115 - closed by `close`
+        self._poll = select.poll()
+        self._poll.register(self._file, select.POLLIN)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """As of a file in blocking mode."""
+        parts: list[bytes] = []
+        while size:
+            if not self._poll.poll(self._wait_s * 1e3):
+                raise ConfigError(f"{self._path}: nothing was written to this pipe for {self._wait_s:g} s")
+            if not (piece := self._file.read(size)):
+                break
+            parts.append(piece)
+            size -= len(piece) if size > 0 else 0
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+        super().close()
+
+
+def _settle(future: asyncio.Future[T], result: T | BaseException) -> None:
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+        future.exception()  # it may be that nobody waits any more
+    else:
+        future.set_result(result)
+
+
+def _read(path: Path, wait_s: float) -> bytes:
     content, piece = b"", None
     try:
         with open(path, "rb", buffering=0, opener=_open_at_once) as file:
@@ -30,6 +143,14 @@ def read_whole(path: Path, wait_s: float = WAIT_S) -> bytes:
     if len(content) > MOST_BYTES:
         raise ConfigError(f"{path} has more than {MOST_BYTES // 2**20} MiB")
     return content
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import WAIT_S, FileWork, within
 from kvferry.fleet.control.spec import WantedFleet, read_fleet
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ class SpecFile:
     ) -> None:
         """Raises `ConfigError` if it is wrong and said nothing earlier."""
         self._path, self._read = path, read
-        self._seen = self._stamp()
+        self._looking, self._trouble = FileWork(path, self._look), ""
+        self._seen = within(path, WAIT_S, self._stamp)
         try:
             self.fleet = read(path)
         except ConfigError as error:
@@ -33,16 +35,30 @@ class SpecFile:
             self.fleet = before
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
-    def follow(self) -> WantedFleet:
-        """What it says now; as long as that is wrong, or the file is not there, what it said before."""
-        if (stamp := self._stamp()) != self._seen:
-            self._seen = stamp
-            try:
-                self.fleet = self._read(self._path)
-                logger.info("%s has changed, and is followed", self._path)
-            except ConfigError as error:
-                logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+    async def follow(self) -> WantedFleet:
+        """What it says now; as long as that is wrong, or the file is not there or does not answer, what it said
+        before."""
+        try:
+            self.fleet = await self._looking.do()
+        except ConfigError as error:
+            if str(error) != self._trouble:
+                logger.error("what was wanted before stays in force: %s", error)
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
         return self.fleet
+
+    def _look(self) -> WantedFleet:
+        if (stamp := self._stamp()) == self._seen:
+            return self.fleet
+        self._seen = stamp
+        try:
+            fleet = self._read(self._path)
+        except ConfigError as error:
+            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+            return self.fleet
+        logger.info("%s has changed, and is followed", self._path)
+        return fleet
 
     def _stamp(self) -> tuple[int, ...]:
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
 from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.core.settings.files import FileWork, read_whole
 from kvferry.http.errors import Unreachable
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, UnknownInstance
@@ -64,6 +65,8 @@ class Membership:
         there is a file of instances and it cannot be used, or if the given instances are not enough for a router."""
         self._config, self._pools, self._connections, self._state = config, pools, connections, state
         self._last_text = self._last_error = ""
+        path = config.instances_file or Path()
+        self._file = FileWork(path, lambda: read_whole(path))
         with state.changing():
             if not state.fact("begun"):
                 given = given_instances(config)
@@ -239,14 +242,26 @@ class Membership:
 
     async def watch(self) -> None:
         """Follow other routers and the file, and notice which instances are drained; runs until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_members())
+            group.create_task(self._watch_file())
+
+    async def _watch_file(self) -> None:
+        while self._config.instances_file is not None:
+            await asyncio.sleep(_FOLLOW_S * _LOOK_STEPS)
+            try:
+                await self.follow_file()
+            except Exception:
+                # The edge of this room, as below.
+                logger.exception("the file of instances could not be followed")
+
+    async def _watch_members(self) -> None:
         steps = 0
         while True:
             await asyncio.sleep(_FOLLOW_S)
             steps += 1
             try:
                 self.catch_up()
-                if steps % _LOOK_STEPS == 0:
-                    self._follow_file()
             except Exception:
                 # The edge of this room: the router serves on with the instances that it has.
                 logger.exception("the instances could not be followed")
@@ -342,12 +357,13 @@ class Membership:
         path = self._config.instances_file
         return {} if path is None else _parse(self._state.fact("instances file"), path)
 
-    def _follow_file(self) -> None:
+    async def follow_file(self) -> None:
+        """Apply what has changed in the file, if there is one, and it was the same at the last look."""
         path = self._config.instances_file
         if path is None:
             return
         try:
-            text = _read(path)
+            text = _text(path, await self._file.do())
         except ConfigError as error:
             self._keep(error)
             return
@@ -392,9 +408,17 @@ class Membership:
 def _read(path: Path) -> str:
     """Raises `ConfigError`."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--instances-file {path}: {getattr(error, 'strerror', None) or error}") from error
+        return _text(path, read_whole(path))
+    except ConfigError as error:
+        raise ConfigError(f"--instances-file {error}") from error
+
+
+def _text(path: Path, content: bytes) -> str:
+    """Raises `ConfigError`."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _is_some(value: bytes) -> bool:

@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_end import end_limit
+from kvferry.core.settings.files import read_whole
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -123,7 +124,7 @@ def _bind(server: grpc.aio.Server, picker: PickerConfig, http: HttpConfig) -> in
     try:
         if http.tls_cert is None:
             return int(server.add_insecure_port(where))
-        key = (http.tls_key or http.tls_cert).read_bytes()
-        return int(server.add_secure_port(where, grpc.ssl_server_credentials([(key, http.tls_cert.read_bytes())])))
+        key, cert = read_whole(http.tls_key or http.tls_cert), read_whole(http.tls_cert)
+        return int(server.add_secure_port(where, grpc.ssl_server_credentials([(key, cert)])))
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"cannot listen on {where}: {error}; choose another --host or --grpc-port") from error

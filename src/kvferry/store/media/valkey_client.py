@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
 from kvferry.core.settings.bounds import MOST_SECONDS
+from kvferry.core.settings.files import read_whole
 from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
 
 try:
@@ -65,9 +66,9 @@ def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
     extra: dict[str, Any] = {}
     if options.password_file:
         try:
-            extra["password"] = Path(options.password_file).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"store: cannot read password_file {options.password_file}: {error.strerror}") from error
+            extra["password"] = read_whole(Path(options.password_file)).decode().strip()
+        except (ConfigError, UnicodeDecodeError) as error:
+            raise ConfigError(f"store: password_file: {error}") from error
     if tls:
         extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
     elif options.tls_ca or options.tls_cert or options.tls_key:

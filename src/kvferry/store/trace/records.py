@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import require_file
 
 MAX_LINE_BYTES = 16 << 20
 """A prompt of 100 million tokens; a longer line is not a trace."""
@@ -71,6 +72,10 @@ _EXAMPLE = '{"timestamp": ms, "input_length": tokens, "output_length": tokens, "
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The file's lines; those that are too long are cut."""
+    try:
+        require_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"cannot read the trace {error}") from error
     try:
         with path.open("rb") as file:
             if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:

@@ -77,7 +77,7 @@ class Recommender:
 
     async def look(self) -> None:
         """Look, decide and tell, once."""
-        fleet = self._spec.follow()
+        fleet = await self._spec.follow()
         views = await self._views()
         if not views:
             return
