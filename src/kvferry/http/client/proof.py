@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 
 from kvferry.core import entropy
-from kvferry.core.errors import AuthenticationFailed, ProtocolError, QueueFull, TransferError
+from kvferry.core.errors import AuthenticationFailed, QueueFull, TransferError
 from kvferry.core.keys import CHALLENGE_PATH, Signer
 from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.errors import AnswerTimeout, Overloaded
 from kvferry.http.headers import request_line
 
 _LONGEST_ANSWER = 4096
+_STRANGER = "it is not a server of kvferry's, or has no token"
 
 
 class Proof:
@@ -39,7 +40,7 @@ class Proof:
             if head.status == QueueFull.status or head.status >= 500:
                 raise Overloaded(f"{server} answers {head.status}")
             if head.status != 200 or not head.keep_alive:
-                raise AuthenticationFailed("it is not a server of kvferry's, or has no token")
+                raise AuthenticationFailed(_STRANGER)
             signer = Signer(self._secret, nonce, body)
         except TimeoutError as error:
             connection.close()
@@ -63,7 +64,8 @@ class _Exchange:
         """Called by the connection."""
         self._body += payload
         if len(self._body) > _LONGEST_ANSWER:
-            self.lose(ProtocolError("its answer to a challenge is too long"))
+            if not self.answer.done():
+                self.answer.set_exception(AuthenticationFailed(_STRANGER))
         elif complete and not self.answer.done():
             self.answer.set_result((head, self._body))
 
