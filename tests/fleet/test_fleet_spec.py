@@ -199,3 +199,12 @@ def test_a_key_is_not_written_into_a_spec(flag: str, where: str) -> None:
         told[where] = {"args": arguments}
     with pytest.raises(ConfigError, match=r"args: --(api|admin|instance-api)-key is a secret.*-key-file"):
         fleet_from(told)
+
+
+@pytest.mark.parametrize("key", ["kv_transfer_config", "args"])
+def test_a_password_is_not_written_into_a_spec(key: str) -> None:
+    url = '{"store": "valkey://:pw/with@10.0.0.1:6379"}'
+    told = {"name": "chat", "model": "m", "mode": "pooling", "role": {"both": {}}}
+    with pytest.raises(ConfigError, match=rf"engine.{key}: a URL has a password.*password_file"):
+        fleet_from({**told, "engine": {key: url if key == "kv_transfer_config" else [f"--x={url}"]}})
+    fleet_from({**told, "engine": {"kv_transfer_config": url.replace(":pw/with@", "")}})

@@ -13,13 +13,14 @@ import pytest
 from kvferry.cli.fleet_settings import Told, failing, fleet_of, fleet_token
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import overridden, to_arguments, variable_name
+from kvferry.fleet.arguments import KEY_FIELDS, overridden, to_arguments, variable_name
 from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
 from kvferry.fleet.cpu import available_cores
 from kvferry.fleet.process import ProcessSpec, RouterGroup
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 
@@ -60,8 +61,8 @@ def processes(made: LocalRecipe) -> list[ProcessSpec]:
 
 
 def transfer_of(spec: ProcessSpec) -> dict[str, object]:
-    (flag,) = (one for one in spec.command if one.startswith("--kv-transfer-config="))
-    return json.loads(flag.partition("=")[2])  # type: ignore[no-any-return]
+    assert not any("kv-transfer-config" in one for one in spec.command)
+    return json.loads(spec.environment["KVFERRY_KV_TRANSFER_CONFIG"])  # type: ignore[no-any-return]
 
 
 def test_instances_are_on_loopback_with_ports_of_their_own_and_the_router_where_it_was_said(tmp_path: Path) -> None:
@@ -230,3 +231,22 @@ def test_more_instances_than_the_machine_has_memory_for_are_refused(
     with pytest.raises(ConfigError, match=r"65 instances take at least .* each: this machine has"):
         recipe(spec=spec, engine=settings)
     recipe(spec=replace(spec, backend="ray"), engine=settings)
+
+
+def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
+    """Which everyone on the machine can read: whatever is a key, the token, and passwords of stores."""
+    said = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_extra_config": {"store": "valkey://:the-secret@127.0.0.1:6379"},
+    }
+    made = replace(
+        recipe(transfer=json.dumps(said)),
+        access=HttpAccess(api_key=("the-secret",), admin_key=("the-secret",)),
+        instance_access=InstanceAccess(instance_api_key="the-secret"),
+        token="the-secret of the deployment",
+    )
+    secrets = {name for config in (HttpAccess, InstanceAccess) for name in vars(config()) if name.endswith("_key")}
+    assert secrets - {"tls_key"} == {*KEY_FIELDS}, "one that is passed on some other way"
+    for spec in (*processes(made), made.router_member("router-0", RouterGroup(tmp_path, ()))):
+        assert "the-secret" not in " ".join(spec.command)
+        assert "the-secret" in " ".join(spec.environment.values())

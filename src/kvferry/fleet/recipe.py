@@ -14,7 +14,7 @@ from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.arguments import flag_name, overridden, to_arguments
+from kvferry.fleet.arguments import flag_name, overridden, to_arguments, variable_name
 from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
 from kvferry.fleet.cpu import Cores, available_cores, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
@@ -152,15 +152,16 @@ class LocalRecipe:
         self, name: str, role: MemberRole, started_as: InstanceRole, number: int, cores: Cores
     ) -> ProcessSpec:
         instances, settings, is_alone = self.instances, self.engine, not self.num_routers
+        secrets = {TOKEN_VARIABLE: self.token}
         if self.num_routers or instances.kv_transfer_config:
             text = transfer_for_member(instances.kv_transfer_config or DEFAULT, started_as, name, number, self.node)
-            instances = replace(instances, kv_transfer_config=text)
+            secrets[variable_name("kv_transfer_config")] = text  # the URLs of stores in it may have passwords
         told = self.fleet.role.get(role)
         if told is not None and told.tensor_parallel_size > 1:
             settings = replace(settings, tensor_parallel_size=told.tensor_parallel_size)
         of_all = (
             *to_arguments(settings, without=("model",)),
-            *to_arguments(instances),
+            *to_arguments(instances, without=("kv_transfer_config",)),
             *to_arguments(self.listen if is_alone else self._behind_the_routers(number)),
             *to_arguments(HttpAccess(tls_ca=self.access.tls_ca)),
             *to_arguments(self.log),
@@ -173,7 +174,7 @@ class LocalRecipe:
         return ProcessSpec(
             name=name,
             command=(*PROGRAM, *arguments),
-            environment={**thread_variables(cores), TOKEN_VARIABLE: self.token, INSTANCE_VARIABLE: name},
+            environment={**thread_variables(cores), **secrets, INSTANCE_VARIABLE: name},
             hidden=self.hidden,
             forks=True,
         )

@@ -21,6 +21,7 @@ from kvferry.models.catalog import resolve
 _SET = ("--model-path", "--model", "--host", "--port", "--served-model-name", "--disaggregation-mode")
 _SET_TOO = ("--disaggregation-transfer-backend", "--disaggregation-bootstrap-port")
 """SGLang's flags that kvferry sets."""
+_KEYS = ("--api-key", "--admin-api-key")
 _LOOK_S = 30.0
 
 
@@ -28,7 +29,9 @@ def check_sglang(engine: EngineSpec, arguments: Sequence[str]) -> None:
     """Raise `ConfigError` if servers of these settings cannot be started on this machine. `arguments`: all that are
     given, those of roles too."""
     for one in arguments:
-        if (name := one.partition("=")[0]) in (*_SET, *_SET_TOO):
+        if (name := one.partition("=")[0]) in _KEYS:
+            raise ConfigError(f"engine.args: {name} would stand on the command line of each SGLang server; drop it")
+        if name in (*_SET, *_SET_TOO):
             raise ConfigError(f"engine.args: {name} is set by kvferry for each SGLang server; leave it out")
     python = engine.python or sys.executable
     if not Path(python).is_file():

@@ -352,3 +352,19 @@ def test_a_sitecustomize_of_the_users_is_run_too(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["_sleep", str(tmp_path / "sitecustomize.py")]
+
+
+@pytest.mark.parametrize("flags", [("--api-key=the-key",), ("--api-key", "the-key"), ("--api_key", "the-key")])
+def test_the_key_of_a_server_is_not_on_its_command_line(flags: tuple[str, ...]) -> None:
+    for spec in servers(fleet(arguments=(*flags, "--dtype", "float32"))):
+        assert not any("key" in one for one in spec.command)
+        assert spec.command[-2:] == ("--dtype", "float32")
+        assert spec.environment["VLLM_API_KEY"] == "the-key"
+
+
+def test_what_would_put_a_secret_on_a_command_line_is_refused() -> None:
+    stores = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": "valkey://:pw@h:6379"}}
+    with pytest.raises(ConfigError, match="password_file"):
+        fleet(transfer=stores)
+    with pytest.raises(ConfigError, match="has one key"):
+        fleet(arguments=("--api-key", "a", "b"))

@@ -13,6 +13,7 @@ from kvferry.core.settings.bounds import MOST_BYTES, Bounds
 from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.core.strict_json import STRICT
 
+_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^@\s\"]*:[^@\s\"]+@")
 BUFFER = Bounds(0, MOST_BYTES, above=True)
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -99,6 +100,11 @@ def read_transfer_json(text: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"--kv-transfer-config must be a JSON object, got {type(raw).__name__}")
     return raw
+
+
+def names_password(text: str) -> bool:
+    """Whether a text has a URL with a password in it."""
+    return _PASSWORD.search(text) is not None
 
 
 def _instead(text: str) -> str:

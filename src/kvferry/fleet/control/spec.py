@@ -21,6 +21,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.core.settings.toml_file import read_toml
+from kvferry.core.settings.transfer_config import names_password
 from kvferry.fleet.arguments import KEY_FIELDS, flag_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 from kvferry.fleet.control.ray_spec import ActorRole, ActorSpec, read_ray
@@ -358,6 +359,13 @@ def _require_no_keys(fleet: WantedFleet) -> None:
                     f"{where}: {flag} is a secret, and a spec is none: name a file with {flag}-file, or in Kubernetes a"
                     " Secret in backend.kubernetes.pod.ROLE.secrets"
                 )
+    told = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
+    for where, texts in told.items():
+        if any(map(names_password, texts)):
+            raise ConfigError(
+                f"{where}: a URL has a password, and a spec is no secret: put it into a file, and name that with"
+                " password_file (valkey://HOST:PORT?password_file=PATH)"
+            )
 
 
 def _table(where: str, value: object) -> Mapping[str, Any]:

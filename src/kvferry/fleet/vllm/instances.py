@@ -14,6 +14,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.registration import Role
 from kvferry.core.settings.environment import CALM_VLLM
+from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import flag_name
 from kvferry.fleet.cpu import Cores, thread_variables
@@ -44,6 +45,7 @@ CALM = Path(__file__).with_name("calm")
 would starve others where a server has few cores."""
 
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+_KEY_FLAG, _KEY_VARIABLE = "--api-key", "VLLM_API_KEY"
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 
@@ -92,6 +94,11 @@ class VllmInstances:
                 f"vLLM in the environment of {found.python} does not know kvferry's connectors: install kvferry there,"
                 " or name a connector of vLLM's with --kv-transfer-config"
             )
+        if transfer is not None and names_password(text or ""):
+            raise ConfigError(
+                "--kv-transfer-config has a password in a URL, which would stand on the command line of each vLLM"
+                " server: put it into a file, and name that with password_file"
+            )
         if transfer is not None:
             require_possible(transfer, found, choice.engine_argument)
         names = instance.served_model_name or (engine.model,)
@@ -114,11 +121,12 @@ class VllmInstances:
     def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
         port = place.port or free_ports(1, place.host)[0]
+        arguments, key = without_key((*self.arguments, *place.arguments))
         host = f"[{place.host}]" if ":" in place.host else place.host
         return ProcessSpec(
             name=place.name,
-            command=tuple(self._command(replace(place, port=port))),
-            environment={**self._environment(place, bootstrap_port), **place.environment},
+            command=(*self._command(replace(place, port=port)), *arguments),
+            environment={**self._environment(place, bootstrap_port), **place.environment, **key},
             hidden=place.hidden,
             foreign=Foreign(f"http://{_reachable(host)}:{port}", START),
         )
@@ -133,7 +141,7 @@ class VllmInstances:
             command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
         if self.found.on_cpu:
             command += cpu_memory_arguments(self.arguments, self.number)
-        return [*command, *self.arguments, *place.arguments]
+        return command
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.cores) | device_variables(place.index, self.number)
@@ -149,6 +157,25 @@ class VllmInstances:
         if bootstrap_port:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own
+
+
+def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Arguments of `vllm serve` without its key, and the variable in which vLLM reads it too: everyone on the machine
+    can read command lines. Raises `ConfigError` for several keys."""
+    left, keys, takes = list[str](), list[str](), False
+    for one in arguments:
+        name, has_value, value = one.partition("=")
+        if name.replace("_", "-") == _KEY_FLAG:
+            takes = not has_value
+            keys = [value] if has_value else []
+        elif takes and not one.startswith("-"):
+            keys.append(one)
+        else:
+            takes = False
+            left.append(one)
+    if len(keys) > 1:
+        raise ConfigError(f"{_KEY_FLAG}: a vLLM server of kvferry's has one key, which is not on its command line")
+    return left, {_KEY_VARIABLE: keys[0]} if keys else {}
 
 
 def _has_several_workers(arguments: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ from kvferry.http.client.call import Call
 from kvferry.http.client.connection import OutgoingRequest
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.pool import Pool
-from kvferry.http.client.proof import Proof
+from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout
 from kvferry.http.headers import RawHeaders, header_lines, request_line
 
@@ -51,7 +51,7 @@ class HttpClient:
         self._tls, self._idle_s, self._most = tls, idle_s, connections_per_instance
         self.relays = relays
         self._pools: dict[Origin, Pool] = {}
-        self._proofs: dict[Origin, Proof] = {}
+        self._proofs: dict[Origin, TokenProof] = {}
         """What servers must show on each connection. Kept while a server has no pool, too."""
         self._ticking: asyncio.TimerHandle | None = None
 
@@ -124,7 +124,7 @@ class HttpClient:
         )
         return pool
 
-    async def meet(self, origin: Origin, proof: Proof, timeout_s: float) -> Signer:
+    async def meet(self, origin: Origin, proof: TokenProof, timeout_s: float) -> Signer:
         """What signs requests to a server that proves that it holds the deployment's token. From then on, no connection
         to `origin` is used on which that is not proved again, until `forget_proof`. Raises `AuthenticationFailed` or
         `TransferError`."""

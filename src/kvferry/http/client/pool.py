@@ -15,7 +15,7 @@ from kvferry.core.keys import Signer
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.client.origin import Origin
-from kvferry.http.client.proof import Proof
+from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout, Unproven, Unreachable
 from kvferry.http.tls import advice
 
@@ -31,7 +31,7 @@ class Pool:
         context: ssl.SSLContext | None,
         relays: object,
         who: str,
-        proof: Proof | None = None,
+        proof: TokenProof | None = None,
     ) -> None:
         """`proof`: what each connection must show before it is used."""
         self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
@@ -57,7 +57,7 @@ class Pool:
             connection.close()
         return None
 
-    def require(self, proof: Proof) -> None:
+    def require(self, proof: TokenProof) -> None:
         """From now on, use no connection on which the server has not proved that it holds the deployment's token."""
         self._proof = proof
         for connection in [one for one in self._free if not one.is_proven]:
@@ -76,7 +76,7 @@ class Pool:
                 ) from error
         return connection
 
-    async def meet(self, proof: Proof, connect_s: float) -> Signer:
+    async def meet(self, proof: TokenProof, connect_s: float) -> Signer:
         """What signs requests to the server, once it has proved that it holds the deployment's token; from then on as
         after `require`. Raises `AuthenticationFailed` or `TransferError`."""
         connection = await self._take(connect_s, fresh=False)

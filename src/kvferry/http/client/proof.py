@@ -19,7 +19,7 @@ _LONGEST_ANSWER = 4096
 _STRANGER = "it is not a server of kvferry's, or has no token"
 
 
-class Proof:
+class TokenProof:
     """What each new connection to a server is asked, before any request, that has proved once that it holds `secret`.
     `base_path` is before the path on the way to the server; `limit_s`: seconds that its answer may take."""
 

@@ -10,7 +10,7 @@ from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Purpose, Signer
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
-from kvferry.http.client.proof import Proof
+from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 
@@ -97,7 +97,7 @@ class SignedClient:
     async def _meet(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
         if not self._secret:
             raise AuthenticationFailed("this process has no token")
-        return await self.client.meet(origin, Proof(self._secret, base_path), timeout_s)
+        return await self.client.meet(origin, TokenProof(self._secret, base_path), timeout_s)
 
     def forget(self, origin: Origin) -> None:
         """Forget a server that has left: another one may be there later, which has to prove nothing."""
