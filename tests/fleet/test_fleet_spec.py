@@ -208,3 +208,9 @@ def test_a_password_is_not_written_into_a_spec(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine.{key}: a URL has a password.*password_file"):
         fleet_from({**told, "engine": {key: url if key == "kv_transfer_config" else [f"--x={url}"]}})
     fleet_from({**told, "engine": {"kv_transfer_config": url.replace(":pw/with@", "")}})
+
+
+def test_a_fleet_of_too_many_is_refused_at_once() -> None:
+    told = {"name": "chat", "model": "m", "mode": "replica", "unit": {"members": {"both": 4096}, "count": 4096}}
+    with pytest.raises(ConfigError, match="16777216 instances"):
+        fleet_from(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -483,3 +484,34 @@ async def test_who_was_slow_already_has_the_next_answers_instance_wait() -> None
             caller.reset()
             await handlers.cancelled.wait()
         client.check()
+
+
+async def test_a_late_second_answer_is_not_taken_for_the_next_requests() -> None:
+    """It waits in the socket of a free connection, where the event loop has not read it yet."""
+    late, is_sent = threading.Event(), threading.Event()
+
+    def answer_twice(listener: socket.socket) -> None:
+        with listener.accept()[0] as first:
+            first.recv(4096)
+            first.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1")
+            late.wait(60)
+            first.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+            is_sent.set()
+            with listener.accept()[0] as second:
+                second.recv(4096)
+                second.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n2")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer_twice, args=(listener,))
+        thread.start()
+        async with HttpClient() as client:
+            origin = Origin("127.0.0.1", listener.getsockname()[1])
+            assert (await client.ask(origin, "GET", "/", timeout_s=10))[2] == b"1"
+            late.set()
+            is_sent.wait(60)  # the event loop stands still meanwhile, as a busy router's does
+            call = client.start(origin, "GET", "/")
+            try:
+                assert await call.read(10) == b"2"
+            finally:
+                call.close()
+        thread.join(60)

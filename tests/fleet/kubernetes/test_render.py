@@ -302,6 +302,15 @@ def test_a_controller_gets_no_settings_of_its_fleet_from_its_environment() -> No
     assert "KVFERRY_MAX_NUM_SEQS" not in found
 
 
+@pytest.mark.parametrize("monitored", [True, False])
+def test_prometheus_reaches_routers_that_only_some_clients_may(monitored: bool) -> None:
+    told = pooling(clients_from={"app": "chat"}, pod_monitor=monitored)
+    rules = of_kind(rendered(told), "NetworkPolicy")["chat-router"]["spec"]["ingress"]
+    labels = [one["podSelector"].get("matchLabels") for rule in rules for one in rule["from"]]
+    assert {"app": "chat"} in labels
+    assert ({"app.kubernetes.io/name": "prometheus"} in labels) is monitored
+
+
 def test_rdma_needs_memory_that_stays() -> None:
     objects = of_kind(rendered(pooling(**FULL)), "Deployment")
     added = {

@@ -21,6 +21,7 @@ from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.picker.config import PickerConfig
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, ticket
+from support.certificates import Authority
 from support.envoy import Envoy, envoy, require_envoy
 from support.ports import free_port
 from support.processes import KvferryProcess, begun
@@ -303,6 +304,42 @@ async def test_a_gateway_that_is_set_up_wrongly_is_told_so(first: dict[str, Any]
         assert (await stream.read()).immediate_response.status.code == status
 
 
+async def test_what_is_no_message_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    async with picking(decoders(1)), grpc.aio.insecure_channel(f"127.0.0.1:{PICKER_PORT}") as channel:
+        stream = asking(channel, bytes)
+        await stream.write(b"\xff no protobuf")
+        assert (await stream.read()).immediate_response.status.code == 400
+    assert "Traceback" not in caplog.text
+
+
+async def refusal(stream: Any) -> int | None:
+    """The status with which a message that is out of turn is refused; None: the connection is."""
+    try:
+        await stream.write(ext_proc.ProcessingRequest(request_body={"body": b"{}"}))
+        return int((await stream.read()).immediate_response.status.code)
+    except grpc.aio.AioRpcError:
+        return None
+
+
+async def test_only_gateways_with_a_certificate_are_answered(tmp_path: Path) -> None:
+    """Without one, anybody could say that an instance is full."""
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    cert, key = ours.issue()
+    http = HttpConfig(port=0, tls_cert=cert, tls_key=key, tls_ca=ours.ca, tls_verify_clients=True)
+    router = build_router(RouterConfig(decode_url=("http://127.0.0.1:9",)), http)
+    server, _ = picker_server.grpc_server(router, PickerConfig(grpc_port=0), http)
+    port = picker_server.bind(server, PickerConfig(grpc_port=0), http)
+    await server.start()
+    try:
+        for authority, code in ((None, None), (theirs, None), (ours, 400)):
+            files = () if authority is None else tuple(one.read_bytes() for one in reversed(authority.issue("gateway")))
+            credentials = grpc.ssl_channel_credentials(ours.ca.read_bytes(), *files)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+                assert await refusal(asking(channel)) == code
+    finally:
+        await server.stop(0)
+
+
 async def test_a_body_that_does_not_come_is_given_up() -> None:
     head = {"headers": {"headers": [{"key": ":method", "value": "POST"}, {"key": ":path", "value": "/v1/completions"}]}}
     limits = HttpLimits(http_body_gap_s=0.05)
@@ -312,12 +349,12 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         assert (await stream.read()).immediate_response.status.code == 408
 
 
-def asking(channel: Any) -> Any:
+def asking(channel: Any, serializer: Any = ext_proc.ProcessingRequest.SerializeToString) -> Any:
     """A stream to the picker, as a gateway's."""
     method = f"/{picker_server.EXTERNAL_PROCESSOR}/Process"
     return channel.stream_stream(
         method,
-        request_serializer=ext_proc.ProcessingRequest.SerializeToString,
+        request_serializer=serializer,
         response_deserializer=ext_proc.ProcessingResponse.FromString,
     )()
 

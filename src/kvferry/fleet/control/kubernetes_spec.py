@@ -115,7 +115,7 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     pod_monitor: bool = False
     """Write a PodMonitor for Prometheus' operator."""
     clients_from: dict[str, str] = {}
-    """Labels of the pods that may reach the router. Default: everyone may."""
+    """Labels of the pods that may reach the router, beside Prometheus with `pod_monitor`. Default: everyone may."""
 
     def fixed(self, roles: Collection[PodRole]) -> list[Any]:
         """What cannot be changed in running pods of these roles."""

@@ -406,6 +406,8 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
             raise ConfigError('mode = "replica" needs a table [unit] with its members')
         if not fleet.unit.members:
             raise ConfigError("unit.members names no role")
+        if (num := fleet.unit.count * sum(fleet.unit.members.values())) > MOST:
+            raise ConfigError(f"unit: {fleet.unit.count} units are {num} instances, and a fleet has at most {MOST}")
     elif fleet.unit is not None:
         raise ConfigError('[unit] is for mode = "replica"; in pooling mode, roles have counts')
     elif not fleet.role:

@@ -40,6 +40,8 @@ from kvferry.fleet.kubernetes.values import Values
 
 _LWS, _SET, _MONITOR = "leaderworkerset.x-k8s.io/v1", "disaggregatedset.x-k8s.io/v1", "monitoring.coreos.com/v1"
 _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
+_PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
+"""The label that Prometheus' operator gives the pods which a PodMonitor tells whom to ask."""
 
 
 def render(fleet: WantedFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
@@ -294,7 +296,9 @@ class _Rendering:
         clients = self._kubernetes.clients_from
         rules: list[Object] = [{"from": [{"podSelector": instances}, controller], "ports": http}]
         if clients:
-            rules.append({"from": [{"namespaceSelector": {}, "podSelector": {"matchLabels": clients}}], "ports": http})
+            allowed = [clients, *([_PROMETHEUS] if self._kubernetes.pod_monitor else [])]
+            peers = [{"namespaceSelector": {}, "podSelector": {"matchLabels": one}} for one in allowed]
+            rules.append({"from": peers, "ports": http})
         else:
             rules = [{"ports": http}]
         spec = {"podSelector": router["podSelector"], "policyTypes": ["Ingress"], "ingress": rules}

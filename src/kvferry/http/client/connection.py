@@ -8,6 +8,7 @@ to its `Call`.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -92,6 +93,16 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         """Whether a request may be sent."""
         transport = self.transport
         return self.error is None and self.call is None and transport is not None and not transport.is_closing()
+
+    def has_unread(self) -> bool:
+        """Whether bytes, or the end, have come that nobody has read yet: a further answer to a request before, which
+        would be taken for that to the next one."""
+        source = None if self.transport is None else self.transport.get_extra_info("socket")
+        if source is None:
+            return False
+        poll = select.poll()
+        poll.register(source.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def begin(self, call: Receiver) -> None:
         """Send the request of `call`, which receives its answer."""

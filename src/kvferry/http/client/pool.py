@@ -10,7 +10,7 @@ import asyncio
 import ssl
 from collections import deque
 
-from kvferry.core.errors import AuthenticationFailed, LeakError
+from kvferry.core.errors import AuthenticationFailed, LeakError, ProtocolError
 from kvferry.core.keys import Signer
 from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.connection import ClientConnection
@@ -53,7 +53,10 @@ class Pool:
             connection, _ = self._free.popitem()
             transport = connection.transport
             if connection.error is None and transport is not None and not transport.is_closing():
-                return connection
+                if not connection.has_unread():
+                    return connection
+                connection.close(ProtocolError(f"{self._origin} sent more than its answer"))
+                continue
             connection.close()
         return None
 

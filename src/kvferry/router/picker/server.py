@@ -3,6 +3,7 @@ metrics, decisions, which instances there are, registration)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from ipaddress import ip_address
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 import grpc
 import uvloop
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
@@ -29,6 +31,8 @@ from kvferry.router.instances.pools import given_instances
 from kvferry.router.picker.config import PickerConfig
 from kvferry.router.picker.stream import ProcessedRequest
 from kvferry.router.server import spare_the_collector
+
+logger = logging.getLogger(__name__)
 
 EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 _READY = ("readiness", EXTERNAL_PROCESSOR, "")
@@ -74,8 +78,14 @@ async def _serve(
     spare_the_collector()
     server = HttpServer(Routes(router.table()), http, Lifecycle("picker"), router.guard)
     server.listen()
+    if not (http.tls_verify_clients or _is_loopback(http.host)):
+        logger.warning(
+            "whoever reaches port %d can ask where requests go, and say how instances answered: let only gateways reach"
+            " it, or have them show a certificate (--tls-cert, --tls-ca, --tls-verify-clients)",
+            picker.grpc_port,
+        )
     asked, health = grpc_server(router, picker, http)
-    port = _bind(asked, picker, http)
+    port = bind(asked, picker, http)
 
     def serving(host: str, http_port: int) -> None:
         url = f"{http.scheme}://{authority(http.host, http_port)}"
@@ -109,9 +119,7 @@ def grpc_server(
     async def process(messages: Any, stream: Any) -> None:
         await ProcessedRequest(router, picker, http.limits, stream).run()
 
-    handler = grpc.stream_stream_rpc_method_handler(
-        process, ext_proc.ProcessingRequest.FromString, ext_proc.ProcessingResponse.SerializeToString
-    )
+    handler = grpc.stream_stream_rpc_method_handler(process, _decoded, ext_proc.ProcessingResponse.SerializeToString)
     named = grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
     server.add_generic_rpc_handlers((named,))
     health = grpc_health.HealthServicer()
@@ -119,12 +127,32 @@ def grpc_server(
     return server, health
 
 
-def _bind(server: grpc.aio.Server, picker: PickerConfig, http: HttpConfig) -> int:
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _decoded(data: bytes) -> ext_proc.ProcessingRequest:
+    """A message of a gateway; an empty one, which is none, if it cannot be read."""
+    try:
+        return ext_proc.ProcessingRequest.FromString(data)
+    except DecodeError:
+        return ext_proc.ProcessingRequest()
+
+
+def bind(server: grpc.aio.Server, picker: PickerConfig, http: HttpConfig) -> int:
+    """Listen for gateways; returns the port. With --tls-verify-clients, only gateways are answered that show a
+    certificate of --tls-ca. Raises `ConfigError`."""
     where = authority(http.host, picker.grpc_port)
     try:
         if http.tls_cert is None:
             return int(server.add_insecure_port(where))
         key, cert = read_whole(http.tls_key or http.tls_cert), read_whole(http.tls_cert)
-        return int(server.add_secure_port(where, grpc.ssl_server_credentials([(key, cert)])))
+        verifies = http.tls_verify_clients and http.tls_ca is not None
+        signers = read_whole(http.tls_ca) if verifies and http.tls_ca is not None else None
+        credentials = grpc.ssl_server_credentials([(key, cert)], signers, require_client_auth=verifies)
+        return int(server.add_secure_port(where, credentials))
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"cannot listen on {where}: {error}; choose another --host or --grpc-port") from error

@@ -152,7 +152,7 @@ class ProcessedRequest:
     async def _read(self, within_s: float) -> messages.Message:
         try:
             async with asyncio.timeout(within_s):
-                return await self._stream.read()
+                return _require_read(await self._stream.read())
         except TimeoutError as error:
             raise RequestTimeout("the request did not arrive in time") from error
 
@@ -161,6 +161,7 @@ class ProcessedRequest:
         picked = self._picked
         assert picked is not None
         while (message := await self._stream.read()) is not grpc.aio.EOF:
+            _require_read(message)
             if message.WhichOneof("request") == "response_headers":
                 headers = messages.read_headers(message.response_headers)
                 status = dict(headers).get(b":status", b"")
@@ -177,6 +178,13 @@ class ProcessedRequest:
             self._router.turns.end(self._tenant)
         if self._slot is not None:
             self._slot.close()
+
+
+def _require_read(message: messages.Message) -> messages.Message:
+    """The message, or the stream's end. Raises `InvalidRequest` for one that says nothing, or could not be decoded."""
+    if message is not grpc.aio.EOF and message.WhichOneof("request") is None:
+        raise InvalidRequest("a message of the gateway is none of Envoy's external processing")
+    return message
 
 
 def _read_head(message: messages.Message, arrived: float) -> ClientRequest:
