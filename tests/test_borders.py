@@ -33,7 +33,7 @@ TORCH_FREE = [
     "kvferry.models.catalog",
     "kvferry.router.app",
     "kvferry.fleet.recipe",
-    "kvferry.sim.seeds.scenario",
+    "kvferry.sim.fleet",
     "kvferry.cli.main",
 ]
 

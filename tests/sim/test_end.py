@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from hunts.faults import FaultInjector
+from hunts.scenario import draw, run
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.sim.loop import SimLoop, Simulation
 from kvferry.sim.network import Network, NetworkSpec
-from kvferry.sim.seeds.faults import FaultInjector
-from kvferry.sim.seeds.scenario import draw, run
 from kvferry.sim.world import World
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hunts.scenario import draw
 from kvferry.sim import engine as sim_engine
-from kvferry.sim.seeds.scenario import draw
 from kvferry.sim.stretch import decode_at_once
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 

@@ -1,6 +1,6 @@
 """A simulated deployment: a router, instances behind it, and clients that send it requests.
 
-Owns the simulation and what becomes of each request. `sim.seeds` breaks things in it and says what must
+Owns the simulation and what becomes of each request. `hunts` breaks things in it and says what must
 hold whatever breaks.
 """
 

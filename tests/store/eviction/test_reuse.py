@@ -10,8 +10,8 @@ from kvferry.store.eviction.base import EvictionPolicy
 from kvferry.store.eviction.leaf_lru import LeafLru
 from kvferry.store.eviction.reuse import Reuse
 from kvferry.store.trace.caches import PolicyCache
-from kvferry.store.trace.drifting import DRIFTS, drifting
 from kvferry.store.trace.records import TraceRequest
+from support.drifting import DRIFTS, drifting
 
 MOST_LOST = 0.003
 

@@ -4,17 +4,20 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hunts import __main__ as command
+from hunts.faults import Fault
+from hunts.hunt import DIFFERS, hunt, run_seed, shrink
+from hunts.invariants import Violation
+from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.core import entropy
-from kvferry.sim import __main__ as command
-from kvferry.sim.seeds.faults import Fault
-from kvferry.sim.seeds.hunt import DIFFERS, hunt, run_seed, shrink
-from kvferry.sim.seeds.invariants import Violation
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_processes_give_what_one_gives() -> None:
@@ -48,7 +51,7 @@ def test_what_a_failure_does_not_need_is_taken_away() -> None:
     found = shrink(whole, run=judged)
     assert found is not None
     assert (found.requests, found.faults) == ([3], [1, 4])
-    assert found.command() == "python -m kvferry.sim 1 --requests 3 --faults 1,4 --log"
+    assert found.command() == "python -m hunts 1 --requests 3 --faults 1,4 --log"
     assert shrink(whole.only([0], []), run=judged) is None
 
 
@@ -91,7 +94,7 @@ def test_an_output_that_nobody_reads() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     told = [sys.executable, "-m", command.__name__, "1"]
-    done = subprocess.run(told, check=False, stdout=writes, stderr=subprocess.PIPE)
+    done = subprocess.run(told, check=False, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE)
     os.close(writes)
     assert (done.returncode, done.stderr) == (141, b"")
 

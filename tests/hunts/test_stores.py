@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hunts.faults import STORE_KINDS, Fault, StoreKind
+from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.kv_store.loader import StoreLoader
-from kvferry.sim.seeds.faults import STORE_KINDS, Fault, StoreKind
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 from kvferry.sim.world import RequestSpec, World
 from kvferry.store.base import Read
 from kvferry.store.media.file import FileStore
@@ -75,7 +75,7 @@ def _figures(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> dict[str, f
 
 @pytest.mark.parametrize("seed", SEEDS[:10])
 def test_all_holds_with_a_store_whatever_breaks(seed: int) -> None:
-    """To run one again, with all its events: `python -m kvferry.sim SEED --log`."""
+    """To run one again, with all its events: `python -m hunts SEED --log`."""
     report = run(draw(seed))
     assert not report.violations, "\n".join(f"{one.name}: {one.what}" for one in report.violations)
 

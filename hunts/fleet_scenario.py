@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal, get_args
 
+from hunts.faults import OUTSIDE, Fault, FaultInjector, draw_faults
+from hunts.invariants import FleetSteps, Violation, of_bounds
+from hunts.scenario import Report, draw, judged, require_finished
 from kvferry.fleet.control.spec import WantedFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
-from kvferry.sim.seeds.faults import OUTSIDE, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import FleetSteps, Violation, of_bounds
-from kvferry.sim.seeds.scenario import Report, draw, judged, require_finished
 from kvferry.sim.world import RequestSpec, WorldSpec
 
 ChangeKind = Literal["scale", "swap", "roll", "kill", "controller", "stand"]

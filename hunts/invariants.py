@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hunts.stores import room_of
 from kvferry.core.errors import LeakError
 from kvferry.engine.core import EngineCore
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.fleet import FleetWorld, StartedMember
-from kvferry.sim.seeds.stores import room_of
 from kvferry.sim.world import RequestResult, World
 from kvferry.store.media.file_room import LOOK_SHARE, PIN_SUFFIX, SUFFIX
 

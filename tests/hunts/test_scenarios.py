@@ -5,10 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hunts.faults import Fault
+from hunts.invariants import of_requests
+from hunts.scenario import Report, Scenario, draw, run
 from kvferry.connectors.p2p.scheduler import P2pSchedulerSide
 from kvferry.connectors.p2p.worker import P2pWorkerSide
 from kvferry.core import entropy
@@ -18,9 +22,6 @@ from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.client.connection import ClientConnection
 from kvferry.sim.kv import KVContents
 from kvferry.sim.network import NetworkSpec
-from kvferry.sim.seeds.faults import Fault
-from kvferry.sim.seeds.invariants import of_requests
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
 from kvferry.sim.world import RequestResult, RequestSpec
 from kvferry.transport.lookup_buffer.entries import EntryTable
 
@@ -29,7 +30,7 @@ SEEDS = range(1, 13)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_holds_whatever_breaks(seed: int) -> None:
-    """To run one again, with all its events: `python -m kvferry.sim SEED --log`."""
+    """To run one again, with all its events: `python -m hunts SEED --log`."""
     report = run(draw(seed))
     assert not report.violations, "\n".join(f"{one.name}: {one.what}" for one in report.violations)
 
@@ -52,11 +53,17 @@ def test_the_same_seed_gives_the_same_events(seed: int) -> None:
 
 
 def test_another_process_with_other_hashes_gives_the_same_events() -> None:
-    command = [sys.executable, "-m", "kvferry.sim", "4"]
+    command = [sys.executable, "-m", "hunts", "4"]
     digests = set()
     for hash_seed in ("1", "2"):
         done = subprocess.run(
-            command, check=True, capture_output=True, text=True, env={"PYTHONHASHSEED": hash_seed}, timeout=120
+            command,
+            check=True,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            env={"PYTHONHASHSEED": hash_seed},
+            timeout=120,
         )
         digests.add(done.stdout.splitlines()[0])
     assert len(digests) == 1

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.sim.seeds.fleet_scenario import draw_fleet, run_fleet
-from kvferry.sim.seeds.scenario import draw, run
+from hunts.fleet_scenario import draw_fleet, run_fleet
+from hunts.scenario import draw, run
 from support import mistakes
 
 pytestmark = pytest.mark.short_deadlines

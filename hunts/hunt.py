@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvferry.sim.seeds.fleet_scenario import FleetScenario, draw_fleet, run_fleet
-from kvferry.sim.seeds.invariants import Violation
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
+from hunts.fleet_scenario import FleetScenario, draw_fleet, run_fleet
+from hunts.invariants import Violation
+from hunts.scenario import Report, Scenario, draw, run
 
 _SEEDS_AT_ONCE = 4
 ScenarioKind = Literal["deployment", "unharmed", "fleet"]
@@ -84,7 +84,7 @@ class Shrunk:
         """Runs it again, with all its events."""
         requests, faults = (",".join(map(str, one)) or "none" for one in (self.requests, self.faults))
         kind = " --fleet" if isinstance(self.scenario, FleetScenario) else ""
-        return f"python -m kvferry.sim {self.scenario.seed}{kind} --requests {requests} --faults {faults} --log"
+        return f"python -m hunts {self.scenario.seed}{kind} --requests {requests} --faults {faults} --log"
 
 
 def shrink(

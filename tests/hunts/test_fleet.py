@@ -5,6 +5,12 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from hunts import __main__ as command
+from hunts import fleet_scenario
+from hunts.faults import OUTSIDE, Fault, Kind
+from hunts.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
+from hunts.hunt import shrink
+from hunts.scenario import draw
 from kvferry.fleet.control import controller
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
@@ -12,12 +18,6 @@ from kvferry.fleet.control.front import View
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.spec import WantedFleet
-from kvferry.sim import __main__ as command
-from kvferry.sim.seeds import fleet_scenario
-from kvferry.sim.seeds.faults import OUTSIDE, Fault, Kind
-from kvferry.sim.seeds.fleet_scenario import KINDS, Change, ChangeKind, FleetScenario, draw_fleet, run_fleet
-from kvferry.sim.seeds.hunt import shrink
-from kvferry.sim.seeds.scenario import draw
 from kvferry.sim.world import RequestSpec
 
 SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])
@@ -126,7 +126,7 @@ def test_a_fleet_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shrink(replace(whole, requests=whole.requests[:2]), most_runs=10)
     assert found is not None
     assert (found.requests, found.faults) == ([], [0])
-    assert found.command() == "python -m kvferry.sim 1 --fleet --requests none --faults 0 --log"
+    assert found.command() == "python -m hunts 1 --fleet --requests none --faults 0 --log"
 
 
 def test_a_part_of_a_fleet_s_scenario_runs_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m kvferry.sim SEED …`, or `FIRST-LAST`: run the scenarios of these seeds, and tell what did not hold."""
+"""`python -m hunts SEED …`, or `FIRST-LAST`: run the scenarios of these seeds, and tell what did not hold."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 
+from hunts.fleet_scenario import draw_fleet
+from hunts.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
+from hunts.scenario import Report, draw
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.process_end import leave
 from kvferry.core.streams import OutputError, prepare_streams
-from kvferry.sim.seeds.fleet_scenario import draw_fleet
-from kvferry.sim.seeds.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
-from kvferry.sim.seeds.scenario import Report, draw
 
 _MOST_TOLD = 6
 _FEW_SEEDS = 8
@@ -21,7 +21,7 @@ _LONGEST = 1500
 
 def main(arguments: list[str]) -> int:
     """Returns 1 if something did not hold."""
-    parser = argparse.ArgumentParser(prog="python -m kvferry.sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m hunts", description=__doc__)
     parser.add_argument("seeds", nargs="+", type=_range, help="seeds, or ranges such as 1-200")
     parser.add_argument("--no-faults", action="store_true", help="nothing breaks")
     parser.add_argument("--fleet", action="store_true", help="of a fleet that a controller looks after")
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
             num_failed += _tell(report, always=len(seeds) <= _FEW_SEEDS)
             if report.violations:
                 flag = {"deployment": "", "unharmed": " --no-faults", "fleet": " --fleet"}[kind]
-                sys.stdout.write(f"  to shrink it: python -m kvferry.sim {report.seed}{flag} --shrink\n")
+                sys.stdout.write(f"  to shrink it: python -m hunts {report.seed}{flag} --shrink\n")
     wall_s, cpu_s = SYSTEM_CLOCK.monotonic() - begun, sum(os.times()[:4])
     sys.stdout.write(f"{len(seeds)} seeds, {num_failed} failed, {wall_s:.1f} s, {cpu_s:.1f} s of CPU time\n")
     return 1 if num_failed else 0

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.sim.seeds.faults import GENTLE, KINDS, Fault, Kind
-from kvferry.sim.seeds.scenario import Report, Scenario, draw, run
+from hunts.faults import GENTLE, KINDS, Fault, Kind
+from hunts.scenario import Report, Scenario, draw, run
 
 HAPPENS: dict[Kind, str] = {
     "crash": "decode0 ends",

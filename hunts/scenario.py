@@ -1,4 +1,4 @@
-"""Scenarios that a seed decides, and what comes of them. `python -m kvferry.sim SEED …` runs them."""
+"""Scenarios that a seed decides, and what comes of them. `python -m hunts SEED …` runs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
-from kvferry.engine.core import EngineCore
-from kvferry.sim.engine import SimInstanceSpec
-from kvferry.sim.network import NetworkSpec
-from kvferry.sim.seeds.faults import GENTLE, KINDS, STORE_KINDS, Fault, FaultInjector, draw_faults
-from kvferry.sim.seeds.invariants import (
+from hunts.faults import GENTLE, KINDS, STORE_KINDS, Fault, FaultInjector, draw_faults
+from hunts.invariants import (
     Violation,
     of_blocks,
     of_code,
@@ -23,8 +20,11 @@ from kvferry.sim.seeds.invariants import (
     of_steps,
     of_stores,
 )
-from kvferry.sim.seeds.stores import draw_store
-from kvferry.sim.seeds.variants import direct, draw_variant, longest_prompt, many, slow, with_turns
+from hunts.stores import draw_store
+from hunts.variants import direct, draw_variant, longest_prompt, many, slow, with_turns
+from kvferry.engine.core import EngineCore
+from kvferry.sim.engine import SimInstanceSpec
+from kvferry.sim.network import NetworkSpec
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
