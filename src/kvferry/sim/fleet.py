@@ -105,7 +105,7 @@ class SimLease(FleetLease):
             self._world.lease_holder = ""
 
     async def remove(self) -> None:
-        """As `give_up`."""
+        """Forget who has it: the fleet has ended."""
         await self.give_up()
 
     def _hold(self, begun: float) -> None:
@@ -131,7 +131,7 @@ class SimFront(Front):
         self._backend = backend
 
     async def declare(self, *args: Any, **options: Any) -> Mapping[str, View] | None:
-        """As the real one."""
+        """Declare instances to the routers, and note who does."""
         self._backend.note_act("declares instances")
         return await super().declare(*args, **options)
 
