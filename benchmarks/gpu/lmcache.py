@@ -28,7 +28,7 @@ def run(context: Context) -> None:
     request = {
         "model": llama(context),
         "dtype": "float32" if context.small else "bfloat16",
-        "block_size": 16,
+        "block_size": 32,
         "tokens": tokens,
         "question": 16,
         "vocab": 500 if context.small else 32000,
