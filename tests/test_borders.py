@@ -1,7 +1,13 @@
 """The borders that import-linter cannot see: what happens when the package is really imported without torch."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import kvferry
+
+SOURCE = Path(kvferry.__file__).parent
 
 TORCH_FREE = [
     "kvferry",
@@ -79,3 +85,10 @@ def test_a_hand_off_over_shared_memory_loads_no_other_medium() -> None:
     assert {"fabric.shm", "lookup_buffer.fabric"} <= loaded
     others = {"tls", "checksum", "memory_vector", "cuda", "fabric.pipe", "fabric.tcp", "fabric.nixl", "fabric.mooncake"}
     assert not loaded & others
+
+
+def test_one_module_asks_how_much_the_machine_has() -> None:
+    """A container is allowed less than the machine has, which only `core.machine` knows."""
+    questions = re.compile(r"virtual_memory\(|swap_memory\(|sched_getaffinity\(|cpu_count\(|available_parallelism\(")
+    asking = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if questions.search(path.read_text())}
+    assert asking == {"core/machine.py"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.cpu import CorePlan, available_cores, cores_of, parse_cores, plan_cores, thread_variables
+from kvferry.fleet.cpu import CorePlan, cores_of, num_threads, parse_cores, plan_cores, thread_variables
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,15 @@ def test_cores_wrongly_written(text: str) -> None:
 
 
 def test_threads_follow_cores() -> None:
-    assert thread_variables((0, 1, 2))["OMP_NUM_THREADS"] == "3"
-    assert thread_variables(())["MKL_NUM_THREADS"] == "1"
-    assert available_cores()
+    assert thread_variables(3)["OMP_NUM_THREADS"] == "3"
+    assert thread_variables(0)["MKL_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("cores", "fleet_cores", "num_cpus", "expected"),
+    [(32, 64, 64, 32), (32, 64, 8, 4), (32, 64, 1, 1), (4, 4, 8, 4), (0, 0, 4, 1), (1, 2, 2, 1)],
+)
+def test_threads_are_a_share_of_what_a_container_may_use(
+    cores: int, fleet_cores: int, num_cpus: int, expected: int
+) -> None:
+    assert num_threads(tuple(range(cores)), tuple(range(fleet_cores)), num_cpus) == expected

@@ -91,7 +91,7 @@ def run_command(arguments: Sequence[str], environment: Mapping[str, str], log: P
     return Forked(_run_command, ready_write, list(arguments), dict(environment), str(log))
 
 
-def run_rank(rank: int, size: int, pipe: int, auth_token: str) -> Forked:
+def run_rank(rank: int, pipe: int, auth_token: str) -> Forked:
     """In place of `rank_process._start`."""
     return Forked(_run_rank, pipe, {**os.environ, "OMP_NUM_THREADS": "1", "KVFERRY_AUTH_TOKEN": auth_token})
 

@@ -36,9 +36,10 @@ from kvferry.cli.common import (
 )
 from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.core.machine import num_cpus, usable_cores
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.cpu import available_cores, parse_cores, thread_variables
+from kvferry.fleet.cpu import parse_cores, thread_variables
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.transfer import check_transfer
@@ -122,9 +123,9 @@ def serve(
 def _serve_one(told: Told, ready_fd: int | None) -> int:
     """Run one instance as this process: it needs no fleet."""
     if told.spec.cores is not None:
-        cores = parse_cores(told.spec.cores, available_cores())
+        cores = parse_cores(told.spec.cores, usable_cores())
         os.sched_setaffinity(0, cores)
-        os.environ.update(thread_variables(cores))
+        os.environ.update(thread_variables(num_cpus()))
     text = told.instance.kv_transfer_config
     if text is not None:
         check_transfer(text)

@@ -1,22 +1,69 @@
-"""What this machine has."""
+"""How much memory, how many CPUs and how much room this process may use: the machine's, or less where a container
+(control groups of version 1 or 2) is allowed less. The only place that asks."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from kvferry.core.cgroups import Cgroups
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.units import format_bytes
 
+_OWN = Cgroups()
 
-def require_memory(num_bytes: int, asker: str) -> None:
-    """Raise `ConfigError`, which names `asker`, if this machine has less memory and swap in all. How much is free is
-    not checked: another process may already have allocated the shared memory."""
-    there = psutil.virtual_memory().total + psutil.swap_memory().total
-    if num_bytes > there:
-        raise ConfigError(f"{asker}: this machine has {format_bytes(there)}")
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory that this process may use, in bytes. `total` and `available_with_swap` count swap space too.
+    `owner` is who sets the limit: "machine" or "container"."""
+
+    total: int
+    available: int
+    available_with_swap: int
+    owner: str = "machine"
+
+
+def usable_memory(cgroups: Cgroups = _OWN) -> Memory:
+    """The memory of the machine or of the container, whichever is less."""
+    virtual, swap = psutil.virtual_memory(), psutil.swap_memory()
+    smallest = Memory(virtual.total + swap.total, virtual.available, virtual.available + swap.free)
+    for group in cgroups.memories():
+        swap_total = swap.total if group.swap is None else min(group.swap, swap.total)
+        swap_free = min(swap.free, max(0, swap_total - group.swap_used))
+        free = max(0, group.limit - group.used)
+        total = group.limit + swap_total
+        smallest = Memory(
+            min(smallest.total, total),
+            min(smallest.available, free),
+            min(smallest.available_with_swap, free + swap_free),
+            "container" if total < smallest.total else smallest.owner,
+        )
+    return smallest
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on. A container's quota may allow it less time on them: `num_cpus`."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def num_cpus(cgroups: Cgroups = _OWN) -> int:
+    """How many threads can compute all the time: the cores that this process may run on, or its container's quota of
+    CPU time, rounded down, but not to 0."""
+    cores, quota = len(usable_cores()), cgroups.cpus()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def require_memory(num_bytes: int, asker: str, cgroups: Cgroups = _OWN) -> None:
+    """Raise `ConfigError`, which names `asker`, if this machine or container has less memory and swap in all. How much
+    is free is not checked: another process may already have allocated the shared memory."""
+    limit = usable_memory(cgroups)
+    if num_bytes > limit.total:
+        raise ConfigError(f"{asker}: this {limit.owner} has {format_bytes(limit.total)}")
 
 
 def require_room(folder: Path, num_bytes: int, asker: str) -> None:

@@ -48,7 +48,7 @@ class EngineConfig:
 
     num_threads: Count | None = None
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
-    use."""
+    use, or what its container's CPU limit allows."""
 
     max_model_len: Count | None = None
     """Longest prompt plus answer, in tokens. Default: the model's own limit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,6 @@ class CorePlan:
 
     instances: tuple[Cores, ...]
     router: Cores
-
-
-def available_cores() -> Cores:
-    """The cores that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def plan_cores(available: Sequence[int], num_instances: int) -> CorePlan:
@@ -75,7 +69,13 @@ def parse_cores(text: str, available: Sequence[int]) -> Cores:
     return tuple(sorted(cores))
 
 
-def thread_variables(cores: Cores) -> dict[str, str]:
-    """Environment variables that make numeric libraries use as many threads as there are cores."""
-    count = str(max(1, len(cores)))
+def num_threads(cores: Cores, fleet_cores: Cores, num_cpus: int) -> int:
+    """Threads of a process on `cores`: one for each, or the process's share where a container is allowed fewer CPUs
+    (`num_cpus`) than the fleet has cores. At least 1."""
+    return max(1, min(len(cores), num_cpus * len(cores) // max(1, len(fleet_cores))))
+
+
+def thread_variables(number: int) -> dict[str, str]:
+    """Environment variables that make numeric libraries use this many threads."""
+    count = str(max(1, number))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
-from kvferry.core.machine import require_memory
+from kvferry.core.machine import num_cpus, require_memory, usable_cores
 from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, overridden, to_arguments, variable_name
 from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
-from kvferry.fleet.cpu import Cores, available_cores, parse_cores, plan_cores, thread_variables
+from kvferry.fleet.cpu import Cores, num_threads, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.routers import RouterPlan
 from kvferry.fleet.sglang import check_sglang, sglang_server
@@ -114,14 +114,22 @@ class LocalRecipe:
     @cached_property
     def cores(self) -> Cores:
         """The cores of the whole fleet."""
-        available = available_cores()
+        available = usable_cores()
         return available if self.spec.cores is None else parse_cores(self.spec.cores, available)
+
+    @cached_property
+    def num_cpus(self) -> int:
+        """The CPUs whose time the whole fleet can have: its cores, or fewer in a container with a quota."""
+        return min(len(self.cores), num_cpus())
+
+    def _num_threads(self, cores: Cores) -> int:
+        return num_threads(cores, self.cores, self.num_cpus)
 
     @property
     def num_routers(self) -> int:
         """How many routers share the address."""
         told = self.fleet.router.count
-        has_room = bool(self.node) or len(self.cores) >= self.num_instances + ROUTERS
+        has_room = bool(self.node) or self.num_cpus >= self.num_instances + ROUTERS
         return (ROUTERS if has_room else 1) if told is None else told
 
     @property
@@ -174,7 +182,7 @@ class LocalRecipe:
         return ProcessSpec(
             name=name,
             command=(*PROGRAM, *arguments),
-            environment={**thread_variables(cores), **secrets, INSTANCE_VARIABLE: name},
+            environment={**thread_variables(self._num_threads(cores)), **secrets, INSTANCE_VARIABLE: name},
             hidden=self.hidden,
             forks=True,
         )
@@ -194,6 +202,7 @@ class LocalRecipe:
             host=listen.host,
             port=listen.port,
             cores=cores,
+            num_threads=self._num_threads(cores),
             environment={TOKEN_VARIABLE: self.token, **self._vllm_logging(), **self._given_devices()},
             hidden=self.hidden,
             arguments=(*ranks, *told.args),
@@ -231,7 +240,7 @@ class LocalRecipe:
             port=listen.port,
             num_ranks=told.tensor_parallel_size,
             arguments=told.args,
-            environment={**thread_variables(cores), **devices},
+            environment={**thread_variables(self._num_threads(cores)), **devices},
             hidden=self.hidden,
         )
 
@@ -255,6 +264,10 @@ class LocalRecipe:
         """The devices that a cluster's scheduler has given, which are not divided once more."""
         return {DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {}
 
+    @property
+    def _router_cores(self) -> Cores:
+        return plan_cores(self.cores, max(1, self.num_instances)).router if self._has_instances else ()
+
     @cached_property
     def _routers(self) -> RouterPlan:
         config = replace(self.router, workers=self.num_routers, declared=self._has_instances)
@@ -265,7 +278,7 @@ class LocalRecipe:
             limits=self.limits,
             instance_access=self.instance_access,
             log=self.log,
-            cores=plan_cores(self.cores, max(1, self.num_instances)).router if self._has_instances else (),
+            num_threads=self._num_threads(self._router_cores),
             environment={TOKEN_VARIABLE: self.token} if self.token else {},
             hidden=self.hidden,
         )

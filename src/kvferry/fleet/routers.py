@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvferry.fleet.arguments import KEY_FIELDS, to_arguments, variable_name
-from kvferry.fleet.cpu import Cores, thread_variables
+from kvferry.fleet.cpu import thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.spec import Listen
 from kvferry.http.client.access import InstanceAccess
@@ -38,7 +38,7 @@ class RouterPlan:
     limits: HttpLimits
     instance_access: InstanceAccess
     log: LogConfig = TEXT
-    cores: Cores = ()
+    num_threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
 
@@ -69,7 +69,7 @@ class RouterPlan:
             command=command,
             environment={
                 **self.environment,
-                **thread_variables(self.cores),
+                **thread_variables(self.num_threads),
                 **self._secrets(),
                 INSTANCE_VARIABLE: name,
             },

@@ -23,11 +23,10 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from kvferry.core.cache_places import meeting_roots
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
+from kvferry.core.machine import usable_memory
 from kvferry.core.private_folder import private_folder
 
 LOCK_S = 2.0
@@ -206,7 +205,7 @@ def _open_members(path: Path):  # type: ignore[no-untyped-def]
 
 
 def _make(label: str, num_bytes: int) -> int:
-    free = psutil.virtual_memory().available
+    free = usable_memory().available
     descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
         if num_bytes > free:  # the kernel would kill a process rather than refuse

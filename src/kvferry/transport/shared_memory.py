@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError, PeerLost
+from kvferry.core.machine import usable_memory
 
 _NAME = re.compile(r"(kvferry-[0-9a-f]{16})-(\d{1,10})-(\d{1,10})")
 _owned: dict[str, int] = {}
@@ -127,15 +127,15 @@ def _hide(name: str) -> None:
 
 def _claim(descriptor: int, num_bytes: int) -> None:
     """Set the segment's size and reserve its memory: later, a lack of memory would be a SIGBUS on a write."""
-    free = psutil.virtual_memory().available
+    limits = usable_memory()
     try:
-        if num_bytes > free + psutil.swap_memory().free:  # the kernel would kill somebody rather than refuse
+        if num_bytes > limits.available_with_swap:  # the kernel would kill somebody rather than refuse
             raise OSError(0, "not enough memory")
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         raise ConfigError(
-            f"cannot take {num_bytes / 2**20:.0f} MiB of shared memory: {error.strerror}; {free / 2**20:.0f} MiB are"
-            " free; lower --kv-cache-memory"
+            f"cannot take {num_bytes / 2**20:.0f} MiB of shared memory: {error.strerror};"
+            f" {limits.available / 2**20:.0f} MiB are free; lower --kv-cache-memory"
         ) from error
 
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 
 from kvferry.core.errors import RankLost
 from kvferry.core.messages.wire import Pipe
@@ -27,12 +29,12 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcess, Pipe]]:
     """As rank 0 sees it, and its end of the pipe."""
     ends: list[Pipe] = []
 
-    def start(rank: int, size: int, pipe: int, auth_token: str) -> subprocess.Popen[bytes]:
+    def start(rank: int, pipe: int, auth_token: str) -> subprocess.Popen[bytes]:
         ends.append(rank_end(os.dup(pipe)))
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
     monkeypatch.setattr(rank_process, "_start", start)
-    process = RankProcess(1, *start_rank(1, 2, "token"), Losses(), StoreTable())
+    process = RankProcess(1, *start_rank(1, "token"), Losses(), StoreTable())
     yield process, ends[0]
     process.begin_end()
     while not isinstance(ends[0].receive(), Close):
@@ -100,3 +102,20 @@ def test_an_answer_to_something_else_is_a_lost_rank(rank: Any) -> None:
     pipe.send(Statistics({}))
     with pytest.raises(RankLost, match="answered Statistics where Checked was expected"):
         process.answer(Checked, 10)
+
+
+def test_a_rank_knows_the_threads_of_all_and_takes_its_share_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        link, process = start_rank(1, "token")
+        try:
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            assert b"OMP_NUM_THREADS=4" in variables, "divided here too, a rank would take a share of a share"
+        finally:
+            process.kill()
+            process.wait(30)
+            link.pipe.close()
+    finally:
+        torch.set_num_threads(before)

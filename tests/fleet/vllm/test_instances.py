@@ -17,7 +17,7 @@ from fleet.test_recipe import recipe
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.control.spec import MemberRole
-from kvferry.fleet.cpu import Cores, available_cores, cores_of
+from kvferry.fleet.cpu import Cores, cores_of
 from kvferry.fleet.process import Foreign, ProcessSpec, RouterGroup
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -53,7 +53,7 @@ def fleet(prefill: int = 1, decode: int = 1, transfer: Any = None, arguments: tu
 
 
 def cores_at(number: int, made: LocalRecipe) -> Cores:
-    return cores_of(number, made.num_instances, available_cores())
+    return cores_of(number, made.num_instances, made.cores)
 
 
 def servers(made: LocalRecipe) -> list[ProcessSpec]:
@@ -92,6 +92,16 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
     side_channels = [spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for spec in found]
     assert len({*ports, *side_channels}) == 6
     assert len({spec.environment["KVFERRY_AUTH_TOKEN"] for spec in found}) == 1
+
+
+def test_threads_are_not_bound_to_cores_where_a_container_is_allowed_fewer_cpus() -> None:
+    made = instances.VllmInstances.from_settings(
+        EngineConfig(model="some/model"), EngineChoice(engine="vllm"), InstanceSpec(), splits=True
+    )
+    place = instances.InstancePlace("decode", "decode-0", 0, "127.0.0.1", 9000, (0, 1, 2, 3), 1, {})
+    environment = made.process(place).environment
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "else vLLM starts a thread for each core"
+    assert environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_router_finds_out_how_they_hand_over(tmp_path: Path) -> None:

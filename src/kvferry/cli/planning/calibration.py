@@ -8,7 +8,6 @@ of an instance's core is part of it.
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import statistics
 import sysconfig
@@ -25,6 +24,7 @@ from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
+from kvferry.core.machine import num_cpus
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.sim.fit import fit_steps, fit_transfer, spread
 from kvferry.sim.times import KVSize, MachineTimes, StepSample, StepWork, TransferTimes
@@ -286,7 +286,7 @@ async def facts_of(server: Server) -> InstanceFacts:
 def this_machine() -> str:
     """The processor's name, and how many cores this process may use."""
     names = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
+    return f"{next(names, platform.machine())}, {num_cpus()} cores"
 
 
 def _cpu_lines() -> list[str]:

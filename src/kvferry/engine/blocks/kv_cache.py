@@ -7,12 +7,12 @@ pool does).
 
 from __future__ import annotations
 
-import psutil
 import torch
 from torch import Tensor
 
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
+from kvferry.core.machine import usable_memory
 from kvferry.core.settings.units import format_bytes
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.shared_memory import SharedSegment
@@ -92,5 +92,4 @@ def require_two_blocks(layout: KVLayout, budget: int) -> None:
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    available: int = psutil.virtual_memory().available
-    return int(min(available * CPU_SHARE, CPU_DEFAULT_LIMIT) / num_ranks)
+    return int(min(usable_memory().available * CPU_SHARE, CPU_DEFAULT_LIMIT) / num_ranks)

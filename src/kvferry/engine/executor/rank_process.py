@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-import torch
-
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost, ProtocolError, RankLost, UnsupportedModel
 from kvferry.core.settings.environment import AUTH_TOKEN
@@ -39,6 +37,7 @@ from kvferry.engine.executor.messages import (
     engine_end,
 )
 from kvferry.engine.executor.store import StoreTable
+from kvferry.engine.model.place import default_num_threads
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
@@ -116,11 +115,11 @@ class Process(Protocol):
         """Send it SIGKILL."""
 
 
-def start_rank(rank: int, size: int, auth_token: str) -> tuple[Link, Process]:
+def start_rank(rank: int, auth_token: str) -> tuple[Link, Process]:
     """A process of this machine, which waits for `LoadModel`."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = _start(rank, size, theirs.fileno(), auth_token)
+        process = _start(rank, theirs.fileno(), auth_token)
         return Link(engine_end(ours.detach()), f"process {process.pid}", LOOPBACK), process
 
 
@@ -304,12 +303,12 @@ def _how(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _start(rank: int, size: int, pipe: int, auth_token: str) -> Process:
+def _start(rank: int, pipe: int, auth_token: str) -> Process:
     environment = {
         **os.environ,
         AUTH_TOKEN: auth_token,
         **helper_environment(f"rank-{rank}"),
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size)),
+        "OMP_NUM_THREADS": str(default_num_threads()),  # of all ranks: each takes its share of it
         "PYTHONPATH": os.pathsep.join(
             path for path in sys.path if path
         ),  # so that connectors of other packages are found

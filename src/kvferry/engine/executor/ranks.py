@@ -299,7 +299,7 @@ def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iter
     """The other ranks, in their order: started by this process, or those that come."""
     size = config.tensor_parallel_size
     if config.ranks_at is None:
-        yield from (start_rank(rank, size, auth_token) for rank in range(1, size))
+        yield from (start_rank(rank, auth_token) for rank in range(1, size))
         return
     listener = RankListener(config.ranks_at, auth_token)
     try:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvferry.core.errors import ConfigError
+from kvferry.core.machine import num_cpus
 
 if TYPE_CHECKING:
     from kvferry.engine.config import EngineConfig
+
+
+def default_num_threads() -> int:
+    """CPU threads of all ranks that share this machine: what torch has taken from OMP_NUM_THREADS, or else at most as
+    many as the CPUs that this process, or its container, may use."""
+    number = torch.get_num_threads()
+    return number if "OMP_NUM_THREADS" in os.environ else min(number, num_cpus())
 
 
 @dataclass(frozen=True)
@@ -56,14 +65,15 @@ class Place:
         return torch.device("cuda", self.device_index)
 
     def set_num_threads(self, wanted: int | None) -> None:
-        """Give this rank its share of the CPU threads. `wanted`: for all ranks together; None: what torch has taken
-        from OMP_NUM_THREADS. Raises `ConfigError`."""
+        """Give this rank its share of the CPU threads. `wanted`: for all ranks together; None: `default_num_threads`.
+        Raises `ConfigError`."""
         if wanted is not None and wanted < 1:
             raise ConfigError(f"--num-threads must be at least 1, got {wanted}")
-        if wanted is None and not self.shares_machine:
-            return
-        if wanted is not None or self.size > 1:
-            torch.set_num_threads(max(1, (wanted or torch.get_num_threads()) // self.size))
+        number = wanted or default_num_threads()
+        if wanted is not None or self.shares_machine:
+            number = max(1, number // self.size)
+        if number != torch.get_num_threads():
+            torch.set_num_threads(number)
 
     def agree(self, needed: bool, device: torch.device) -> bool:
         """Whether `needed` is true on any rank. All ranks call it together."""

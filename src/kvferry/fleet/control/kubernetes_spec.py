@@ -77,7 +77,8 @@ class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Environment variables from keys of Secrets, such as { KVFERRY_API_KEY = "chat-keys/api" } of routers: the Secret
     `chat-keys`, and its key `api`."""
     shared_memory: Quantity = "8Gi"
-    """Size of /dev/shm: the KV cache is in it on CPUs, and what ranks pass to each other."""
+    """Most that may be in /dev/shm, through which the processes of a vLLM server and NCCL exchange data. It counts as
+    the pod's memory. KV caches are not in it: they are limited by the pod's memory alone."""
 
 
 class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -59,6 +59,7 @@ class InstancePlace:
     host: str
     port: int
     cores: Cores
+    num_threads: int
     environment: dict[str, str]
     hidden: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ()
@@ -144,11 +145,11 @@ class VllmInstances:
         return command
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
-        own = thread_variables(place.cores) | device_variables(place.index, self.number)
+        own = thread_variables(place.num_threads) | device_variables(place.index, self.number)
         if self.found.on_cpu and os.environ.get(CALM_VLLM) != "0":
             own["PYTHONPATH"] = os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])])
-        if place.cores and _BIND not in os.environ and not _has_several_workers((*self.arguments, *place.arguments)):
-            own[_BIND] = ",".join(map(str, place.cores))
+        if _BIND not in os.environ:
+            own |= self._binding(place)
         if self.transfer is not None:
             own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
             own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, place.host)[0])
@@ -157,6 +158,15 @@ class VllmInstances:
         if bootstrap_port:
             own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
         return own
+
+    def _binding(self, place: InstancePlace) -> dict[str, str]:
+        """The cores that vLLM binds its threads to: one thread for each core, whatever OMP_NUM_THREADS says. In a
+        container that is allowed fewer CPUs, threads are not bound, and as many as OMP_NUM_THREADS says."""
+        if place.num_threads < len(place.cores):
+            return {_BIND: "nobind"}
+        if not place.cores or _has_several_workers((*self.arguments, *place.arguments)):
+            return {}
+        return {_BIND: ",".join(map(str, place.cores))}
 
 
 def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
+from kvferry.core.machine import usable_memory
 
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -26,7 +26,7 @@ def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[s
     names = {one.partition("=")[0].replace("_", "-") for one in arguments}
     if num_instances < 2 or names & set(_MEMORY_FLAGS) or _MEMORY_VARIABLE in os.environ:
         return []
-    share = psutil.virtual_memory().available // (2 * num_instances)
+    share = usable_memory().available // (2 * num_instances)
     return ["--kv-cache-memory-bytes", str(min(share, _MOST_BYTES))]
 
 

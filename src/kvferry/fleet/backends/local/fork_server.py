@@ -136,7 +136,7 @@ class _Server:
             with theirs:
                 process = spawn(  # without output: an import that fails here fails in an instance too
                     launching(command, (), "self"),
-                    {**environment, **thread_variables(()), "OPENBLAS_NUM_THREADS": "1"},
+                    {**environment, **thread_variables(1), "OPENBLAS_NUM_THREADS": "1"},
                     inherits=(theirs.fileno(),),
                 )
         except BaseException:

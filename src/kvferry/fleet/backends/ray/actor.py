@@ -242,7 +242,7 @@ def _address_of(held: socket.socket) -> str:
 
 
 def _threads(order: Order) -> dict[str, str]:
-    return thread_variables(tuple(range(int(order.needs.cpus))))
+    return thread_variables(int(order.needs.cpus))
 
 
 def _rank_process(name: str, order: Order) -> ProcessSpec:
