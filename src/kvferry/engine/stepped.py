@@ -42,6 +42,7 @@ class SteppedEngine(ABC):
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
         self.engine = engine
+        self._process_name = entropy.token_hex(16)
         self.engine_id = engine.transfer.engine_id if engine.transfer else entropy.token_hex(16)
         self.model_names = tuple(model_names)
         self.max_model_len = engine.max_model_len
@@ -93,6 +94,7 @@ class SteppedEngine(ABC):
         return InstanceFacts(
             role="both" if transfer is None else _ROLES[transfer.kv_role],
             engine_id=self.engine_id,
+            process=self._process_name,
             connector=transfer.kv_connector if transfer else None,
             tickets=side.tickets() if side is not None else TicketKinds(),
             keeps_keys=engine.keeps_keys,

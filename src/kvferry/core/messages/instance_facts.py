@@ -70,6 +70,8 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     role: Literal["prefill", "decode", "both"] = "both"
     engine_id: str = ""
+    process: str = ""
+    """Names this process: a user may have given the same `engine_id` to its successor."""
     connector: str | None = None
     """None: it can neither hand off nor fetch."""
     tickets: TicketKinds = TicketKinds()

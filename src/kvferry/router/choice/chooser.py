@@ -53,7 +53,7 @@ class Chooser:
         self._fallback = make_policy("least_loaded", context, ())
         self._tell_of_policy_at = -math.inf
         self.decisions, self.traffic = Decisions(config.max_decisions), Traffic()
-        self.pairing = Pairing(config, pools, self.index)
+        self.pairing = Pairing(config, pools, self.index, self.estimates)
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
         self._session_header = config.session_header.lower().encode()
 
@@ -84,6 +84,7 @@ class Chooser:
 
     def record(self, path: str, asked: Asked, request_id: bytes, arrived: float) -> Decision:
         """Begin the record of a request that is about to be placed."""
+        self.pairing.catch_up()
         return Decision(
             request_id=request_id,
             path=path,

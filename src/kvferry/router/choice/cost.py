@@ -126,6 +126,13 @@ class Estimates:
             return
         self._slowness[self._rows[name]] = slowness
 
+    def forget(self, name: str) -> None:
+        """Forget the speed of an instance: another process is there now."""
+        if name in self._prefill:
+            self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
+            self._slowness[self._rows[name]] = 1.0
+            self._unlike.discard(name)
+
     def _add_line(self, name: str) -> Line:
         row = len(self._rows) + 1
         if row > _MOST_INSTANCES:

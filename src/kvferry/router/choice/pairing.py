@@ -1,7 +1,8 @@
 """Which instances can serve a request together: those with its model, the readers of a prefill instance's KV, and the
 form of their hand-off. What was concluded is kept until an instance comes, goes or says something new.
 
-Tells the prefix index how large each cache is, and when one is empty.
+Ends what is remembered of an instance, its prefixes and its speed, with its process, and tells the prefix index how
+large each cache is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvferry.core.messages.instance_facts import InstanceFacts
+from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Options, any_pair
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.config import RouterConfig
@@ -23,9 +25,10 @@ from kvferry.router.protocols.keys import PROTOCOL
 class Pairing:
     """The pairs that one router's instances form."""
 
-    def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex) -> None:
-        self._config, self._pools, self._index = config, pools, index
-        self._known: dict[Instance, Facts] = {}
+    def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex, estimates: Estimates) -> None:
+        self._config, self._pools, self._index, self._estimates = config, pools, index, estimates
+        self._known: dict[Instance, tuple[int, Facts]] = {}
+        """The process of each instance, and what it has said."""
         self._now, self._revision, self._form_states = pools.decode.revision, -1, -1
         self._forms: dict[Instance, MakeForm | str] = {}
         """How each prefill instance hands off now, or why it cannot."""
@@ -36,8 +39,7 @@ class Pairing:
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
     ) -> Options[Instance]:
         """The options: those of these instances that have the model, and which of them are pairs."""
-        if self._revision != self._now.number:
-            self._look_again()
+        self.catch_up()
         if self._models_differ:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
@@ -46,8 +48,7 @@ class Pairing:
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """The decode instances that can read the KV of this prefill instance, as far as is known."""
-        if self._revision != self._now.number:
-            self._look_again()
+        self.catch_up()
         can_pair = self._can_pair_now if prefill.draining else self._can_pair
         return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
 
@@ -69,14 +70,15 @@ class Pairing:
             return "no_pair"
         return choose_form(self._config, prefill, [one.confirmed for one in readers if one.usable]) or "no_bootstrap"
 
-    def _look_again(self) -> None:
-        """Instances came, went, or have said something new about themselves."""
+    def catch_up(self) -> None:
+        """Look again, if instances came, went, or have said something new about themselves."""
+        if self._revision == self._now.number:
+            return
         prefill, decode = self._pools.prefill.instances, self._pools.decode.instances
         everyone = [*prefill, *decode]
         self._known = {one: self._known[one] for one in everyone if one in self._known}
         for instance in everyone:
-            if self._known.get(instance) is not instance.facts:
-                self._note_facts(instance, instance.facts)
+            self._note(instance)
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
         self._may_stay_whole = all(one.answers_alone for one in decode)
         self._decode_places = _decode_places(everyone, decode)
@@ -88,16 +90,16 @@ class Pairing:
         can = can_pair_by_keys if self._config.protocol == PROTOCOL else can_pair
         return prefill.unit == decode.unit and can(prefill.facts, decode.facts)
 
-    def _note_facts(self, instance: Instance, facts: Facts) -> None:
-        """An instance has reported about itself; it may be a new process, with an empty cache."""
-        if not isinstance(facts, InstanceFacts | VllmFacts):
-            return
-        before = self._known.get(instance)
-        if isinstance(before, InstanceFacts) and getattr(facts, "engine_id", None) != before.engine_id:
-            self._index.cleared(instance)
-        if facts.num_kv_tokens:
-            self._index.set_capacity(instance, facts.num_kv_tokens)
-        self._known[instance] = facts
+    def _note(self, instance: Instance) -> None:
+        process, facts = self._known.get(instance, (-1, None))
+        if process != instance.process:
+            self._estimates.forget(instance.name)  # also of an instance that had the same name before
+            if process >= 0:
+                self._index.cleared(instance)
+        now = instance.facts
+        if facts is not now and isinstance(now, InstanceFacts | VllmFacts) and now.num_kv_tokens:
+            self._index.set_capacity(instance, now.num_kv_tokens)
+        self._known[instance] = instance.process, now
 
 
 def _decode_places(everyone: Sequence[Instance], decode: Sequence[Instance]) -> int:

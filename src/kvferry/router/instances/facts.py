@@ -21,6 +21,7 @@ SGLANG_PATH, OLDER_SGLANG_PATH = "/server_info", "/get_server_info"
 T = TypeVar("T")
 
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
+_STARTED = re.compile(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
@@ -43,6 +44,15 @@ class _Version(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     owned_by: str = ""
+
+
+class _VllmMetrics(msgspec.Struct, frozen=True):
+    """How many tokens vLLM's KV cache holds, its type, and when its process started; 0 and empty if its metrics do not
+    show them."""
+
+    num_kv_tokens: int = 0
+    cache_dtype: str = ""
+    process: str = ""
 
 
 class _SglangServer(msgspec.Struct):
@@ -96,10 +106,13 @@ async def ask_about(instance: Instance, connections: Connections, protocol: Prot
             found = await _about_sglang(instance, connections, timeout_s)
             return SglangFacts() if isinstance(found, Absent) else found
         case "nixl":
-            return VllmFacts()
+            return VllmFacts(process=(await _metrics(instance, connections, timeout_s)).process)
         case "mooncake":
             bootstrap = await _bootstrap(instance, connections, timeout_s)
-            return VllmFacts(bootstrap=bootstrap) if bootstrap or instance.role == "decode" else Unasked()
+            if bootstrap is None and instance.role == "prefill":
+                return Unasked()
+            process = (await _metrics(instance, connections, timeout_s)).process
+            return VllmFacts(bootstrap=bootstrap, process=process)
     facts = await _about_kvferry(instance, connections, timeout_s)
     if not isinstance(facts, Absent):
         return facts
@@ -145,27 +158,30 @@ async def _about_vllm(instance: Instance, connections: Connections, timeout_s: f
     cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
     if any(card.owned_by != "vllm" for card in cards):
         return Absent()
-    num_kv_tokens, cache_dtype = await _cache_config(instance, connections, timeout_s)
+    metrics = await _metrics(instance, connections, timeout_s)
     return VllmFacts(
         version=version.version,
         model_names=[card.id for card in cards],
-        num_kv_tokens=num_kv_tokens,
-        cache_dtype=cache_dtype,
+        num_kv_tokens=metrics.num_kv_tokens,
+        cache_dtype=metrics.cache_dtype,
+        process=metrics.process,
         bootstrap=await _bootstrap(instance, connections, timeout_s),
     )
 
 
-async def _cache_config(instance: Instance, connections: Connections, timeout_s: float) -> tuple[int, str]:
-    """How many tokens vLLM's KV cache holds, and its type; 0 and empty if its metrics do not show them."""
+async def _metrics(instance: Instance, connections: Connections, timeout_s: float) -> _VllmMetrics:
     try:
         status, text = await connections.metrics(instance, timeout_s)
     except TransferError:
-        return 0, ""
+        return _VllmMetrics()
     line = _CACHE_CONFIG.search(text) if status == 200 else None
     labels = dict(_LABEL.findall(line[1])) if line else {}
     blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
     num_tokens = int(blocks) * int(size) if _COUNT.fullmatch(blocks) and _COUNT.fullmatch(size) else 0
-    return num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace")
+    started = _STARTED.search(text) if status == 200 else None
+    return _VllmMetrics(
+        num_tokens, labels.get(b"cache_dtype", b"").decode(errors="replace"), started[1].decode() if started else ""
+    )
 
 
 async def _bootstrap(instance: Instance, connections: Connections, timeout_s: float) -> Bootstrap | None:

@@ -43,6 +43,8 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_tokens: int = 0
     cache_dtype: str = ""
     """Both as its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
+    process: str = ""
+    """When its process started, as its /metrics say; empty where they do not."""
     bootstrap: Bootstrap | None = None
     origins: tuple[KVSource, ...] = ()
 
@@ -71,6 +73,16 @@ class Absent(msgspec.Struct, frozen=True):
 
 
 Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
+
+
+def _process_of(facts: Facts) -> str:
+    """A name of the process that has these facts, empty if it has none."""
+    match facts:
+        case InstanceFacts(process=process, engine_id=engine_id):
+            return process or engine_id
+        case VllmFacts(process=process):
+            return process
+    return ""
 
 
 class Revision:
@@ -198,6 +210,11 @@ class Instance:
         stays known until a look shows otherwise; what is this process's alone does not hold (`confirmed`)."""
         self._engine_id: str | None = None
         """Which engine answered for its health last; empty if it does not say, None before the first answer."""
+        self.process = 0
+        """Number of the process at its address. It grows when another one is there, or one that may be another; what is
+        remembered of an instance (prefixes, speeds, pauses) ends with its process."""
+        self._was_down = False
+        """Whether it was down since it was asked."""
         self.load: InstanceLoad = InstanceLoad(loads, None if before is None else before.load)
         """What the router has given it to do."""
 
@@ -225,6 +242,7 @@ class Instance:
     def is_down(self, trouble: str) -> None:
         """Note that it refuses connections, says that it is not well, or was late too often."""
         self.looks.trouble = trouble
+        self._was_down = True
         self.doubt()
         if self.state.usable or self.state in (InstanceState.MUTE, InstanceState.TWIN):
             self._enter(InstanceState.DOWN)
@@ -281,6 +299,7 @@ class Instance:
         """Take over the state of `before`, whose process it is in another role; that one was in `state`."""
         self.amend(before.facts)
         self.is_doubted, self._engine_id = before.is_doubted, before._engine_id
+        self.process, self._was_down = before.process, before._was_down
         self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
         self._enter(state)
 
@@ -295,10 +314,25 @@ class Instance:
 
     def learn(self, facts: Facts) -> None:
         """Note what it says of itself when it is asked."""
+        if self._is_another_process(facts):
+            self.process += 1
+            self.busy_until, self.gave_no_ticket = 0.0, False
+            self._revision.grow()
+        self._was_down = False
         if self.is_doubted:
             self.is_doubted = False
             self._revision.states += 1
         self.amend(facts)
+
+    def _is_another_process(self, facts: Facts) -> bool:
+        """Whether these facts are another process's than those known so far. One that does not name itself counts as
+        another one after it was down."""
+        if isinstance(self.facts, Unasked):
+            return False
+        before, now = _process_of(self.facts), _process_of(facts)
+        if type(self.facts) is type(facts) and before and now:
+            return before != now
+        return type(self.facts) is not type(facts) or self._was_down
 
     def amend(self, facts: Facts) -> None:
         """Note what is known about it from now on, which a request has shown: nobody has asked it."""

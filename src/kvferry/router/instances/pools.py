@@ -38,7 +38,7 @@ class RolePool:
         self._alive_states, self._alive_until = -1, 0.0
         """The states of the instances for which `_alive` was found, and until when none of them stops pausing."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
-        self.without_tickets: dict[Instance, float] = {}
+        self.without_tickets: dict[Instance, tuple[float, int]] = {}
         """Prefill instances over which requests are not split, and until when, on the router's monotonic clock."""
 
     def add(
@@ -69,7 +69,7 @@ class RolePool:
 
     def leave_out(self, instance: Instance, seconds: float) -> None:
         """Split no requests over a prefill instance for `seconds`: D would compute the prompts again."""
-        self.without_tickets[instance] = self._clock.monotonic() + seconds
+        self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process
 
     def takes_no_kv(self, instance: Instance) -> None:
         """A prefill instance's stores take no KV: split no requests over it until `Health` hears that they do, or for a
@@ -88,7 +88,11 @@ class RolePool:
             known = group.memo["hand off"] = group if len(takers) == len(group) else takers
         if self.without_tickets:
             now = self._clock.monotonic()
-            self.without_tickets = {one: until for one, until in self.without_tickets.items() if until > now}
+            self.without_tickets = {
+                one: (until, process)
+                for one, (until, process) in self.without_tickets.items()
+                if until > now and process == one.process
+            }
             return Candidates(one for one in known if one not in self.without_tickets)
         return known
 

@@ -1,0 +1,44 @@
+"""Prompts of chats are those of vLLM, for every kind of template."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.config import ModelConfig
+from vllm.renderers.chat_utils import parse_chat_messages
+from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+
+from engine.server.conftest import make_tokenizer
+from kvferry.api.requests import ChatCompletionRequest
+from kvferry.engine.server.chat_template import render_chat
+from kvferry.engine.server.text_codec import TextCodec
+from kvferry.models.random_model import make_random_model
+from support.chat_templates import ITERATING, NOTHING, PARTS, PRINTING, TEXTS, from_packages
+
+CONVERSATIONS = TEXTS | PARTS | NOTHING
+TEMPLATES = PRINTING | ITERATING | from_packages()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder: Path = tmp_path_factory.mktemp("chat")
+    make_random_model(folder)
+    return ModelConfig(model=str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_prompts_are_vllms(model: ModelConfig, name: str) -> None:
+    tokenizer = deepcopy(make_tokenizer())
+    tokenizer.chat_template = TEMPLATES[name]
+    kind = resolve_chat_template_content_format(None, None, "auto", tokenizer, model_config=model)
+    for messages in CONVERSATIONS.values():
+        conversation, _, _ = parse_chat_messages(deepcopy(messages), model, content_format=kind)
+        expected = safe_apply_chat_template(
+            model, tokenizer, conversation, tokenize=False, add_generation_prompt=True
+        )
+        body: Any = msgspec.convert({"messages": messages}, ChatCompletionRequest)
+        assert await render_chat(body, TextCodec(tokenizer)) == expected, messages
