@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.spec import read_fleet
 from kvferry.fleet.process import PROGRAM
 from kvferry.fleet.spec import Listen
+from kvferry.fleet.started import started_at
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.models import catalog
@@ -129,7 +132,7 @@ def test_what_is_kept_of_a_fleet_cannot_be_read(state: Path, capsys: pytest.Capt
     ledger.want(read_fleet(state.parent / "chat.toml"))
     (ledger.folder / "status.json").write_bytes(b"\xff{")
     (ledger.folder / "history.jsonl").write_text('nonsense\n{"at": 1e300, "what": "up"}\n')
-    assert main(["fleet", "status", "chat"]) == 0
+    assert main(["fleet", "status", "chat"]) == 1
     assert "no controller looks after it" in capsys.readouterr().out
     assert main(["fleet", "status", "chat", "--history"]) == 0
     assert capsys.readouterr().out == "1e+300 up\n"
@@ -144,7 +147,7 @@ def test_why_the_last_controller_ended_is_said(state: Path, capsys: pytest.Captu
     ledger = Ledger(state / "fleets" / "chat")
     ledger.want(read_fleet(state.parent / "chat.toml"))
     (ledger.folder / "controller.log").write_text("kvferry: error: cannot listen on 127.0.0.1:1: Permission denied\n")
-    assert main(["fleet", "status", "chat"]) == 0
+    assert main(["fleet", "status", "chat"]) == 1
     assert "no controller looks after it (cannot listen on 127.0.0.1:1: Permission denied);" in capsys.readouterr().out
 
 
@@ -156,10 +159,35 @@ def test_what_keeps_a_fleet_from_what_it_is_to_be_is_said_once(state: Path, caps
     ledger.write_status(
         FleetStatus(at=1.0, pid=2, number=1, url="", roles={"decode": failed}, members=(), trouble=trouble)
     )
-    assert main(["fleet", "status", "chat"]) == 0
+    assert main(["fleet", "status", "chat"]) == 1
     shown = capsys.readouterr().out
     assert "\n  the control service does not answer\n" in shown
     assert shown.count("failed once") == 1
+
+
+def test_what_was_seen_last_is_not_shown_as_what_is_there_now(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a power cut, all processes are gone, and the files say that they are ready."""
+    ledger, pid = Ledger(state / "fleets" / "chat"), os.getpid()
+    ledger.want(read_fleet(state.parent / "chat.toml"))
+    both = RoleStatus(desired=1, ready=1, updated=1, starting=0, draining=0)
+    seen = FleetStatus(1.0, pid, 1, "http://127.0.0.1:9", {"both": both}, (), settled=True, started=started_at(pid))
+    lease = ledger.try_to_act()
+    assert lease is not None
+    ledger.write_status(seen)
+    assert main(["fleet", "status", "chat"]) == 0
+    assert "as of" not in capsys.readouterr().out
+    assert main(["fleet", "status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_current"] is True
+    ledger.write_status(replace(seen, started=seen.started + 1))  # the next controller has seen nothing yet
+    assert main(["fleet", "status", "chat"]) == 1
+    lease.close()
+    ledger.write_status(seen)
+    assert main(["fleet", "status", "chat"]) == 1
+    shown = capsys.readouterr().out
+    assert "no controller looks after it" in shown
+    assert f"as of {datetime.fromtimestamp(1):%Y-%m-%d %H:%M:%S}, when it changed last; whether it is still so" in shown
+    assert main(["fleet", "status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["is_current"] is False
 
 
 async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answer(
@@ -169,7 +197,8 @@ async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answe
     number = ledger.want(read_fleet(state.parent / "chat.toml")).number + 1
     lease = ledger.try_to_act()
     assert lease is not None
-    seen = FleetStatus(at=1.0, pid=2, number=number, url="http://127.0.0.1:9", roles={}, members=())
+    pid = os.getpid()
+    seen = FleetStatus(1.0, pid, number, "http://127.0.0.1:9", roles={}, members=(), started=started_at(pid))
     ledger.write_status(replace(seen, trouble=("the control service does not answer",), passing=True))
     command = asyncio.create_task(asyncio.to_thread(main, ["fleet", "scale", "chat", "both=2", "--wait-s=60"]))
     try:

@@ -247,7 +247,7 @@ def _follow(ledger: Ledger, wanted: Wanted, begun: float, wait_s: float) -> int:
         for event in events[shown:]:
             sys.stderr.write(f"kvferry: {event_text(event)}\n")
         shown = len(events)
-        seen = ledger.status()
+        seen = ledger.current_status()
         if seen is not None and seen.number >= wanted.number:
             if seen.settled:
                 sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")

@@ -23,20 +23,31 @@ def status(
     history: Annotated[bool, Parameter(help="Show each step that was taken, and why.", negative=())] = False,
     json: Annotated[bool, Parameter(help="Print JSON.", negative=())] = False,
 ) -> int:
-    """Show a fleet: per role how many are wanted, ready, of the current revision and draining, and what failed."""
+    """Show a fleet: per role how many are wanted, ready, of the current revision and draining, and what failed.
+
+    The exit code is 1 if no controller looks after a fleet: what is shown is then what was seen last, and may be gone.
+    """
     names = fleet_names() if name is None else [name]
     if not names:
         sys.stderr.write("kvferry: there are no fleets; `kvferry fleet apply SPEC` makes one\n")
+    are_current = True
     for one in names:
         ledger = existing_ledger(one)
+        is_current = ledger.current_status() is not None
+        are_current &= is_current
         if json:
-            shown = {"wanted": ledger.wanted(), "status": ledger.status(), "has_controller": ledger.has_controller}
+            shown = {
+                "wanted": ledger.wanted(),
+                "status": ledger.status(),
+                "is_current": is_current,
+                "has_controller": ledger.has_controller,
+            }
             events = {"history": list(ledger.history())} if history else {}
             sys.stdout.buffer.write(msgspec.json.encode({**shown, **events}) + b"\n")
             continue
         for line in _history(ledger) if history else _overview(one, ledger):
             sys.stdout.write(line + "\n")
-    return 0
+    return 0 if history or are_current else 1
 
 
 def _history(ledger: Ledger) -> list[str]:
@@ -69,6 +80,8 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
         lines.append(f"  {what}; `kvferry fleet resume {name}` replaces it")
     if seen is None:
         return lines
+    if ledger.current_status() is None:
+        lines.append(f"  as of {_when(seen.at)}, when it changed last; whether it is still so is not known:")
     if seen.url:
         lines.append(f"  {seen.url}")
     of_roles = {f"{role}: {one.failed}" for role, one in seen.roles.items()}  # which are in the table
@@ -90,7 +103,7 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
 
 def show_steps(ledger: Ledger, fleet: WantedFleet) -> int:
     """Print the steps that it would take to make the fleet this; change nothing. Raises `ConfigError`."""
-    seen = ledger.status() if ledger.has_controller else None
+    seen = ledger.current_status()
     members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
     steps = rehearse(fleet, members)
     for step in steps:

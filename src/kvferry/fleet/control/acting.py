@@ -13,6 +13,7 @@ from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.lease import Lease
 from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
 from kvferry.fleet.display import Display
+from kvferry.fleet.started import started_at
 
 _TRY_AGAIN_S = 0.5
 """How often a controller that waits tries to become the one that acts."""
@@ -78,7 +79,8 @@ class RightToAct:
     def _say_that_it_waits(self, number: int, why: str) -> None:
         """Write that it waits, in place of what was seen when a controller of this machine acted last."""
         trouble = f"{why}, and what is changed here is not done meanwhile"
-        status = FleetStatus(SYSTEM_CLOCK.wall(), os.getpid(), number, "", {}, (), (trouble,))
+        pid = os.getpid()
+        status = FleetStatus(SYSTEM_CLOCK.wall(), pid, number, "", {}, (), (trouble,), started=started_at(pid))
         with suppress(OSError):
             self._ledger.write_status(status)
 

@@ -66,6 +66,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
     at: float
     pid: int
+    """Of the controller that has seen it."""
     number: int
     url: str
     roles: dict[str, RoleStatus]
@@ -75,6 +76,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     decided: str = ""
     """What `[scale]` has decided, in words."""
     settled: bool = False
+    started: int = 0
+    """When that controller's process started, as in `started_at`."""
 
 
 class Ledger:
@@ -222,6 +225,14 @@ class Ledger:
             return msgspec.json.decode((self.folder / "status.json").read_bytes(), type=FleetStatus)
         except (OSError, ValueError):
             return None
+
+    def current_status(self) -> FleetStatus | None:
+        """The status, if the controller that has seen it still looks after the fleet; None: what was seen last may be
+        there no more."""
+        seen, holder = self.status(), self.controller
+        if seen is None or holder is None or holder.hangs:
+            return None
+        return seen if (seen.pid, seen.started) == (holder.pid, holder.started) else None
 
     # Who acts.
 

@@ -20,6 +20,7 @@ from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.rehearsal import no_way_to_replace
 from kvferry.fleet.control.spec import WantedFleet
 from kvferry.fleet.display import Display
+from kvferry.fleet.started import started_at
 
 _ANSWERING = ("decode", "both")
 
@@ -74,6 +75,7 @@ class StatusReporter:
         return FleetStatus(
             at=self._clock.wall(),
             pid=os.getpid(),
+            started=started_at(os.getpid()),
             number=max(number, refused.number),
             url=sight.url,
             roles=roles,
