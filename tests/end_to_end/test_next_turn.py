@@ -28,7 +28,7 @@ HITS = "vllm:external_prefix_cache_hits_total"
 
 
 def turn(fleet: Cluster, prompt: list[int], *, stream: bool, session: str) -> tuple[list[int], int]:
-    """The answer's tokens, and how many of the prompt P had from elsewhere, by its own count."""
+    """The answer's tokens, and how many of the prompt P had from elsewhere, by its own count. They are in the usage."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}  # the ticket comes twice then
@@ -39,7 +39,10 @@ def turn(fleet: Cluster, prompt: list[int], *, stream: bool, session: str) -> tu
     lines = response.text.splitlines() if stream else ["data: " + response.text]
     parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     tokens = [token for part in parts for choice in part["choices"] for token in choice.get("token_ids") or []]
-    return tokens, int(sum(one.metric(HITS) for one in fleet.prefill) - before)
+    fetched = int(sum(one.metric(HITS) for one in fleet.prefill) - before)
+    [cached] = [part["usage"]["prompt_tokens_details"]["cached_tokens"] for part in parts if part.get("usage")]
+    assert cached >= fetched
+    return tokens, fetched
 
 
 def alone(plain: KvferryProcess, prompt: list[int]) -> list[int]:

@@ -13,9 +13,11 @@ from conftest import ModelMaker
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from support.engines import GREEDY, random_prompts, run_prompts
-from support.processes import KvferryProcess, begun, until
+from support.processes import KvferryProcess, begun, cluster, until
 
 pytestmark = pytest.mark.processes
+
+HITS = "vllm:external_prefix_cache_hits_total"
 
 
 def answers(instance: KvferryProcess, prompts: list[list[int]]) -> list[list[int]]:
@@ -46,3 +48,38 @@ def test_what_one_kept_the_other_finds(model_maker: ModelMaker, tmp_path: Path, 
             assert answers(instance, prompts) == expected
             assert instance.metric("vllm:external_prefix_cache_hits_total") > 0
             instance.require_clean()
+
+
+@pytest.mark.parametrize("load", ["async", "layerwise"])
+def test_what_a_store_supplied_is_billed_as_cached(model_maker: ModelMaker, tmp_path: Path, load: str) -> None:
+    """As in vLLM, in whole and in streamed answers, and over P and D, where P is the one that loads."""
+    extra = {"store": f"file:{tmp_path}/kv", "load": load}
+    transfer = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": extra}
+    engine = ("--block-size=8", "--no-prefix-caching")
+    prompt, model = [*range(3, 83)], model_maker("llama")
+    with cluster(model, tmp_path, transfer=transfer, engine=engine, router=("--disaggregate-from=0",)) as fleet:
+        (prefill,), (decode,) = fleet.prefill, fleet.decode
+        assert usage_of(decode, prompt, stream=False) == (0, 0)
+        until(lambda: decode.metric("kvferry:connector_writer_waiting_bytes") == 0, 30, decode.log)
+        for stream in (False, True):
+            cached, loaded = usage_of(decode, prompt, stream=stream)
+            assert cached == loaded >= 72
+        before = prefill.metric(HITS)
+        for stream in (False, True):
+            cached, _ = usage_of(fleet.router, prompt, stream=stream)
+            assert cached >= 72
+        assert prefill.metric(HITS) - before >= 2 * 72
+
+
+def usage_of(server: KvferryProcess, prompt: list[int], *, stream: bool) -> tuple[int, int]:
+    """The cached tokens that the answer's usage tells, and those that were loaded meanwhile."""
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    before = server.metric(HITS)
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    lines = response.text.splitlines() if stream else ["data: " + response.text]
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    [cached] = [part["usage"]["prompt_tokens_details"]["cached_tokens"] for part in parts if part.get("usage")]
+    return cached, int(server.metric(HITS) - before)

@@ -703,6 +703,41 @@ def test_a_layerwise_load_that_is_not_reported_whole_has_failed(report: Transfer
     bench.scheduler.check()
 
 
+@pytest.mark.parametrize(
+    ("hit", "report", "num_cached"),
+    [
+        (Hit(8), [Loaded("a")], 8),
+        (Hit(8), [Loaded("a", 3)], 3),
+        (Hit(8), [Failed("a", LeaseEnded("lost"))], 0),
+        (Hit(10), [Loaded("a")], 9),  # the last prompt token is computed, for its logits
+        (Hit(8, num_computed_meanwhile=4), [Loaded("a")], 4),
+        (Hit(8, layerwise=True), [Loaded("a")], 8),
+        (Hit(8, layerwise=True), [Failed("a", LeaseEnded("lost"))], 0),
+    ],
+)
+def test_what_a_store_supplied_counts_as_cached(hit: Hit, report: TransferReport, num_cached: int) -> None:
+    bench = Bench(connector=ScriptedConnector(match=hit))
+    bench.add("a", list(range(10)), hand_off=Produce("t"))
+    if hit.layerwise:
+        bench.step(report)
+    else:
+        bench.step()
+        bench.step(report)
+    bench.run()
+    assert {output.num_cached_tokens for output in bench.outputs["a"]} == {num_cached}
+
+
+def test_what_came_with_a_hand_off_counts_as_cached_only_where_it_was_at_p() -> None:
+    bench = Bench(connector=ScriptedConnector(match=Hit(8)))
+    for name, result in (("a", None), ("b", PrefillResult(first_token=1, seed=3, num_cached_tokens=5))):
+        bench.add(name, list(range(10)), hand_off=consume(result))
+        bench.step()
+        bench.step([Loaded(name)])
+        bench.run()
+    assert bench.last("a").num_cached_tokens == 0
+    assert bench.last("b").num_cached_tokens == 5
+
+
 def test_aborting_a_loading_request_leaves_its_blocks_with_the_connector() -> None:
     connector = ScriptedConnector(match=Hit(10), finish=Hold(None))
     bench = Bench(connector=connector)

@@ -336,6 +336,13 @@ class Scheduler:
         if sequence.num_restarts == 0 and sequence.prefill_result is None:
             sequence.num_cached_tokens = num_cached
 
+    def _count_loaded(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens whose KV a store or an earlier turn has supplied as cached, as vLLM does. Not those of a
+        hand-off: P has computed them, and its result says how many of them were cached there."""
+        if sequence.num_restarts == 0 and sequence.prefill_result is None and not sequence.consumes:
+            num_cached = sequence.num_cached_tokens + num_tokens
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
+
     def _start_running(self, sequence: Sequence) -> None:
         self._queues.start(sequence)
         now = self._clock.wall()
@@ -392,6 +399,7 @@ class Scheduler:
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
                 return  # `_load_failed` takes the sequence back to the tokens that it had before the load
+            self._count_loaded(sequence, chunk.start - sequence.load.layerwise_base)
             sequence.load.layerwise_base = None
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         self._blocks.publish(sequence)
@@ -531,8 +539,7 @@ class Scheduler:
             self._counters.num_recomputed += 1
             return
         # Without the producer's token the last prompt token is computed once more, for its logits.
-        sequence.num_computed_tokens = min(loaded, len(sequence.tokens) - 1)
-        self._blocks.publish(sequence)
+        self._has_kv(sequence, loaded)
         self._start_running(sequence)
 
     def _meet(self, sequence: Sequence) -> None:
@@ -541,8 +548,14 @@ class Scheduler:
         if sequence.status is Status.LOADING:
             self._queues.stop(sequence)
         elif reached is not None:
-            sequence.num_computed_tokens = min(reached, len(sequence.tokens) - 1)
-            self._blocks.publish(sequence)
+            self._has_kv(sequence, reached)
+
+    def _has_kv(self, sequence: Sequence, num_tokens: int) -> None:
+        """A load has brought the KV of the first `num_tokens`."""
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens = min(num_tokens, len(sequence.tokens) - 1)
+        self._count_loaded(sequence, sequence.num_computed_tokens - before)
+        self._blocks.publish(sequence)
 
     def _load_failed(self, sequence: Sequence, error: KvferryError, kept_as: str) -> None:
         self.external.abandon_load(sequence)
