@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -86,12 +87,13 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("command", "flag"), list(cases()))
 def test_flags(command: str, flag: Argument, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused by name, with one line, before anything starts: what would start finds no model and no router."""
-    value = "inf" if float in types_in(flag.hint) else HUGE
-    code = main([*command.split(), *FIRST.get(command, []), f"{flag.name}={value}"])
-    told = capsys.readouterr().err
-    assert (code, told.count("\n")) == (2, 1), told
-    assert flag.name in told
-    assert len(told) < 600
+    is_whole = float not in types_in(flag.hint) and flag.name not in SIZES
+    for value in [HUGE, "1.5", "-70000.6"] if is_whole else ["inf" if float in types_in(flag.hint) else HUGE]:
+        code = main([*command.split(), *FIRST.get(command, []), f"{flag.name}={value}"])
+        told = capsys.readouterr().err
+        assert (code, told.count("\n")) == (2, 1), told
+        assert flag.name in told
+        assert len(told) < 600
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.__name__)
@@ -191,3 +193,33 @@ def test_the_bounds_themselves_are_within() -> None:
         bounds.require("--x", bounds.most)
     for config in (FleetSpec(), Listen(), RouterConfig(), HttpConfig()):
         check_bounds(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "told"),
+    [
+        (["serve", "m"], {"KVFERRY_DECODE": "1.2"}, "KVFERRY_DECODE must be a whole number, got 1.2"),
+        (["router", "--bootstrap-port=8998", "--bootstrap-port=1.1"], {}, "--bootstrap-port must be a whole number"),
+        (["serve", "m", "--prefill", "0", "--decode", "1"], {}, "--prefill 0 with --decode 1: a fleet has at least"),
+        (["serve", "m", "--decode", "0", "--prefill", "2"], {}, "--decode 0 with --prefill 2: a fleet has at least"),
+    ],
+)
+def test_a_number_that_was_given_is_used_or_refused_and_never_replaced(
+    arguments: list[str],
+    variables: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_a_fraction_in_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kvferry.toml").write_text("[serve]\nprefill = 1.5\n")
+    assert main(["--config", str(tmp_path / "kvferry.toml"), "serve", "m"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must be a whole number, got 1.5" in line

@@ -151,9 +151,12 @@ def test_restarts_are_the_failures_of_a_spec() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "numbers"), [(1, 0, (1, 1)), (0, 2, (1, 2)), (0, 0, (0, 0)), (3, 1, (3, 1))]
+    ("prefill", "decode", "numbers"),
+    [(1, None, (1, 1)), (None, 2, (1, 2)), (None, None, (0, 0)), (0, 0, (0, 0)), (3, 1, (3, 1))],
 )
-def test_one_of_the_other_when_only_one_is_said(prefill: int, decode: int, numbers: tuple[int, int]) -> None:
+def test_one_of_the_other_when_only_one_is_said(
+    prefill: int | None, decode: int | None, numbers: tuple[int, int]
+) -> None:
     spec = FleetSpec(prefill=prefill, decode=decode)
     assert (spec.num_prefill, spec.num_decode) == numbers
     assert spec.is_split == (numbers != (0, 0))

@@ -28,6 +28,7 @@ from kvferry.cli.rank import rank
 from kvferry.cli.router import router
 from kvferry.cli.serve import serve
 from kvferry.cli.variables import refuse_unread
+from kvferry.cli.whole_numbers import require_whole_numbers
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
@@ -103,7 +104,8 @@ def launch(
     command, _, rest = app.parse_commands(tokens)
     if not {*app.help_flags, *app.version_flags}.intersection(rest):
         refuse_unread(command, app, has_file=config is not None)
-    app.config = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
+    sources = (ENVIRONMENT,) if config is None else (ENVIRONMENT, ConfigFile(config, COMMANDS))
+    app.config = (*sources, require_whole_numbers)
     code: int | None = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
     return code
 

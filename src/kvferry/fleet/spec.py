@@ -77,10 +77,10 @@ MOST_INSTANCES = 256
 class FleetSpec:
     """How many instances of which role run on this machine."""
 
-    prefill: CountOrZero = 0
+    prefill: CountOrZero | None = None
     """Number of prefill instances. With neither prefill nor decode instances, one instance does both phases."""
 
-    decode: CountOrZero = 0
+    decode: CountOrZero | None = None
     """Number of decode instances. If only one of --prefill and --decode is given, the other is 1."""
 
     cores: str | None = None
@@ -103,10 +103,16 @@ class FleetSpec:
         check_bounds(self)
         if self.address and self.backend != "ray":
             raise ConfigError("--address is for --backend ray")
-        if self.prefill + self.decode > MOST_INSTANCES:
+        if self.is_split and 0 in (self.prefill, self.decode):
+            none, other = ("--prefill", "--decode") if self.prefill == 0 else ("--decode", "--prefill")
             raise ConfigError(
-                f"--prefill and --decode ask for {self.prefill + self.decode} instances on this machine; at most"
-                f" {MOST_INSTANCES} are started"
+                f"{none} 0 with {other} {self.decode if self.prefill == 0 else self.prefill}: a fleet has at least one"
+                f" instance of each; leave out both flags for one instance that does both phases, or {none} for one"
+            )
+        if self.num_prefill + self.num_decode > MOST_INSTANCES:
+            raise ConfigError(
+                f"--prefill and --decode ask for {self.num_prefill + self.num_decode} instances on this machine; at"
+                f" most {MOST_INSTANCES} are started"
             )
         if self.instance_ports is not None:
             last = self.instance_ports + self.num_prefill + self.num_decode - 1
@@ -125,9 +131,9 @@ class FleetSpec:
     @property
     def num_prefill(self) -> int:
         """Prefill instances to start."""
-        return max(self.prefill, 1) if self.is_split else 0
+        return (self.prefill or 1) if self.is_split else 0
 
     @property
     def num_decode(self) -> int:
         """Decode instances to start."""
-        return max(self.decode, 1) if self.is_split else 0
+        return (self.decode or 1) if self.is_split else 0
