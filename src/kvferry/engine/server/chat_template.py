@@ -9,10 +9,8 @@ from jinja2 import TemplateError
 from kvferry.api.decoding import decode_value
 from kvferry.api.requests import ChatCompletionRequest
 from kvferry.core.errors import InvalidRequest
+from kvferry.engine.server.template_content import ContentForms, content_forms
 from kvferry.engine.server.text_codec import THREAD_ABOVE_CHARACTERS, TextCodec
-
-_PART_SEPARATOR = "\n"
-"""What joins the text parts of one message, as in vLLM."""
 
 _NOT_FOR_TEMPLATES = frozenset(
     [
@@ -36,6 +34,9 @@ _NOT_FOR_TEMPLATES = frozenset(
     ]
 )
 """Names in `chat_template_kwargs` that would change the rendering instead of reaching the template."""
+
+
+_BETWEEN_SYSTEM_MESSAGES = "\n\n"
 
 
 async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
@@ -66,8 +67,11 @@ def _is_small(value: Any, most: int) -> bool:
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    messages = [_plain_message(message, index) for index, message in enumerate(messages)]
+    for index, message in enumerate(messages):
+        _require_message(message, f"messages[{index}]")
     try:
+        forms = content_forms(tokenizer, options["tools"])
+        messages = _known_roles([_plain_message(message, forms) for message in messages], forms)
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
         text.encode()  # arguments of tool calls are JSON within JSON, and may contain half of a surrogate pair
     except TemplateError as error:
@@ -109,34 +113,52 @@ def _opens_answer(body: ChatCompletionRequest) -> bool:
     return not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
 
 
-_SAYS_OTHERWISE = frozenset({"tool_calls", "function_call", "reasoning_content", "refusal", "audio"})
-"""What an assistant's message may have in place of content."""
-
-
-def _plain_message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """The message as templates expect it: content as a string, arguments of tool calls as objects."""
-    where = f"messages[{index}]"
+def _require_message(message: dict[str, Any], where: str) -> None:
+    """Raise `InvalidRequest` unless this can be a message. Its content may be null, as in vLLM."""
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role is required, and a string", param=f"{where}.role")
-    if message.get("content") is None and not (message["role"] == "assistant" and _SAYS_OTHERWISE & message.keys()):
-        raise InvalidRequest(
-            f"{where}.content is required: only an assistant's message with tool_calls may be without",
-            param=f"{where}.content",
-        )
-    plain = dict(message)
-    if "content" in plain:
-        plain["content"] = _plain_content(plain["content"], f"{where}.content")
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = _plain_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        for place, part in enumerate(content):
+            _text_of_part(part, f"{where}.content[{place}]")
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(f"{where}.content must be a string or an array of parts", param=f"{where}.content")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise InvalidRequest(f"{where}.tool_calls must be an array of objects", param=f"{where}.tool_calls")
+
+
+def _plain_message(message: dict[str, Any], forms: ContentForms) -> dict[str, Any]:
+    """The message as this template expects it: content in a form that it takes, arguments of tool calls as objects, and
+    what an assistant has thought under both names that templates use."""
+    plain, role, content = dict(message), message["role"], message.get("content")
+    if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)
+    else:
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    texts = [_text_of_part(part, "") for part in content] if isinstance(content, list) else content
+    plain["content"] = forms.content(role, texts)
+    thought = plain.get("reasoning") or plain.get("reasoning_content")
+    if thought is not None:
+        plain["reasoning"] = plain["reasoning_content"] = thought
     return plain
 
 
-def _plain_content(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or an array of parts", param=where)
-    return _PART_SEPARATOR.join([_text_of_part(part, f"{where}[{place}]") for place, part in enumerate(content)])
+def _known_roles(messages: list[dict[str, Any]], forms: ContentForms) -> list[dict[str, Any]]:
+    """For a template without the role `developer`, these messages as the system's: all of them one, and the first,
+    since many templates take no other (vLLM does the same)."""
+    if forms.developer or not any(message["role"] == "developer" for message in messages):
+        return messages
+    of_system = [message for message in messages if message["role"] in ("developer", "system")]
+    if len(of_system) == 1 and messages[0] is of_system[0]:
+        return [{**of_system[0], "role": "system"}, *messages[1:]]
+    others = [message for message in messages if message["role"] not in ("developer", "system")]
+    texts = [text for message in of_system if (text := _text_of(message["content"]))]
+    merged = forms.content("system", _BETWEEN_SYSTEM_MESSAGES.join(texts))
+    return [{"role": "system", "content": merged}, *others]
+
+
+def _text_of(content: Any) -> str:
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
 def _text_of_part(part: Any, where: str) -> str:
@@ -150,12 +172,6 @@ def _text_of_part(part: Any, where: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text is required, and a string", param=f"{where}.text")
     return text
-
-
-def _plain_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise InvalidRequest(f"{where} must be an array of objects", param=where)
-    return [_plain_tool_call(call) for call in calls]
 
 
 def _plain_tool_call(call: dict[str, Any]) -> dict[str, Any]:
