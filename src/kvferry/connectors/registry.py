@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connectors.api import API_VERSION, ConnectorContext, SchedulerSide, StepPlan, WorkerSide
+from kvferry.connectors.foreign import refuse_connector, refuse_keys
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint, resolve
 from kvferry.core.settings.options import read_options
@@ -60,6 +61,9 @@ class ConnectorSpec:
     def check(self, config: KVTransferConfig) -> None:
         """Raise `ConfigError` for wrong settings."""
         config = self.completed(config)
+        if self.options:
+            known = {one.encode_name for one in msgspec.structs.fields(resolve(self.options))}
+            refuse_keys(config.kv_connector_extra_config, known)
         if self.settings_check:
             resolve(self.settings_check)(config)
         if self.options:
@@ -135,10 +139,13 @@ def find_connector(config: KVTransferConfig) -> ConnectorSpec:
     """The connector that a configuration names: one of `CONNECTORS`, or with `kv_connector_module_path` the attribute
     of that name in that module.
 
-    Raises `UnknownName` with the nearest known name, or `ConfigError` when the module has no such spec, or one that is
+    Raises `UnknownName` with the nearest known name, or `ConfigError` for a connector of another system,
+    or when the module has no such spec, or one that is
     written for another version of the API.
     """
     module, name = config.kv_connector_module_path, config.kv_connector
+    if not module and not CONNECTORS.knows(name):
+        refuse_connector(name)
     found: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
     if found.api_version != API_VERSION:
         raise ConfigError(

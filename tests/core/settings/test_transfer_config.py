@@ -1,7 +1,7 @@
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.transfer_config import parse_transfer_config
+from kvferry.core.settings.transfer_config import parse_transfer_config, read_transfer_json
 
 
 def test_a_vllm_line_works_unchanged() -> None:
@@ -53,3 +53,25 @@ def test_bad_role_lists_the_field() -> None:
 def test_a_role_is_named_by_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match="kv_role: 'producer' is not a known value; did you mean 'kv_producer'"):
         parse_transfer_config('{"kv_connector": "P2pConnector", "kv_role": "producer"}')
+
+
+def test_numbers_may_be_text_and_null_is_not_set_as_in_vllm() -> None:
+    config = parse_transfer_config(
+        '{"kv_connector":"P2pConnector","kv_port":"21001","kv_buffer_size":"5e8","kv_rank":"1","kv_parallel_size":"2",'
+        '"engine_id":null,"kv_connector_module_path":null,"enable_permute_local_kv":"True"}'
+    )
+    assert (config.kv_port, config.kv_buffer_size, config.kv_rank, config.kv_parallel_size) == (21001, 5e8, 1, 2)
+    assert config.engine_id
+    child = read_transfer_json(
+        '{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[{"kv_connector":"NixlConnector",'
+        '"kv_port":"7"},3]}}'
+    )["kv_connector_extra_config"]["connectors"]
+    assert child == [{"kv_connector": "NixlConnector", "kv_port": 7}, 3]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kv_port", '"x"'), ("kv_port", "[1]"), ("kv_port", "1.5"), ("kv_rank", "{}"), ("kv_rank", '""')]
+)
+def test_what_is_no_number_is_named(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--kv-transfer-config: {key} must be a number, got"):
+        read_transfer_json(f'{{"kv_connector": "P2pConnector", "{key}": {value}}}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +145,11 @@ BESIDE = [{"kv_connector": "NixlConnector"}, {"kv_connector": "OffloadingConnect
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": BESIDE}}, "cpu_bytes_to_use"),
         ({"kv_connector": "MooncakeConnector"}, "unknown kv_connector"),
         ({"kv_connector": "MultiConnector"}, 'needs "connectors"'),
+        ({"kv_connector": "NeuronConnector"}, "'NeuronConnector' is a connector of vLLM for AWS Neuron"),
+        (
+            {"kv_connector": "KvferryP2pConnector", "kv_connector_extra_config": {"transport": "nccl"}},
+            "transport 'nccl' is for GPUs, and vLLM in the environment of /v/python",
+        ),
         (several("NixlConnector", "KvferryP2pConnector"), "NixlConnector and KvferryP2pConnector would both hand"),
         (several("KvferryP2pConnector", "KvferryOffloadingConnector"), '"hand_off": false'),
         (
@@ -182,3 +188,16 @@ def test_what_may_work_there_is_left_to_vllm() -> None:
     require_possible({"kv_connector": LMCACHES}, replace(THERE, on_cpu=False), ())
     require_possible({"kv_connector": LMCACHES, "kv_connector_module_path": "mine"}, THERE, ())
     require_possible({"kv_connector": "NixlConnector", "kv_connector_extra_config": "no object"}, THERE, ())
+
+
+@pytest.mark.parametrize("module", ["no_such_module_of_anyones", "json.no_such", "kvferry.nothing.at_all", "..x", ""])
+def test_a_module_that_vllms_environment_does_not_have_is_named_before_anything_starts(module: str) -> None:
+    here = replace(THERE, python=sys.executable)
+    with pytest.raises(ConfigError, match=r"kv_connector_module_path .* cannot be imported in the environment of"):
+        require_possible({"kv_connector": "Mine", "kv_connector_module_path": module}, here, ())
+    require_possible({"kv_connector": "Mine", "kv_connector_module_path": "json.decoder"}, here, ())
+
+
+def test_a_port_as_text_is_counted_up_for_each_instance() -> None:
+    transfer = read_transfer('{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_port":"21001"}')
+    assert for_member(transfer, "decode", "decode-0", 2)["kv_port"] == 21003

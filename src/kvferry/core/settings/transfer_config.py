@@ -54,6 +54,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What D does with a request whose KV cannot be loaded: compute the prompt itself, or answer with an error."""
 
+    enable_permute_local_kv: bool = False
+    """Accepted because vLLM's configuration has it, and not used: layouts are converted where they differ."""
+
     kv_connector_module_path: str | None = None
     """Python module that holds the `ConnectorSpec` named by `kv_connector`, for connectors of your own."""
 
@@ -79,7 +82,7 @@ def parse_transfer_config(text: str) -> KVTransferConfig:
         if key not in known:
             raise ConfigError(unknown_key(f"--kv-transfer-config: {key}", key, known))
     try:
-        config = msgspec.convert(raw, KVTransferConfig)
+        config = msgspec.convert(raw, KVTransferConfig, strict=False)
     except msgspec.ValidationError as error:
         for field in msgspec.structs.fields(KVTransferConfig):
             if field.name in raw:  # a message that names the known values
@@ -99,7 +102,31 @@ def read_transfer_json(text: str) -> dict[str, Any]:
         raise ConfigError(f"--kv-transfer-config is not valid JSON: {error}; {_instead(text)}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--kv-transfer-config must be a JSON object, got {type(raw).__name__}")
-    return raw
+    return _as_vllm_reads_it(raw)
+
+
+_NUMBERS: dict[str, type] = {"kv_port": int, "kv_rank": int, "kv_parallel_size": int, "kv_buffer_size": float}
+
+
+def _as_vllm_reads_it(raw: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's parser takes numbers as text, and null for what is not set, also for the children of a MultiConnector.
+    Raises `ConfigError` for what is no number."""
+    read = _with_numbers(raw)
+    extra = read.get("kv_connector_extra_config")
+    if isinstance(extra, dict) and isinstance(children := extra.get("connectors"), list):
+        named = [_with_numbers(one) if isinstance(one, dict) else one for one in children]
+        read["kv_connector_extra_config"] = {**extra, "connectors": named}
+    return read
+
+
+def _with_numbers(raw: dict[str, Any]) -> dict[str, Any]:
+    read = {key: value for key, value in raw.items() if value is not None}
+    for key in _NUMBERS.keys() & read.keys():
+        try:
+            read[key] = msgspec.convert(read[key], _NUMBERS[key], strict=False)
+        except (msgspec.ValidationError, OverflowError) as error:
+            raise ConfigError(f"--kv-transfer-config: {key} must be a number, got {str(read[key])[:40]!r}") from error
+    return read
 
 
 def names_password(text: str) -> bool:

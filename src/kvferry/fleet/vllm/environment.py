@@ -79,6 +79,24 @@ def find_vllm(python: str | None) -> VllmEnvironment:
     return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu, found.lacks, found.connectors)
 
 
+def require_module(python: str, module: str) -> None:
+    """Raise `ConfigError` if an environment has no such module: vLLM would say so after it has loaded the model. The
+    packages that it is in are imported there."""
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    try:
+        done = subprocess.run(
+            [python, "-c", question, module], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return  # it is vLLM's to say
+    if done.returncode:
+        last = (done.stderr.strip() or "there is no such module").splitlines()[-1]
+        raise ConfigError(
+            f"kv_connector_module_path {module[:200]!r} cannot be imported in the environment of {python}: {last};"
+            " install it there, or set PYTHONPATH"
+        )
+
+
 def _ask(python: str) -> _Found:
     try:
         done = subprocess.run(

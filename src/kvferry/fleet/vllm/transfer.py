@@ -6,12 +6,13 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
+from kvferry.connectors.foreign import refuse_connector
 from kvferry.connectors.registry import BUILTIN, VLLMS_HAND_OFFS, connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.core.messages.registration import Role
 from kvferry.core.settings.transfer_config import KVTransferConfig, read_transfer_json
 from kvferry.fleet.transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
-from kvferry.fleet.vllm.environment import VllmEnvironment
+from kvferry.fleet.vllm.environment import VllmEnvironment, require_module
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
 """kvferry's connectors without a vLLM connector of the same name, and their names in vLLM."""
@@ -34,6 +35,8 @@ _PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
 _ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
 """Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves
 all the same, and computes each prompt itself."""
+
+_GPU_TRANSPORTS = ("nccl", "cuda_ipc")
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
@@ -96,6 +99,7 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
     name, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config")
     extra, is_theirs = extra if isinstance(extra, dict) else {}, not name.startswith(_PREFIX)
     if is_theirs and found.connectors and name not in found.connectors and "kv_connector_module_path" not in transfer:
+        refuse_connector(name)
         known = [*found.connectors, *(_PREFIX + one for one in connector_names())]
         raise UnknownName(f"kv_connector of vLLM {found.version}", name, known)
     package = next((needed for part, needed in _PACKAGES.items() if part in name), None)
@@ -108,6 +112,14 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
             f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {found.python} is built"
             " for CPUs"
         )
+    transport = extra.get("transport") if not is_theirs else None
+    if found.on_cpu and transport in _GPU_TRANSPORTS:
+        raise ConfigError(
+            f"--kv-transfer-config: transport {transport!r} is for GPUs, and vLLM in the environment of {found.python}"
+            " is built for CPUs; leave it out"
+        )
+    if (module := transfer.get("kv_connector_module_path")) is not None:
+        require_module(found.python, str(module))
     gives_size = extra.keys() & {"cpu_bytes_to_use", "spec_name"} or any("offloading" in one for one in arguments)
     if name == "OffloadingConnector" and not gives_size:
         raise ConfigError(
