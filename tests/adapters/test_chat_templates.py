@@ -37,8 +37,6 @@ async def test_prompts_are_vllms(model: ModelConfig, name: str) -> None:
     kind = resolve_chat_template_content_format(None, None, "auto", tokenizer, model_config=model)
     for messages in CONVERSATIONS.values():
         conversation, _, _ = parse_chat_messages(deepcopy(messages), model, content_format=kind)
-        expected = safe_apply_chat_template(
-            model, tokenizer, conversation, tokenize=False, add_generation_prompt=True
-        )
+        expected = safe_apply_chat_template(model, tokenizer, conversation, tokenize=False, add_generation_prompt=True)
         body: Any = msgspec.convert({"messages": messages}, ChatCompletionRequest)
         assert await render_chat(body, TextCodec(tokenizer)) == expected, messages
