@@ -32,9 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_prompts_are_vllms(model: ModelConfig, name: str) -> None:
-    tokenizer = deepcopy(make_tokenizer())
-    tokenizer.chat_template = TEMPLATES[name]
-    kind = resolve_chat_template_content_format(None, None, "auto", tokenizer, model_config=model)
+    tokenizer, template = make_tokenizer(), TEMPLATES[name]
+    tokenizer.chat_template = template
+    kind = resolve_chat_template_content_format(template, None, "auto", tokenizer, model_config=model)
     for messages in CONVERSATIONS.values():
         conversation, _, _ = parse_chat_messages(deepcopy(messages), model, content_format=kind)
         expected = safe_apply_chat_template(model, tokenizer, conversation, tokenize=False, add_generation_prompt=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from kvferry.core.cache_places import PLACE
+from kvferry.core.cache_places import PLACE, require_named_place
 from kvferry.core.compiled import SWITCH, NotCompiled, compiled, report_missing_compiler
+from kvferry.core.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 
@@ -162,3 +165,44 @@ def test_a_missing_compiler_is_reported_once_for_all_processes(
     with pytest.raises(NotCompiled) as reason:
         compiled([source], [])
     assert str(reason.value) == "", "this process, and those that inherit its environment, say nothing more"
+
+
+@pytest.mark.parametrize("wrong", ["/proc/nowhere", "file"])
+def test_a_place_that_is_named_and_cannot_be_used_is_refused(
+    wrong: str, source: Path, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (places / "file").write_text("")
+    monkeypatch.setenv(PLACE, str(places / wrong))
+    with pytest.raises(ConfigError, match=f"^{PLACE}: .*; name another directory, or unset it"):
+        compiled([source], ["-O1"])
+    with pytest.raises(ConfigError, match=f"^{PLACE}=.* cannot be used"):
+        require_named_place()
+    assert not (places / "home" / ".cache").exists(), "another place was used"
+
+
+FULL = """
+import logging, sys
+from pathlib import Path
+from kvferry.core.compiled import compiled
+logging.basicConfig()
+print(compiled([Path(sys.argv[1])], ["-O1"]))
+"""
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_full_place_is_passed_over_unless_it_is_named(source: Path, places: Path, named: bool) -> None:
+    """On a small file system of its own; needs root."""
+    cache = places / "home" / ".cache" / "kvferry"
+    cache.mkdir(parents=True)
+    command = f"mount -t tmpfs -o size=64k none {cache} && exec {sys.executable} -c '{FULL}' {source}"
+    environment = {**os.environ, "TMPDIR": str(places / "temporary"), **({PLACE: str(cache)} if named else {})}
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], env=environment, check=False, capture_output=True, text=True
+    )
+    if "not permitted" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("this user cannot mount")
+    if named:
+        assert f"{PLACE}: compiled kernels need room: {cache}/kernels has" in done.stderr
+    else:
+        assert done.stdout.strip().startswith(str(private(places) / "kernels")), done.stderr
+        assert "compiled kernels need room" in done.stderr

@@ -1,9 +1,9 @@
 """C++ code that is compiled for this machine at first use and kept, to be called through ctypes.
 
-The libraries are kept in the first of these places that can be used: KVFERRY_CACHE_DIR, XDG_CACHE_HOME/kvferry,
-~/.cache/kvferry, and a private directory within the system's temporary one (for a container without a writable home
-directory; a warning says that it may be gone at the next start). A library that is in one of them already is used,
-whether the place is writable or not.
+The libraries are kept in KVFERRY_CACHE_DIR, if that is set; else in the first of these places that can be written and
+has room: XDG_CACHE_HOME/kvferry, ~/.cache/kvferry, and a private directory within the system's temporary one (for a
+container without a writable home directory; a warning says that it may be gone at the next start). A library that is in
+one of them already is used, whether the place is writable or not.
 
 They are plain shared libraries, which compile in a few seconds and need no headers but the system's. Without a
 compiler, on a platform other than Linux, or with KVFERRY_NATIVE=0, there is no library, and callers use slower Python
@@ -23,8 +23,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.core.cache_places import PLACE, lasting_places
+from kvferry.core.cache_places import PLACE, lasting_places, named_place
 from kvferry.core.errors import ConfigError
+from kvferry.core.machine import require_room
 from kvferry.core.private_folder import is_trusted, private_folder
 from kvferry.core.settings import environment
 
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH = environment.NATIVE
 _TIMEOUT_S = 300.0
+_ROOM_BYTES = 16 * 2**20
+"""Room that a library and its compilation need."""
 
 
 class NotCompiled(Exception):
@@ -43,7 +46,7 @@ def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str
     minutes.
 
     `linked`: libraries to link with; `depends_on`: anything else that requires another compilation when it changes.
-    Raises `NotCompiled`.
+    Raises `NotCompiled`, and `ConfigError` if KVFERRY_CACHE_DIR cannot be used.
     """
     if os.environ.get(SWITCH) == "0":
         raise NotCompiled
@@ -139,9 +142,14 @@ def _place(name: str) -> Path:
             if _is_ours(place / name):
                 return place
             with tempfile.TemporaryFile(dir=place):
+                require_room(place, _ROOM_BYTES, "compiled kernels need room")
                 return place
         except OSError as error:
             refused = f"{place}: {error.strerror}"
+        except ConfigError as error:
+            refused = str(error)
+    if named_place() is not None:
+        raise ConfigError(f"{PLACE}: {refused}; name another directory, or unset it")
     private = _private_place()
     private.mkdir(exist_ok=True)
     if _is_ours(private / name):

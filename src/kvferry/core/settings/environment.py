@@ -20,7 +20,8 @@ VARIABLES = {
     " connectors listen on loopback addresses only, and accept only tickets with such addresses; `kvferry serve`, and"
     " routers before operators on the same machine, use a token that is kept for each user in kvferry's cache folder.",
     CACHE_DIR: "Folder for compiled kernels and for the digests of checkpoint files. Default:"
-    " `$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`; a private temporary folder where neither can be written.",
+    " `$XDG_CACHE_HOME/kvferry`, else `~/.cache/kvferry`; a private temporary folder where neither can be written. A"
+    " named folder that cannot be used is refused.",
     NATIVE: "`0`: compile no kernels and use plain PyTorch on CPUs, which is slower.",
     ISA: "Compile the CPU kernels for this instruction set (`avx2`, `avx512`, `sse`, `amx-emulated`) instead of the one"
     " of the processor: for tests and comparisons.",
