@@ -237,7 +237,7 @@ def test_a_file_gives_flags_to_the_commands_that_have_them(config: Path) -> None
     assert flags["engine"].max_num_batched_tokens == 555
     assert flags["instance"].served_model_name == ("one", "two")
     assert (flags["router"].hand_off, flags["router"].retries) == ("sequential", 3)
-    assert (flags["fleet"].prefill, flags["fleet"].decode) == (2, 0)
+    assert (flags["fleet"].prefill, flags["fleet"].decode) == (2, None)
     assert json.loads(flags["instance"].kv_transfer_config) == {
         "kv_connector": "SharedStorageConnector",
         "kv_connector_extra_config": {"shared_storage_path": "/tmp/kv"},
