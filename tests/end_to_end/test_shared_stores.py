@@ -53,7 +53,7 @@ def test_what_one_kept_the_other_finds(model_maker: ModelMaker, tmp_path: Path, 
 @pytest.mark.parametrize("load", ["async", "layerwise"])
 def test_what_a_store_supplied_is_billed_as_cached(model_maker: ModelMaker, tmp_path: Path, load: str) -> None:
     """As in vLLM, in whole and in streamed answers, and over P and D, where P is the one that loads."""
-    extra = {"store": f"file:{tmp_path}/kv", "load": load}
+    extra = {"store": f"file:{tmp_path}/kv?deadline_s=20", "load": load}
     transfer = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": extra}
     engine = ("--block-size=8", "--no-prefix-caching")
     prompt, model = [*range(3, 83)], model_maker("llama")
