@@ -6,16 +6,18 @@ export TORCH
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM ?= .venv-vllm
+export VENV_SGLANG ?= .venv-sglang
 STAMP := $(VENV)/.installed
 STAMP_DOCS := $(VENV)/.installed-docs
 export OMP_NUM_THREADS ?= 1
-# Not under `make test`: long matrices, and what needs vLLM, which has an environment of its own.
-SHORT := not full and not vllm
-ALL := not vllm
+# Not under `make test`: long matrices, and what needs vLLM or SGLang, which have environments of their own.
+SHORT := not full and not vllm and not sglang
+ALL := not vllm and not sglang
 VLLM := $(if $(PART),vllm,vllm and not full)
+SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -71,6 +73,10 @@ $$run '$(VLLM)' $$part --numprocesses=0 tests/end_to_end/vllm $(ARGS) || failed=
 exit $$failed
 endef
 
+test-sglang: $(STAMP)  ## run the tests with SGLang's servers, in .venv-sglang (about 3.5 GB the first time; PART=0/8: as test-vllm)
+	@scripts/install_sglang_cpu.sh $(VENV_SGLANG)
+	@scripts/run_tests $(BIN)/python '$(SGLANG)' $(if $(PART),--full-part=$(PART)) --numprocesses=0 tests/end_to_end/sglang $(ARGS)
+
 soak: $(STAMP)  ## thousands of random faults against real processes, and of simulations (FAULTS=3000 CHANGES=300 SEED=1 SEEDS=2001-12000)
 	@KVFERRY_FAKE_REQUESTS=$(or $(FAULTS),3000) $(BIN)/pytest -s --timeout=3600 tests/router/test_random_faults.py $(ARGS)
 	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/fleet/test_random_changes.py $(ARGS)
@@ -110,4 +116,4 @@ gpu: $(if $(GPU_PYTHON),,$(STAMP))  ## run, check and time kvferry on the GPUs h
 	@PYTHONPATH=benchmarks:src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(GPU_PYTHON),$(BIN)/python) -m gpu --steps '$(STEPS)'
 
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(VENV_VLLM) .venv-litellm .venv-aiperf .venv-envoy .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) .venv-litellm .venv-aiperf .venv-envoy .venv-triton build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

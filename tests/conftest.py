@@ -20,6 +20,7 @@ from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.tier import Tier
 from support.lmcache_server import LMCacheServer, is_installed
 from support.long_files import starting_place
+from support.sglang_python import PYTHON
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 # How fast this machine is at the moment is not what a test is about.
@@ -105,6 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = set(left_out)
         items[:] = [one for one in items if one not in left]
     items.sort(key=lambda item: starting_place(item.path))
+    _skip_without_servers(items)
     # `tests` is on the path, and a folder of that name in it is a namespace package, which has no origin.
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
@@ -112,6 +114,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "vllm" in item.keywords and item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm has it"))
+
+
+def _skip_without_servers(items: list[pytest.Item]) -> None:
+    """SGLang's servers run in an environment of their own."""
+    if PYTHON.is_file():
+        return
+    for item in items:
+        if item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.skip(reason="SGLang is not installed; make test-sglang has it"))
 
 
 def leave_diagonal(matrix: Sequence[pytest.Item], name: str) -> None:

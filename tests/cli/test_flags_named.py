@@ -31,6 +31,10 @@ FOREIGN = {
     "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--model-path", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port", "--tp-size",
     "--enable-metrics",
+    "--enable-pd-role-switch", "--disaggregation-decode-retraction-backup", "--device", "--page-size",
+    "--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-backend-decode",
+    "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
+    "--mem-fraction-static", "--max-total-tokens",
     "--gpu-memory-utilization", "--pipeline-parallel-size", "--data-parallel-size",
     # of pip, docker, git, kubectl, helm, ray, compilers and Python's own tools
     "--param", "--no-deps", "--shm-size", "--editable", "--index-url", "--version", "--cacert",

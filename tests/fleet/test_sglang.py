@@ -78,6 +78,45 @@ def test_p_and_d_are_started_for_their_phases_meet_in_a_room_and_are_drained(tmp
     assert len(told(seen, "decode")) == 2
 
 
+SWITCHING = (
+    SPEC.replace("count = 1\ntensor_parallel_size = 2", 'count = 2\nmax = 2\ncan_be = ["decode"]')
+    .replace("[role.decode]\ncount = 1", '[role.decode]\ncount = 1\nmax = 2\ncan_be = ["prefill"]')
+    .replace('"--mem', '"--kv-events-config={\\"endpoint\\": \\"tcp://127.0.0.1:*\\"}", "--mem')
+)
+
+
+@pytest.mark.processes
+def test_a_server_changes_its_role_when_it_is_idle_and_without_a_restart(tmp_path: Path, seen: Path) -> None:
+    fleet = Fleet(tmp_path, NAME)
+    fleet.apply(SWITCHING)
+    pids = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
+    fleet.scale("prefill=1", "decode=2")
+    assert len(fleet.names("decode")) == 2
+    assert {name: fleet.pid(name) for name in fleet.names("prefill", "decode")} == pids
+    started = [flags for mode in ("prefill", "decode") for flags, *_ in told(seen, mode)]
+    assert len({flags["disaggregation_bootstrap_port"] for flags in started} - {8998}) == 3
+    assert len({flags["kv_events_config"] for flags in started}) == 3
+    body = {"model": "m", "prompt": "Hello", "max_tokens": 4}
+    texts = {httpx.post(f"{fleet.status.url}/v1/completions", json=body, timeout=60).status_code for _ in range(4)}
+    assert texts == {200}
+    switched = [body for bodies in told(seen, "prefill") for body in bodies if "new_role" in body]
+    assert [body["new_role"] for body in switched] == ["decode"] * 2  # it was busy the first time
+
+
+@pytest.mark.processes
+def test_a_server_that_does_not_change_its_role_is_replaced(
+    tmp_path: Path, seen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SGLANG_SWITCHES", "broken")
+    fleet = Fleet(tmp_path, NAME)
+    fleet.apply(SWITCHING)
+    pids = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
+    fleet.scale("prefill=1", "decode=2")
+    left = {name: fleet.pid(name) for name in fleet.names("prefill", "decode")}
+    assert len(left) == 3
+    assert len(left.items() & pids.items()) == 2
+
+
 TARGETS = {"ttft": "1s", "itl": "50ms", "budget": 4}
 
 
@@ -85,9 +124,9 @@ TARGETS = {"ttft": "1s", "itl": "50ms", "budget": 4}
     ("changes", "complaint"),
     [
         ({"engine": {"kind": "dynamo"}}, "a worker of Dynamo's answers no HTTP"),
-        ({"engine": {"kind": "sglang", "connector": ["P2pConnector"]}}, "mooncake or nixl"),
-        ({"engine": {"kind": "sglang", "kv_transfer_config": "{}"}}, "mooncake or nixl"),
-        ({"role": {"prefill": {"can_be": ["decode"]}, "decode": {}}}, "role.prefill.can_be: SGLang changes"),
+        ({"engine": {"kind": "sglang", "connector": ["P2pConnector"]}}, "mooncake, mooncake_tcp or nixl"),
+        ({"engine": {"kind": "sglang", "kv_transfer_config": "{}"}}, "mooncake, mooncake_tcp or nixl"),
+        ({"role": {"prefill": {"can_be": ["both"]}, "decode": {}}}, "role.prefill.can_be: SGLang's servers change"),
         ({"backend": {"kind": "kubernetes", "kubernetes": {"image": "i"}}}, "no pods are written"),
         ({"scale": {**TARGETS, "deflect": True}}, "compute no prompts"),
         ({"scale": {**TARGETS, "aggregate": True}}, "compute no prompts"),
@@ -118,6 +157,7 @@ def test_an_instance_for_both_phases_is_not_disaggregated() -> None:
         host="127.0.0.1",
         port=0,
         num_ranks=1,
+        switches=False,
         arguments=(),
         environment={},
         hidden=frozenset(),

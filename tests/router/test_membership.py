@@ -174,6 +174,7 @@ async def test_what_an_instance_answers_keeps_no_other_from_being_drained(monkey
         (200, b"sglang:num_running_reqs 0.0\n", True),
         (200, b'sglang:num_running_reqs{model_name="m"} 1.0\n', False),
         (200, b"sglang:num_queue_reqs 1.0 1700000000\n", False),
+        (200, b'sglang:num_prefill_inflight_queue_reqs{tp_rank="0"} 1.0\n', False),
         (200, b"vllm:num_requests_running nonsense\n", False),
     ],
 )

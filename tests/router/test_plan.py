@@ -10,6 +10,7 @@ import pytest
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.plan import Plan, Split, Whole, make_plan
 from kvferry.router.config import RouterConfig
+from kvferry.router.instances.instance import SglangFacts
 from kvferry.router.instances.pools import Pools
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -18,6 +19,14 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def pools(num_prefill: int = 1) -> Pools:
     urls = tuple(f"http://p{index}:1" for index in range(num_prefill))
     return Pools.from_config(RouterConfig(prefill_url=urls, decode_url=("http://d:1",)))
+
+
+def sglangs() -> Pools:
+    """Servers of SGLang's, one for each phase."""
+    made = pools()
+    for instance in (*made.prefill.instances, *made.decode.instances):
+        instance.learn(SglangFacts(mode=instance.role))
+    return made
 
 
 def plan(body: Any, path: str = COMPLETIONS, among: Pools | None = None, indent: int | None = None) -> Plan:
@@ -59,6 +68,23 @@ def test_whole(body: dict[str, Any], reason: str) -> None:
     assert plan(body) == Whole(reason)
     assert plan(body, indent=4) == Whole(reason)
     assert plan(body, indent=200) == Whole(reason)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": ["one", "two"]}, Split()),
+        ({"prompt": [[1, 2], [3]], "n": 1}, Split()),
+        ({"prompt": "text", "echo": True}, Split()),
+        ({"prompt": "text", "best_of": 1}, Split()),
+        ({"prompt": "text", "echo": True, "logprobs": 0}, Whole("echo")),
+        ({"prompt": ["one", "two"], "n": 2}, Whole("several_choices")),
+        ({"prompt": "text", "n": 2}, Whole("several_choices")),
+        ({"prompt": "text", "prompt_logprobs": 1}, Whole("prompt_logprobs")),
+    ],
+)
+def test_sglangs_servers_meet_for_each_prompt_and_not_for_several_choices(body: dict[str, Any], expected: Plan) -> None:
+    assert plan(body, among=sglangs()) == expected
 
 
 def test_without_prefill_instances_all_is_whole() -> None:

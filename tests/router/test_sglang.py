@@ -28,12 +28,13 @@ class SglangPeer(Peer):
     port: int = 0
     path: str = "/server_info"
     rooms: list[int] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
 
     async def _server_info(self, request: Request) -> Response:
         if request.url.path != self.path:
             return JSONResponse({}, status_code=404)
         about = {"disaggregation_mode": self.mode, "served_model_name": "m", "version": "0.5.6", "more": [1]}
-        return JSONResponse(about | ({"disaggregation_bootstrap_port": self.port} if self.port else {}))
+        return JSONResponse(about | self.about | ({"disaggregation_bootstrap_port": self.port} if self.port else {}))
 
 
 def pair(p: Any = answer, d: Any = answer, **about: Any) -> tuple[SglangPeer, SglangPeer]:
@@ -61,10 +62,39 @@ async def test_both_get_the_request_and_where_they_meet(protocol: str, path: str
 
 async def test_a_client_cannot_say_where_they_meet() -> None:
     p, d = pair(port=9001)
-    told = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7}
+    address = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7, "bootstrap_pair_key": "k"}
+    ranks = {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 1, "data_parallel_rank": 1}
+    headers = {f"X-Override-{name.replace('_', '-')}": str(value) for name, value in (address | ranks).items()}
     async with instances(p, d), routing([p.url], [d.url]) as (_, url):
-        assert (await post(url, {**BODY, **told}))[0] == 200
-    assert d.calls[0].body["bootstrap_host"] == "127.0.0.1"
+        assert (await post(url, {**BODY, **address, **ranks}, **headers))[0] == 200
+    for call in (*p.calls, *d.calls):
+        assert {name for name in call.body if name in address | ranks} == set(MEETING)
+        assert call.body["bootstrap_host"] == "127.0.0.1"
+        assert not [name for name in call.headers if name.startswith("x-override-")]
+
+
+@pytest.mark.parametrize(
+    ("events", "address"),
+    [
+        ({"endpoint_host": "127.0.0.1", "replay_endpoint_port_base": 5600}, ("127.0.0.1:5557", "127.0.0.1:5600")),
+        ({"endpoint_host": "*"}, ("127.0.0.1:5557", None)),
+        ({"endpoint_host": "::1"}, ("[::1]:5557", None)),
+        ({"endpoint_host": "not a host"}, None),
+        ({"endpoint_host": "*", "dp_size": 2}, None),
+    ],
+)
+async def test_where_a_server_publishes_its_kv_events(events: dict[str, Any], address: Any) -> None:
+    p, d = pair(port=9001)
+    p.about = {"kv_events": {"endpoint_port_base": 5557, "dp_size": 1, **events}, "max_total_num_tokens": 640}
+    async with instances(p, d), routing([p.url], [d.url]) as (router, url):
+        assert (await post(url))[0] == 200
+        instance = router.services.pools.find(p.url)
+    assert instance is not None
+    assert isinstance(instance.facts, SglangFacts)
+    assert instance.facts.num_kv_tokens == 640
+    found = instance.facts.kv_events
+    expected = address and tuple(one and f"tcp://{one}" for one in address)
+    assert (found and (found.endpoint, found.replay_endpoint)) == expected
 
 
 async def test_the_port_is_what_the_flag_says_where_the_server_does_not() -> None:
@@ -145,8 +175,12 @@ async def test_servers_of_one_phase_get_no_whole_request() -> None:
     p, d = pair(port=9001)
     async with instances(p, d), routing([p.url], [d.url], disaggregate_from="1000000") as (_, url):
         assert (await post(url))[0] == 200
-        echo = await post(url, {**BODY, "echo": True})
-        assert (echo[0], "echo: needs one instance" in echo[1]["error"]["message"]) == (400, True)
+        for field, value in (("n", 2), ("prompt_logprobs", 1), ("use_beam_search", True)):
+            status, content, _ = await post(url, {**BODY, field: value})
+            assert (status, "cannot be handed off between SGLang's servers" in content["error"]["message"]) == (
+                400,
+                True,
+            )
     assert [set(MEETING) <= one.body.keys() for one in (*p.calls, *d.calls)] == [True, True]
 
 
@@ -167,7 +201,10 @@ async def test_servers_of_both_phases_get_whole_requests() -> None:
 
 def test_rooms_and_pairs() -> None:
     form = sglang("f" * 32, "host", 1)
-    assert form.early == {"bootstrap_host": "host", "bootstrap_port": 1, "bootstrap_room": 2**63 - 1}
+    assert form.early == {"bootstrap_host": "host", "bootstrap_port": 1, "bootstrap_room": 2**62 - 1}
     assert can_pair(SglangFacts(), SglangFacts())
     assert not can_pair(SglangFacts(), VllmFacts())
     assert not can_pair(InstanceFacts(), SglangFacts())
+    assert not can_pair(SglangFacts(transfer_backend="nixl"), SglangFacts(transfer_backend="mooncake"))
+    assert not can_pair(SglangFacts(model_names=["a"]), SglangFacts(model_names=["b"]))
+    assert can_pair(SglangFacts(cache_dtype="fp8_e5m2"), SglangFacts(mode="decode"))

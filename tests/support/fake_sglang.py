@@ -33,9 +33,13 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--mem-fraction-static", type=float)
+    parser.add_argument("--enable-pd-role-switch", action="store_true")
+    parser.add_argument("--kv-events-config")
     flags = vars(parser.parse_args())
     seen = Path(os.environ["FAKE_SGLANG"]) / f"{flags['disaggregation_mode']}-{flags['port']}"
     seen.write_text(json.dumps(flags) + "\n")
+
+    switches = iter(os.environ.get("FAKE_SGLANG_SWITCHES", "busy done").split())
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -57,8 +61,23 @@ def main() -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with seen.open("a") as file:
                 file.write(json.dumps(body) + "\n")
+            if self.path == "/pd_role_switch":
+                self._switch(body["new_role"])
+                return
             choice = {"index": 0, "text": flags["disaggregation_mode"], "finish_reason": "stop"}
             self._answer(200, {"id": "1", "object": "text_completion", "model": "m", "choices": [choice]})
+
+        def _switch(self, role: str) -> None:
+            match next(switches, "done"):
+                case "busy":
+                    message = "instance is not idle; drain all requests before switching"
+                    self._answer(400, {"success": False, "message": message, "safe_to_restore": True})
+                case "broken":
+                    message = "role switch failed; instance unhealthy, restart required"
+                    self._answer(400, {"success": False, "message": message, "safe_to_restore": False})
+                case _:
+                    flags["disaggregation_mode"] = role
+                    self._answer(200, {"success": True, "message": "ok"})
 
         def _answer(self, status: int, body: Any) -> None:
             content = (body if isinstance(body, str) else json.dumps(body)).encode()

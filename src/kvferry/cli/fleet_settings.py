@@ -15,8 +15,17 @@ from kvferry.cli.flags import complete
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import overridden, to_arguments
-from kvferry.fleet.control.spec import Backend, EngineSpec, Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.arguments import overridden, refuse_own_flags, to_arguments
+from kvferry.fleet.control.spec import (
+    Backend,
+    EngineSpec,
+    Failing,
+    MemberRole,
+    RoleSpec,
+    RouterSpec,
+    WantedFleet,
+    check_fleet,
+)
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -62,21 +71,16 @@ class Told:
 def fleet_of(name: str, told: Told) -> WantedFleet:
     """The fleet that flags of `kvferry serve` ask for."""
     spec, engine, listen, choice = told.spec, told.engine, told.listen, told.choice
+    if choice.engine != "kvferry":
+        refuse_own_flags(engine, choice.engine)
     roles: dict[MemberRole, RoleSpec] = {"both": RoleSpec()}
     if spec.is_split:
         roles = {"prefill": RoleSpec(count=spec.num_prefill), "decode": RoleSpec(count=spec.num_decode)}
-    return WantedFleet(
+    fleet = WantedFleet(
         name=name,
         model=engine.model,
         mode="pooling",
-        engine=EngineSpec(
-            kind=choice.engine,
-            kv_transfer_config=told.instance.kv_transfer_config or "",
-            args=choice.engine_argument
-            if choice.engine == "vllm"
-            else _changed(engine, EngineConfig(model=engine.model)),
-            python=choice.engine_python or "",
-        ),
+        engine=engine_of(choice, told.instance, _changed(engine, EngineConfig(model=engine.model))),
         args=(
             *_changed(told.instance, InstanceSpec(), "kv_transfer_config"),
             *_changed(spec, FleetSpec(), "prefill", "decode", "backend", "address"),
@@ -98,6 +102,17 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
         ),
         failure=failing(told.restarts),
         backend=Backend(kind=spec.backend, address=spec.address or ""),
+    )
+    return check_fleet(fleet)
+
+
+def engine_of(choice: EngineChoice, instance: InstanceSpec, own_flags: tuple[str, ...] = ()) -> EngineSpec:
+    """The engine that flags ask for. `own_flags`: settings of kvferry's own engine."""
+    return EngineSpec(
+        kind=choice.engine,
+        kv_transfer_config=instance.kv_transfer_config or "",
+        args=own_flags if choice.engine == "kvferry" else choice.engine_argument,
+        python=choice.engine_python or "",
     )
 
 

@@ -24,10 +24,11 @@ from kvferry.cli.common import (
     run_engine,
 )
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import failing
+from kvferry.cli.fleet_settings import engine_of, failing
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
+from kvferry.fleet.arguments import refuse_own_flags
 from kvferry.fleet.control.spec import RoleSpec, RouterSpec, WantedFleet
 from kvferry.fleet.recipe import LocalRecipe, require_defaults
 from kvferry.fleet.restart import RestartPolicy
@@ -105,16 +106,16 @@ def _run(
     spec, where, logs = complete(InstanceSpec, instance), complete(Listen, listen), complete(LogConfig, log)
     settings, chosen = complete(EngineConfig, engine, model=model), complete(EngineChoice, choice)
     accesses, bounds = complete(HttpAccess, access), complete(HttpLimits, limits)
-    if chosen.engine == "vllm":
+    if chosen.engine != "kvferry":
         require_defaults(accesses, bounds)
-        return _run_vllm(role, settings, chosen, spec, where, logs, accesses, ready_fd)
+        return _run_server(role, settings, chosen, spec, where, logs, accesses, ready_fd)
     transfer = transfer_for(spec.kv_transfer_config or DEFAULT, role)
     if ready_fd is None:
         check_before_start(settings, chosen, where, accesses, transfer=transfer)
     return run_engine(role, settings, spec, where, parse_transfer_config(transfer), logs, accesses, bounds, ready_fd)
 
 
-def _run_vllm(
+def _run_server(
     role: InstanceRole,
     engine: EngineConfig,
     choice: EngineChoice,
@@ -124,11 +125,13 @@ def _run_vllm(
     access: HttpAccess,
     ready_fd: int | None,
 ) -> int:
-    """Run one vLLM server as a fleet of one, without a router."""
+    """Run one server of vLLM's or SGLang's as a fleet of one, without a router."""
+    refuse_own_flags(engine, choice.engine)
     fleet = WantedFleet(
-        name="vllm",
+        name=choice.engine,
         model=engine.model,
         mode="pooling",
+        engine=engine_of(choice, instance),
         role={role: RoleSpec()},
         router=RouterSpec(count=0),
         failure=failing(RestartPolicy()),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
+
+from kvferry.core.errors import ConfigError
+from kvferry.engine.config import EngineConfig
+
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 KEY_FIELDS = ("api_key", "admin_key", "instance_api_key")
 """Settings that are secrets. Everyone on a machine can read command lines, so they travel in the environment, or as
@@ -36,6 +42,19 @@ def overridden(arguments: Iterable[str], others: Sequence[str]) -> list[str]:
 def _said(argument: str) -> str:
     """The flag in an argument, whichever way it says it."""
     return argument.partition("=")[0].replace("_", "-").replace("--no-", "--")
+
+
+def refuse_own_flags(settings: EngineConfig, kind: str) -> None:
+    """Raise `ConfigError` for settings of kvferry's own engine beside `--engine kind`, which would be ignored."""
+    default = EngineConfig(model=settings.model)
+    for name in vars(default):
+        value = getattr(settings, name)
+        if value != getattr(default, name):
+            example = shlex.join([flag_name(name), str(value)])
+            raise ConfigError(
+                f"{flag_name(name)} is a flag of kvferry's own engine; {_ENGINES[kind]}'s flags go after --, as in:"
+                f" -- {example}"
+            )
 
 
 def flag_name(field: str) -> str:

@@ -230,7 +230,7 @@ class LocalRecipe:
         if len(names) > 1:
             raise ConfigError("--served-model-name: an SGLang server has one name")
         devices = self._given_devices() or device_variables(number, self.num_instances)
-        return sglang_server(
+        process = sglang_server(
             name,
             role,
             self.fleet.engine,
@@ -239,10 +239,20 @@ class LocalRecipe:
             host=listen.host,
             port=listen.port,
             num_ranks=told.tensor_parallel_size,
+            switches=bool(told.can_be),
             arguments=told.args,
             environment={**thread_variables(self._num_threads(cores)), **devices},
             hidden=self.hidden,
         )
+        registrar = make_registrar(
+            self.instances.register,
+            role if role != "router" else "both",
+            url=self.instances.advertise_url,
+            host=listen.host,
+            ca=self.access.tls_ca,
+            bootstrap_port=process.bootstrap_port,
+        )
+        return replace(process, registrar=registrar)
 
     def _behind_the_routers(self, number: int) -> Listen:
         """Where instance `number` listens."""

@@ -31,19 +31,21 @@ class Listen:
 class EngineChoice:
     """Which engine runs the model."""
 
-    engine: Literal["kvferry", "vllm"] = "kvferry"
-    """Engine that runs the model: kvferry's own, or vLLM's servers, which get all arguments after --."""
+    engine: Literal["kvferry", "vllm", "sglang"] = "kvferry"
+    """Engine that runs the model: kvferry's own, or the servers of vLLM or SGLang, which get all arguments after --."""
 
     engine_python: str | None = None
-    """Python of an environment with vLLM, such as /opt/vllm/bin/python. Default: the Python that runs kvferry."""
+    """Python of an environment with vLLM or SGLang, such as /opt/vllm/bin/python. Default: the Python that runs
+    kvferry."""
 
     engine_argument: tuple[str, ...] = ()
-    """One argument for vLLM; repeat it for more. `-- --dtype float32` is a shorter form."""
+    """One argument for vLLM or SGLang; repeat it for more. `-- --dtype float32` is a shorter form."""
 
     def __post_init__(self) -> None:
-        if self.engine != "vllm" and (self.engine_python is not None or self.engine_argument):
+        if self.engine == "kvferry" and (self.engine_python is not None or self.engine_argument):
             raise ConfigError(
-                "--engine-python and the arguments after -- are for vLLM; add --engine vllm, or leave them out"
+                "--engine-python and the arguments after -- are for vLLM and SGLang; add --engine vllm or --engine"
+                " sglang, or leave them out"
             )
 
 

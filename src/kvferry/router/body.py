@@ -20,8 +20,13 @@ from kvferry.core.messages.kv_keys import KEY_FIELDS
 TICKET_FIELDS = frozenset({HAND_OFF_FIELD, "ec_transfer_params"})
 """Fields that make an instance fetch from another: the router's to set, never a client's."""
 
-_ADDRESS_FIELDS = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
-"""The same in SGLang's form. Common words, so they are meant only at the top of a body."""
+_ADDRESS_FIELDS = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+        *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+    }
+)
+"""The same in SGLang's form, and the data-parallel ranks that go with it. Meant only at the top of a body."""
 
 _NOT_FROM_CLIENTS = TICKET_FIELDS | _ADDRESS_FIELDS | frozenset(KEY_FIELDS)
 

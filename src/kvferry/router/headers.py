@@ -20,7 +20,9 @@ SERVER_TIMING = b"server-timing"
 
 OWN_PREFIX = b"x-kvferry-"
 """Ours; what a client sends under it is dropped."""
-_LENGTH = len(OWN_PREFIX)
+_DROPPED_PREFIXES = (OWN_PREFIX, b"x-override-")
+"""SGLang lets `x-override-bootstrap-host` and others of that prefix replace fields of the body, from which D learns
+where to fetch KV."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers"
@@ -54,7 +56,9 @@ def for_instance(headers: RawHeaders, own: RawHeaders) -> RawHeaders:
     """A client's headers as an instance gets them: end-to-end headers unchanged, then the router's own, which replace
     those of the same name."""
     left_out, ours = _of_the_connection(headers, _NOT_FOR_INSTANCES), dict(own)
-    kept = [one for one in headers if not (one[0] in left_out or one[0] in ours or one[0][:_LENGTH] == OWN_PREFIX)]
+    kept = [
+        one for one in headers if not (one[0] in left_out or one[0] in ours or one[0].startswith(_DROPPED_PREFIXES))
+    ]
     return kept + own
 
 

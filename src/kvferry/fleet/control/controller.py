@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.report import Sight, StatusReporter, is_hopeless
+from kvferry.fleet.control.role_switch import NotSwitched, switch_server
 from kvferry.fleet.control.scaling.counts import Scaling
 from kvferry.fleet.control.spec import MemberRole, seconds
 from kvferry.fleet.display import Display
@@ -295,7 +296,12 @@ class Controller:
                 self._ledger.note("role", name, f"{role}: {why}")
                 self._display.note(f"{name} becomes {role}: {why}")
                 observer.changes_role(name)
-                running.begin(self._assign(name, role))
+                fleet = self._follower.followed.fleet
+                if fleet.engine.kind == "sglang" and observer.has_routers:
+                    observer.switching[name] = role
+                    running.begin(self._switch(member, role, seconds(fleet.failure.drain)))
+                else:
+                    running.begin(self._assign(name, role))
         return True
 
     async def _start(self, member: MemberSpec) -> None:
@@ -329,6 +335,28 @@ class Controller:
         except Exception:
             # The edge, as above; the change of role is taken up again.
             logger.exception("the role of %s cannot be changed to %s", name, role)
+
+    async def _switch(self, member: Member, role: MemberRole, drain_s: float) -> None:
+        """Change the role of a server that has to be idle for it. One that does not change it is replaced."""
+        name, observer, until = member.name, self._observer, self._clock.monotonic() + drain_s
+        try:
+            await self._wait_for(lambda: observer.is_drained(name), until, "not drained")
+            observer.withdrawn.add(name)
+            await self._wait_for(lambda: not observer.is_known(name), until, "routers still know it")
+            await switch_server(member.url, role, self._clock, within_s=drain_s)
+            await self._assign(name, role)
+        except NotSwitched as error:
+            self._drain(name, f"does not become {role}: {error}")
+        finally:
+            observer.switching.pop(name, None)
+            observer.withdrawn.discard(name)
+
+    async def _wait_for(self, holds: Callable[[], bool], until: float, why_not: str) -> None:
+        """Wait for what the next looks may show. Raises `NotSwitched` at the time `until`."""
+        while not holds():
+            if self._clock.monotonic() >= until:
+                raise NotSwitched(f"{why_not} in time")
+            await asyncio.sleep(_BUSY_TICK_S)
 
     async def _on_hung(self, name: str, why: str) -> None:
         member = next((one for one in self._backend.members() if one.name == name), None)

@@ -13,7 +13,7 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import Observed, Phase
 from kvferry.fleet.control.front import Front, View, room_of
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import MemberRole, WantedFleet
 from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
 from kvferry.fleet.scaling.traffic import Room
 
@@ -34,6 +34,10 @@ class Observer:
         self.stopping: set[str] = set()
         self._adopted: set[str] = set()
         """Members that served when this controller began: they do not start, whatever a new router knows of them."""
+        self.switching: dict[str, MemberRole] = {}
+        """Members that change to this role and are drained for it; they count as starting in it."""
+        self.withdrawn: set[str] = set()
+        """Members that change their role and that the routers are to forget meanwhile."""
 
     @property
     def has_routers(self) -> bool:
@@ -61,7 +65,8 @@ class Observer:
         if routers := routers_of(members):
             before = self._views or {}
             serving = _admitted(fleet, members, set(before))
-            shown = await self._front.declare(routers, serving, self.draining, plan)
+            serving = [one for one in serving if one.name not in self.withdrawn]
+            shown = await self._front.declare(routers, serving, self.draining | self.switching.keys(), plan)
             names = {one.name for one in serving}
             self._views = before if shown is None else {name: one for name, one in shown.items() if name in names}
         else:
@@ -89,6 +94,15 @@ class Observer:
             member.name, member.role, member.revision, Phase.STARTING, now, member.unit
         )
 
+    def is_drained(self, name: str) -> bool:
+        """Whether nothing runs at a member any more, as the routers said last."""
+        view = (self._views or {}).get(name)
+        return view is not None and view.drained
+
+    def is_known(self, name: str) -> bool:
+        """Whether the routers know a member, as they said last."""
+        return name in (self._views or {})
+
     def changes_role(self, name: str) -> None:
         """Note that its role changes: it is ready again once the routers say so."""
         self._since.pop(name, None)
@@ -110,7 +124,7 @@ class Observer:
         before, since = self._since.get(member.name, (None, now))
         return Observed(
             name=member.name,
-            role=member.role,
+            role=self.switching.get(member.name, member.role),
             revision=member.revision,
             phase=phase,
             since=since if before is phase else now,
@@ -121,6 +135,8 @@ class Observer:
 
     def _phase(self, member: Member, view: View | None) -> Phase:
         name = member.name
+        if name in self.switching and member.state is not MemberState.ENDED and name not in self.stopping:
+            return Phase.STARTING
         if view is not None and view.draining:  # an operator may have told the routers
             self.draining.add(name)
         if name in self.stopping:

@@ -43,7 +43,7 @@ BACKENDS = ExtensionPoint(
 )
 """Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
 
-SGLANG_BACKENDS = ("mooncake", "nixl")
+SGLANG_BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 """How SGLang's servers may move KV; the first is the default."""
 
 MOST = 4096
@@ -81,7 +81,8 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """kvferry's own engine, vLLM's servers, or SGLang's."""
     connector: tuple[str, ...] = ()
     """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector, asked in this order.
-    Default: P2pConnector. With SGLang, its transfer backend: mooncake (the default) or nixl."""
+    Default: P2pConnector. With SGLang, its transfer backend: mooncake (the default), mooncake_tcp (without
+    RDMA) or nixl."""
     kv_transfer_config: str = ""
     """The whole JSON of --kv-transfer-config, instead of `connector`; each instance gets the kv_role of its role."""
     args: tuple[str, ...] = ()
@@ -445,15 +446,20 @@ def check_fleet(fleet: WantedFleet) -> WantedFleet:
     return fleet
 
 
-def _check_sglang(fleet: WantedFleet) -> None:
-    engine = fleet.engine
+def check_sglang_transfer(engine: EngineSpec) -> None:
+    """Raise `ConfigError` for a connector that SGLang does not have."""
     if engine.kv_transfer_config or len(engine.connector) > 1 or not set(engine.connector) <= set(SGLANG_BACKENDS):
-        raise ConfigError(f"engine: SGLang moves KV by {' or '.join(SGLANG_BACKENDS)}; name one of them in connector")
-    if able := [name for name, one in fleet.role.items() if one.can_be]:
         raise ConfigError(
-            f"role.{able[0]}.can_be: SGLang changes the role of a server only when nothing runs there, for which"
-            " kvferry does not wait; leave it out, and servers are started and stopped instead"
+            f"engine: SGLang moves KV by {', '.join(SGLANG_BACKENDS[:-1])} or {SGLANG_BACKENDS[-1]}; name one of them"
+            " in connector, or in its own flag --disaggregation-transfer-backend, instead of a kv-transfer-config"
         )
+
+
+def _check_sglang(fleet: WantedFleet) -> None:
+    check_sglang_transfer(fleet.engine)
+    for name, role in fleet.role.items():
+        if "both" in (name, *role.can_be) and role.can_be:
+            raise ConfigError(f"role.{name}.can_be: SGLang's servers change between prefill and decode only")
     if fleet.scale is not None and (fleet.scale.aggregate or fleet.scale.deflect):
         raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate and deflect")
     if fleet.backend.kind == "kubernetes":

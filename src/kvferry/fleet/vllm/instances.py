@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvferry.core.messages.registration import Role
 from kvferry.core.settings.environment import CALM_VLLM
 from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import flag_name
+from kvferry.fleet.arguments import refuse_own_flags
 from kvferry.fleet.cpu import Cores, thread_variables
 from kvferry.fleet.process import Foreign, ProcessSpec
 from kvferry.fleet.spec import EngineChoice, InstanceSpec
@@ -85,7 +84,7 @@ class VllmInstances:
         cls, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, *, splits: bool, number: int = 1
     ) -> VllmInstances:
         """Raises `ConfigError` for settings that cannot work, before anything is started."""
-        _refuse_flags_of_the_other_engine(engine)
+        refuse_own_flags(engine, "vllm")
         _refuse_flags_kvferry_sets(choice.engine_argument)
         text = instance.kv_transfer_config or (DEFAULT if splits else None)
         transfer = None if text is None else read_transfer(text)
@@ -201,17 +200,6 @@ def _model(model: str) -> str:
 
 def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-
-
-def _refuse_flags_of_the_other_engine(engine: EngineConfig) -> None:
-    default = EngineConfig(model=engine.model)
-    for name in vars(default):
-        value = getattr(engine, name)
-        if value != getattr(default, name):
-            example = shlex.join([flag_name(name), str(value)])
-            raise ConfigError(
-                f"{flag_name(name)} is a flag of kvferry's own engine; vLLM's flags go after --, as in: -- {example}"
-            )
 
 
 def _refuse_flags_kvferry_sets(arguments: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """Follows the KV events of the instances that publish any, and updates the prefix index with them.
 
-kvferry's instances report their address (`kv_events` at /kvferry/instance); for vLLM's servers, `--instance-kv-events`
-gives it. Owns one task for each instance; an error in one of them does not end the others.
+kvferry's instances report their address (`kv_events` at /kvferry/instance), and SGLang's servers theirs (at
+/server_info); for vLLM's servers, `--instance-kv-events` gives it. Owns one task for each instance; an error in one of
+them does not end the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvferry.kv_events.messages import DEVICE, AllBlocksCleared, BlockRemoved, B
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 from kvferry.router.choice.prefix_index import PrefixIndex
-from kvferry.router.instances.instance import Instance, normalise_url
+from kvferry.router.instances.instance import Instance, SglangFacts, normalise_url
 from kvferry.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class EventFeeds:
         if instance.url in self._configured:
             return self._configured[instance.url]
         facts = instance.facts
-        if not isinstance(facts, InstanceFacts) or facts.kv_events is None:
+        if not isinstance(facts, InstanceFacts | SglangFacts) or facts.kv_events is None:
             return None
         return facts.kv_events.reachable_at(instance.address.host)
 

@@ -14,7 +14,7 @@ from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Options, any_pair
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Facts, Instance, VllmFacts
+from kvferry.router.instances.instance import Facts, Instance, SglangFacts, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
 from kvferry.router.protocols.choose import can_pair, can_pair_by_keys, choose_form
@@ -97,7 +97,7 @@ class Pairing:
             if process >= 0:
                 self._index.cleared(instance)
         now = instance.facts
-        if facts is not now and isinstance(now, InstanceFacts | VllmFacts) and now.num_kv_tokens:
+        if facts is not now and isinstance(now, InstanceFacts | VllmFacts | SglangFacts) and now.num_kv_tokens:
             self._index.set_capacity(instance, now.num_kv_tokens)
         self._known[instance] = instance.process, now
 

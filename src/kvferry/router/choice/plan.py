@@ -28,8 +28,14 @@ Plan = Split | Whole
 _UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
 """Fields that may stand against a hand-off; most requests have none of them."""
 
-_NEED_ONE = frozenset({"prompt_logprobs", "echo", "beam_search", "several_choices", "prompt_batch"})
-"""Reasons that lie in the request, and stay if it is sent again."""
+_NEED_ONE = {
+    "prompt_logprobs": "prompt log-probabilities stay at the prefill server",
+    "echo": "the prompt's log-probabilities stay at the prefill server; leave out logprobs",
+    "beam_search": "the prefill server keeps one sequence",
+    "several_choices": "SGLang's servers meet once for all choices, and would wait without end; send as many requests,"
+    " or a list of prompts",
+}
+"""Reasons that lie in the request, and stay if it is sent again; and why SGLang's servers cannot hand it off."""
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
@@ -41,8 +47,10 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     if not (prompt := body.raw(PROMPT_FIELDS[path])):
         return Whole("malformed")
     is_unusual = not _UNUSUAL.isdisjoint(body.values)
-    reason = _needs_one_instance(body) if is_unusual else None
-    if reason is None and path == "/v1/completions" and is_batch(prompt):
+    has_several = path == "/v1/completions" and is_batch(prompt)
+    meet_in_rooms = (is_unusual or has_several) and _meet_in_rooms(pools)
+    reason = _needs_one_instance(body, meet_in_rooms=meet_in_rooms) if is_unusual else None
+    if reason is None and has_several and not meet_in_rooms:
         reason = "prompt_batch"
     if reason is None and not all(map(_is_limit, map(body.values.get, _LIMITS))):
         reason = "malformed"
@@ -59,15 +67,21 @@ def is_to_be_split(plan: Plan) -> bool:
     reason = plan.reason if isinstance(plan, Whole) else None
     if reason in _NEED_ONE:
         what = reason.replace("_", " ")
-        raise InvalidRequest(f"{what}: needs one instance for prefill and decode; these servers of SGLang do one each")
+        raise InvalidRequest(f"{what}: cannot be handed off between SGLang's servers: {_NEED_ONE[reason]}")
     return reason != "malformed"
 
 
-def _needs_one_instance(body: RequestBody) -> str | None:
+def _meet_in_rooms(pools: Pools) -> bool:
+    """Are all decode instances SGLang's of that one phase? Each prompt of a batch then has a room of its own."""
+    decodes = pools.decode.instances
+    return bool(decodes) and not any(instance.answers_alone for instance in decodes)
+
+
+def _needs_one_instance(body: RequestBody, *, meet_in_rooms: bool) -> str | None:
     """Why this request cannot be handed off because of what it asks for, or None."""
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
-    if body.get("echo"):
+    if body.get("echo") and not (meet_in_rooms and body.get("logprobs") is None):
         return "echo"
     return "beam_search" if body.get("use_beam_search") else None
 

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.core.errors import TransferError
-from kvferry.core.messages.instance_facts import Port, read_facts
+from kvferry.core.errors import ConfigError, TransferError
+from kvferry.core.messages.instance_facts import EventsAddress, Port, read_facts
+from kvferry.kv_events.sockets import require_endpoint
 from kvferry.router.config import ProtocolName
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
@@ -17,6 +18,8 @@ from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance
 ABOUT_PATH = "/kvferry/instance"
 
 SGLANG_PATH, OLDER_SGLANG_PATH = "/server_info", "/get_server_info"
+
+_ANY_HOST = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
 T = TypeVar("T")
 
@@ -55,11 +58,24 @@ class _VllmMetrics(msgspec.Struct, frozen=True):
     process: str = ""
 
 
+class _SglangEvents(msgspec.Struct):
+    """Rank 0 publishes at `endpoint_port_base`, and each further one at the next port."""
+
+    endpoint_host: str
+    endpoint_port_base: Port
+    replay_endpoint_port_base: Port | None = None
+    dp_size: int = 1
+
+
 class _SglangServer(msgspec.Struct):
     disaggregation_mode: str
     disaggregation_bootstrap_port: Port = 0
+    disaggregation_transfer_backend: str = ""
     served_model_name: str | None = None
     version: str = ""
+    max_total_num_tokens: int | None = None
+    kv_cache_dtype: str = ""
+    kv_events: _SglangEvents | None = None
 
 
 class _Models(msgspec.Struct):
@@ -147,7 +163,28 @@ async def _about_sglang(instance: Instance, connections: Connections, timeout_s:
         model_names=[about.served_model_name] if about.served_model_name else [],
         mode=about.disaggregation_mode,
         bootstrap_port=about.disaggregation_bootstrap_port,
+        transfer_backend=about.disaggregation_transfer_backend,
+        num_kv_tokens=max(0, about.max_total_num_tokens or 0),
+        cache_dtype=about.kv_cache_dtype,
+        kv_events=_sglang_events(about, instance.address.host),
     )
+
+
+def _sglang_events(about: _SglangServer, host: str) -> EventsAddress | None:
+    """None also for a server with several data-parallel ranks, of which each has a cache of its own."""
+    events = about.kv_events
+    if events is None or events.dp_size != 1 or not events.endpoint_port_base:
+        return None
+    publisher = host if events.endpoint_host in _ANY_HOST else events.endpoint_host
+    name = f"[{publisher}]" if ":" in publisher and not publisher.startswith("[") else publisher
+    replay_port = events.replay_endpoint_port_base
+    try:
+        return EventsAddress(
+            endpoint=require_endpoint(f"tcp://{name}:{events.endpoint_port_base}", SGLANG_PATH),
+            replay_endpoint=f"tcp://{name}:{replay_port}" if replay_port else None,
+        )
+    except ConfigError:
+        return None
 
 
 async def _about_vllm(instance: Instance, connections: Connections, timeout_s: float) -> Facts:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
+from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, KVSource
 from kvferry.http.client.origin import Origin
 from kvferry.router.instances.load import InstanceLoad, LoadTable
 
@@ -64,6 +64,11 @@ class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "null"
     """What it was started for: prefill, decode or null, which is both."""
     bootstrap_port: int = 0
+    transfer_backend: str = ""
+    num_kv_tokens: int = 0
+    """0 where it did not say."""
+    cache_dtype: str = ""
+    kv_events: EventsAddress | None = None
 
 
 class Absent(msgspec.Struct, frozen=True):

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _FOLLOW_S, _LOOK_STEPS = 0.1, 5
 """How often other routers are followed, and every how many times the file and draining instances are looked at."""
 _BUSY = re.compile(
-    rb"^(?:kvferry:num_hand_offs_held|vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
+    rb"^(?:kvferry:num_hand_offs_held|vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
+    rb"|sglang:num_(?:prefill_(?:bootstrap|inflight)|decode_(?:prealloc|transfer))_queue_reqs)"
     rb"(?:\{[^\n]*\})? +(\S+)",
     re.M,
 )

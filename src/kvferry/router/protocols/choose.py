@@ -104,6 +104,13 @@ def alike(one: Facts, other: Facts) -> bool:
             other.model_names
         )
         return same_dtype and share_model
+    if isinstance(one, SglangFacts) and isinstance(other, SglangFacts):
+        pairs = (
+            (one.transfer_backend, other.transfer_backend),
+            (one.cache_dtype, other.cache_dtype),
+            (one.model_names, other.model_names),
+        )
+        return all(not (ours and theirs) or ours == theirs for ours, theirs in pairs)
     known = {type(one), type(other)} & {InstanceFacts, VllmFacts, SglangFacts}
     return len(known) < 2
 

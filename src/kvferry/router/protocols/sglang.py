@@ -2,10 +2,11 @@
 
 Both get the client's request with three fields at its top: where P's bootstrap server is, and the room in which the two
 find each other (`bootstrap_host`, `bootstrap_port`, `bootstrap_room`). P's answer is of no use but to tell that it
-failed; a room serves one P and one D, so that when either fails both legs are sent anew.
+failed; a room serves one P and one D, so that when either fails both legs are sent anew. The prompts of a batch meet in
+rooms that follow one another, which both servers count up from the first.
 
-Made after what SGLang's own router sends (`sglang-router` 0.3.2); with SGLang's servers, which need a GPU, it has
-**never run**.
+Run with the servers of SGLang 0.5.23 (`tests/end_to_end/sglang`); they resolve the data-parallel rank of a P with
+several (`disagg_prefill_dp_rank`) at its bootstrap server themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from kvferry.router.protocols.form import Form
 
 
 def sglang(transfer_id: str, host: str, bootstrap_port: int) -> Form:
-    """P at `host`. The room is the transfer id's first 63 bits, as SGLang takes no more."""
-    room = int(transfer_id[:16], 16) >> 1
+    """P at `host`. SGLang takes 63 bits for a room; 62 are used, so that those of a batch fit behind it."""
+    room = int(transfer_id[:16], 16) >> 2
     meeting = {"bootstrap_host": host, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
     return Form(
         protocol="sglang",

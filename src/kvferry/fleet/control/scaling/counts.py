@@ -237,7 +237,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
             (one, other)
             for one, spec in fleet.role.items()
             for other in spec.can_be
-            if {one, other} == {PREFILL, DECODE}
+            if {one, other} == {PREFILL, DECODE} and fleet.engine.kind != "sglang"  # which serves nothing meanwhile
         ),
         unit=unit,
         cool_down_s=cool_down_s,

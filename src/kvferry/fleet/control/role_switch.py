@@ -1,0 +1,65 @@
+"""Changes the role of a server that has to be idle for it, and is told to change: SGLang's, with POST /pd_role_switch.
+
+kvferry's instances and vLLM's do both phases all the time, so that a role is only what routers send them. An SGLang
+server is started for one phase; with `--enable-pd-role-switch` (0.5.23) it changes to the other one while nothing runs
+there. So its requests are drained first, then the routers forget it, it is told, and it comes back in its new role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import KvferryError
+from kvferry.fleet.control.spec import MemberRole
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+
+_PATH = "/pd_role_switch"
+_JSON = [(b"content-type", b"application/json")]
+
+
+class NotSwitched(KvferryError):
+    """The server keeps its role, or is in neither; the message says why."""
+
+
+class _Answer(msgspec.Struct):
+    success: bool = False
+    message: str = ""
+    safe_to_restore: bool = False
+
+
+async def switch_server(
+    url: str, role: MemberRole, clock: Clock, *, within_s: float, timeout_s: float = 30.0, again_s: float = 0.25
+) -> None:
+    """Have the SGLang server at `url` take this role, once it is idle. It is asked again every `again_s` while it is
+    not; each answer may take `timeout_s`. Raises `NotSwitched`, also when `within_s` is over.
+
+    `decode_cuda_graph_memory_gb`: how much memory must be free for graphs, which a decode server captures where it can;
+    it serves without them where it cannot.
+    """
+    body = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0.0})
+    deadline = clock.monotonic() + within_s
+    try:
+        async with HttpClient(who="the fleet's controller") as client:
+            while True:
+                status, _, content = await client.ask(
+                    Origin.parse(url), "POST", _PATH, timeout_s=timeout_s, headers=_JSON, body=body
+                )
+                answer = _Answer()
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    answer = msgspec.json.decode(content, type=_Answer)
+                if status == 200 and answer.success:
+                    return
+                why = answer.message or content[:300].decode(errors="replace")
+                is_busy = answer.safe_to_restore and "not idle" in answer.message
+                if not is_busy or clock.monotonic() >= deadline:
+                    raise NotSwitched(f"POST {_PATH} is answered with {status}: {why}")
+                await asyncio.sleep(again_s)
+    except NotSwitched:
+        raise
+    except KvferryError as error:
+        raise NotSwitched(f"POST {_PATH}: {error}") from error
