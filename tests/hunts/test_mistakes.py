@@ -1,9 +1,9 @@
 """Mistakes that are planted into the code are found by the scenario of a seed below 150, so that `make hunt` finds
-them. To look for a seed again: run the seeds one after the other with the mistake in place."""
+them. Which seed shows one changes with the messages that instances exchange, so a few are tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,33 +17,37 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.parametrize(
-    ("plant", "seed", "name"),
+    ("plant", "seeds", "name"),
     [
-        (mistakes.renew_nothing, 2, "no hand-off is lost"),
-        (mistakes.take_any_generation, 67, "tokens are right"),
-        (mistakes.stay_open, 16, "a tier that answers is used"),
-        (mistakes.publish_early, 36, "blocks are accounted for"),
-        (mistakes.publish_answers_early, 3, "tokens are right"),
-        (mistakes.fail_when_measured, 40, "no internal error"),
-        (mistakes.stay_down, 3, "an instance that answers is used"),
+        (mistakes.renew_nothing, (2, 7, 8), "no hand-off is lost"),
+        (mistakes.take_any_generation, (67, 28, 38, 70), "tokens are right"),
+        (mistakes.stay_open, range(16, 40), "a tier that answers is used"),
+        (mistakes.publish_early, range(36, 60), "blocks are accounted for"),
+        (mistakes.publish_answers_early, range(3, 12), "tokens are right"),
+        (mistakes.fail_when_measured, (42, 40, 57, 60, 73), "no internal error"),
+        (mistakes.stay_down, range(3, 12), "an instance that answers is used"),
     ],
 )
-def test_a_deployment_shows_a_mistake(plant: Mistake, seed: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_shows_a_mistake(
+    plant: Mistake, seeds: Sequence[int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
-    assert name in {one.name for one in run(draw(seed)).violations}
+    assert any(name in {one.name for one in run(draw(seed)).violations} for seed in seeds)
 
 
 @pytest.mark.parametrize(
-    ("plant", "seed", "name"),
+    ("plant", "seeds", "name"),
     [
-        (mistakes.stop_at_once, 14, "what is stopped is drained"),
-        (mistakes.act_for_ever, 26, "one controller acts"),
-        (mistakes.surge_by_one_more, 14, "a fleet stays within its surge"),
+        (mistakes.stop_at_once, range(14, 24), "what is stopped is drained"),
+        (mistakes.act_for_ever, range(26, 40), "one controller acts"),
+        (mistakes.surge_by_one_more, range(14, 24), "a fleet stays within its surge"),
     ],
 )
-def test_a_fleet_shows_a_mistake(plant: Mistake, seed: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_shows_a_mistake(
+    plant: Mistake, seeds: Sequence[int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
-    assert name in {one.name for one in run_fleet(draw_fleet(seed)).violations}
+    assert any(name in {one.name for one in run_fleet(draw_fleet(seed)).violations} for seed in seeds)
 
 
 @pytest.mark.parametrize("seed", [2, 40, 67])
