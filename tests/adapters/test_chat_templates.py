@@ -8,10 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.config import ModelConfig
-from vllm.exceptions import VLLMValidationError
-from vllm.renderers.chat_utils import parse_chat_messages
-from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
 from engine.server.conftest import make_tokenizer
 from kvferry.api.requests import ChatCompletionRequest
@@ -20,26 +16,33 @@ from kvferry.engine.server.text_codec import TextCodec
 from kvferry.models.random_model import make_random_model
 from support.chat_templates import ITERATING, NOTHING, PARTS, PRINTING, TEXTS, from_packages
 
+chat_utils = pytest.importorskip("vllm.renderers.chat_utils")
+hf = pytest.importorskip("vllm.renderers.hf")
+
 CONVERSATIONS = TEXTS | PARTS | NOTHING
 TEMPLATES = PRINTING | ITERATING | from_packages()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("chat")
     make_random_model(folder)
+    from vllm.config import ModelConfig
+
     return ModelConfig(model=str(folder), dtype="float32")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_prompts_are_vllms(model: ModelConfig, name: str) -> None:
+async def test_prompts_are_vllms(model: Any, name: str) -> None:
     tokenizer, template = make_tokenizer(), TEMPLATES[name]
     tokenizer.chat_template = template
-    kind = resolve_chat_template_content_format(template, None, "auto", tokenizer, model_config=model)
+    from vllm.exceptions import VLLMValidationError
+
+    kind = hf.resolve_chat_template_content_format(template, None, "auto", tokenizer, model_config=model)
     for messages in CONVERSATIONS.values():
-        conversation, _, _ = parse_chat_messages(deepcopy(messages), model, content_format=kind)
+        conversation, _, _ = chat_utils.parse_chat_messages(deepcopy(messages), model, content_format=kind)
         try:
-            expected = safe_apply_chat_template(
+            expected = hf.safe_apply_chat_template(
                 model, tokenizer, conversation, tokenize=False, add_generation_prompt=True
             )
         except VLLMValidationError:

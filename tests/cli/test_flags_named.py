@@ -30,7 +30,7 @@ FOREIGN = {
     "--load-format", "--mm-processor-cache-type",
     "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--model-path", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port", "--tp-size",
-    "--enable-metrics",
+    "--enable-metrics", "--admin-api-key",
     "--enable-pd-role-switch", "--disaggregation-decode-retraction-backup", "--device", "--page-size",
     "--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-backend-decode",
     "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",

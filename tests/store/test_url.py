@@ -41,7 +41,7 @@ def test_what_an_address_says() -> None:
         ("unix://:secret@/run/valkey.sock", "no host is named"),
         ("valkey://host:port", "store"),
         ("valkey://host?tls_ca=/x", "valkeys://"),
-        ("valkey://host?password_file=/no/such", "cannot read password_file"),
+        ("valkey://host?password_file=/no/such", "password_file: /no/such: No such file"),
         ("no_such_module.at_all:Store", "cannot import"),
         ("kvferry.core.errors:ConfigError", "must be a kvferry KVStore"),
     ],

@@ -66,7 +66,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
 
     at: float
     pid: int
-    """Of the controller that has seen it."""
+    """Process id of the controller that has seen it."""
     number: int
     url: str
     roles: dict[str, RoleStatus]
