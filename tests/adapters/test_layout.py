@@ -26,6 +26,7 @@ def packing_of(*groups: tuple[str, ...]) -> str:
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(shape.layer_names, layer)),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(dtype=torch.float32),
     )
     caches = dict.fromkeys(shape.layer_names, torch.zeros((1, 2, BLOCK_SIZE, 8)))
     return kv_layout(config, shape, caches, "m", 0).packing

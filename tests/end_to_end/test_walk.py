@@ -167,4 +167,4 @@ def test_readme_serves_and_answers(bare: bool, programs: Path, tmp_path: Path) -
                 process.kill()
     said = log.read_text()
     assert "Traceback" not in said
-    assert ("plain PyTorch is used" in said) == bare
+    assert ("run in Python, which is slower" in said) == bare

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.sim.fit import fit_steps, fit_transfer, spread
-from kvferry.sim.times import StepSample, StepTimes, StepWork
+from kvferry.sim.times import MAX_FACTOR, StepSample, StepTimes, StepWork
 
 KNOWN = StepTimes(
     base_s=3e-3, prefill_token_s=50e-6, prefill_pair_s=2e-8, decode_sequence_s=2e-4, context_token_s=3e-8, request_s=0.0
@@ -71,6 +71,7 @@ def test_the_spread_is_that_of_steps_over_the_median_of_their_work() -> None:
     prefill = spread({**decodes, **prefills}, prefill=True)
     assert (prefill[0], prefill[-1]) == (1.0, pytest.approx(3.0, abs=0.05))
     assert spread({**prefills, StepWork(decode_sequences=1): [0.0, 0.0, 0.1]}, prefill=False) == []
+    assert max(spread({StepWork(decode_sequences=1): [1e-6, 1e-6, 1e-6, 1.0]}, prefill=False)) == MAX_FACTOR
 
 
 def test_too_few_samples() -> None:

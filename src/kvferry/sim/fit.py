@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.times import FitError, StepSample, StepTimes, StepWork
+from kvferry.sim.times import MAX_FACTOR, FitError, StepSample, StepTimes, StepWork
 
 _COSTS = ("base_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "context_token_s")
 _QUANTILES = 100
@@ -46,7 +46,7 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
 
 def spread(measured: Mapping[StepWork, Sequence[float]], *, prefill: bool) -> list[float]:
     """How long steps that prefill, or only decode, took, over the median of those with the same work, if that
-    is not 0, as where tokens came together. `_QUANTILES` values in rising order."""
+    is not 0, as where tokens came together. `_QUANTILES` values in rising order, `MAX_FACTOR` at most."""
     ratios = [
         np.array(seconds) / np.median(seconds)
         for work, seconds in measured.items()
@@ -54,7 +54,8 @@ def spread(measured: Mapping[StepWork, Sequence[float]], *, prefill: bool) -> li
     ]
     if not ratios:
         return []
-    return [float(one) for one in np.quantile(np.concatenate(ratios), (np.arange(_QUANTILES) + 0.5) / _QUANTILES)]
+    quantiles = np.quantile(np.concatenate(ratios), (np.arange(_QUANTILES) + 0.5) / _QUANTILES)
+    return [min(float(factor), MAX_FACTOR) for factor in quantiles]
 
 
 def _row(sample: StepSample) -> list[float]:

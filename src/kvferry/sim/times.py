@@ -20,7 +20,8 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.step import Chunk
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Factor = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+MAX_FACTOR = 1e3
+Factor = Annotated[float, msgspec.Meta(ge=0, le=MAX_FACTOR)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
