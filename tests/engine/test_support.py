@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvferry.core.errors import ConfigError, UnsupportedModel
 from kvferry.engine.model.place import Place
-from kvferry.engine.model.support import require_divisible
+from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.random_model import make_config
 
 
@@ -37,6 +37,18 @@ def test_heads_that_do_not_divide_are_named() -> None:
 def test_an_architecture_without_a_plan_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="has no tensor-parallel plan in transformers"):
         require("falcon", 2)
+
+
+@pytest.mark.parametrize(("architecture", "window"), [("mistral", 1), ("mistral", 0), ("gemma2", 1), ("gpt_oss", -1)])
+def test_windows_in_which_the_models_own_cache_fails_are_named(architecture: str, window: int) -> None:
+    config = make_config(architecture, sliding_window=window)
+    with pytest.raises(UnsupportedModel, match=rf"sliding_window {window} in config.json; a window is of 2 tokens"):
+        require_supported(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+def test_a_window_that_no_layer_has_does_not_matter() -> None:
+    config = make_config("gemma2", sliding_window=1, layer_types=["full_attention"] * 4)
+    require_supported(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 def test_a_rank_takes_its_share_of_the_threads() -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.api.fields import ignored_fields
 from kvferry.api.requests import MAX_FIELD_BYTES
-from kvferry.api.strict import MAX_DEPTH, read_object, read_texts
+from kvferry.api.strict import MAX_DEPTH, read_object, read_texts, unpaired_surrogate
 from kvferry.core.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -204,8 +204,9 @@ def _require_sizes(fields: dict[str, msgspec.Raw]) -> None:
 
 
 def _not_json(raw: bytes, error: Exception) -> InvalidRequest:
-    hint = "; a string has half of a surrogate pair" if _HALF_PAIR.search(raw) else ""
-    return InvalidRequest(f"The body is not valid JSON: {error}{hint}")
+    if _HALF_PAIR.search(raw) and (surrogate := unpaired_surrogate(raw)):
+        return surrogate
+    return InvalidRequest(f"The body is not valid JSON: {error}")
 
 
 def _too_deep() -> InvalidRequest:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.strict_json import STRICT
+from kvferry.core.strict_json import STRICT, find_surrogate
 
 MAX_DEPTH = 64
 """Most levels of arrays and objects, since code that walks through a body may recurse."""
@@ -81,22 +81,42 @@ def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]
 def _read_strictly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]:
     try:
         value = STRICT.decode(data.decode())
-        if _SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the request body is not UTF-8: byte {error.start} cannot be decoded") from error
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("the request body has an unpaired surrogate in a string (\\ud800 to \\udfff)") from error
     except RecursionError as error:
         raise InvalidRequest(_TOO_DEEP) from error
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
+    if _SURROGATE.search(data) and (surrogate := _refusal(value)):
+        raise surrogate
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
     _look_through(value, refused_within)
     return value
 
 
+def unpaired_surrogate(data: bytes) -> InvalidRequest | None:
+    """The error for JSON in which half of a surrogate pair stands alone; None if there is none, or `data` is no
+    JSON."""
+    try:
+        return _refusal(json.loads(data))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refusal(value: Any) -> InvalidRequest | None:
+    found = find_surrogate(value)
+    if found is None:
+        return None
+    path, escape = found
+    where = path if len(path) <= _MOST_PATH else path[: _MOST_PATH - 1] + "…"
+    return InvalidRequest(
+        f"{where or 'the body'} has the character {escape}, half of a surrogate pair, which is no text by itself",
+        param=where or None,
+    )
+
+
+_MOST_PATH = 80
 _TOO_DEEP = f"the request body is nested more than {MAX_DEPTH} levels deep"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, Never
 
 
@@ -29,3 +30,28 @@ def _finite(text: str) -> float:
 
 STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
 """Raises `ValueError`, and `RecursionError` if there are too many levels."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def find_surrogate(value: Any) -> tuple[str, str] | None:
+    """The path and the escape of the first half of a surrogate pair that stands alone in a string or a name of parsed
+    JSON, such as ("messages[0].content", "\\ud800"); None if there is none. Such a string has no UTF-8."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        path, item = waiting.pop()
+        match item:
+            case str():
+                if half := _SURROGATE.search(item):
+                    return path, _escaped(half[0])
+            case dict():
+                waiting += [(f"{path}.{name}" if path else name, inner) for name, inner in reversed(item.items())]
+                if half := next(filter(None, map(_SURROGATE.search, item)), None):
+                    return f"a name in {path}" if path else "the name of a field", _escaped(half[0])
+            case list():
+                waiting += [(f"{path}[{index}]", inner) for index, inner in reversed([*enumerate(item)])]
+    return None
+
+
+def _escaped(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()

@@ -13,6 +13,7 @@ from kvferry.core.errors import UnsupportedModel
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model import loader, self_check
 from kvferry.engine.model.loader import load_model
+from kvferry.models.random_model import make_random_model
 from support.families import OPTIONS, make_model
 
 
@@ -69,6 +70,28 @@ def test_a_family_whose_code_fails_is_refused_in_one_line(model_maker: Any, monk
 
     spoil(monkeypatch, fail)
     with pytest.raises(UnsupportedModel, match=r"AttributeError: no such thing$"):
+        load(model_maker("llama"))
+
+
+@pytest.mark.parametrize("family", ["bert", "ernie", "data2vec-text", "roc_bert"])
+def test_encoders_are_told_what_makes_them_causal(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    make_random_model(tmp_path / "encoder", family, **sizes, is_decoder=False)
+    with pytest.raises(UnsupportedModel, match=r'is not causal: .* does not have "is_decoder": true'):
+        load(tmp_path / "encoder")
+    make_random_model(tmp_path / "decoder", family, **sizes, is_decoder=True)
+    load(tmp_path / "decoder")
+
+
+def test_a_failure_of_the_models_own_cache_is_not_taken_for_one_of_the_model(
+    model_maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            raise RuntimeError("no room")
+
+    spoil(monkeypatch, fail)
+    with pytest.raises(UnsupportedModel, match=r"fails with transformers' own cache.*\(RuntimeError: no room\)"):
         load(model_maker("llama"))
 
 

@@ -180,7 +180,7 @@ def _probe(
     if attention_mask is not None and function is None:
         raise UnsupportedModel(f"{name} brings an attention mask of its own, which a paged cache cannot apply")
     if getattr(module, "is_causal", True) is not True:
-        raise UnsupportedModel(f"{name} is not causal")
+        raise UnsupportedModel(f"{name} is not causal{_encoder_hint(module)}")
     unknown = [key for key, given in others.items() if key not in _HARMLESS and isinstance(given, Tensor)]
     if unknown:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which kvferry does not know")
@@ -188,6 +188,16 @@ def _probe(
     context.keys[layer] = key.clone()
     context.functions[layer] = function
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _encoder_hint(module: nn.Module) -> str:
+    """What makes an encoder of BERT's kind causal; empty for other models."""
+    if getattr(getattr(module, "config", None), "is_decoder", None) is not False:
+        return ""
+    return (
+        ': the model is an encoder, because config.json does not have "is_decoder": true. Set it only if the checkpoint'
+        " was trained to continue texts"
+    )
 
 
 def probe_layers(model: Any, device: torch.device, place: Place) -> ProbedLayers:

@@ -163,7 +163,9 @@ def _require_consistent(model: Any, examples: list[Example], expected: list[Tens
     else:  # Across the limit of longrope, a model's own cache keeps keys of both kinds: see `rope`.
         sides = [[one for one in pairs if one[0].end <= border], [one for one in pairs if one[0].first >= border]]
     for side in filter(None, sides):
-        for (example, theirs), found in zip(side, _cached_logits(model, [one for one, _ in side]), strict=False):
+        with _own_cache(model):
+            cached = _cached_logits(model, [example for example, _ in side])
+        for (example, theirs), found in zip(side, cached, strict=False):
             if not bool(theirs.isfinite().all()):
                 continue
             distance, allowed = _apart(model, example, found, theirs)
@@ -174,6 +176,18 @@ def _require_consistent(model: Any, examples: list[Example], expected: list[Tens
                 )
             largest = max(largest, distance)
     return largest
+
+
+@contextmanager
+def _own_cache(model: Any) -> Iterator[None]:
+    """Raise errors of transformers' own cache as `UnsupportedModel`: they are not of kvferry's cache."""
+    try:
+        yield
+    except Exception as error:  # whatever a model's code raises
+        raise UnsupportedModel(
+            f"{type(model).__name__} fails with transformers' own cache, with which kvferry's is compared"
+            f" ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _apart(model: Any, example: Example, found: Tensor, expected: Tensor, rounding: float = 0.0) -> tuple[float, float]:

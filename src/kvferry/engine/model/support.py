@@ -9,6 +9,9 @@ from kvferry.core.errors import UnsupportedModel
 HEAD_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value"})
 """Linear layers whose outputs are heads, concatenated."""
 
+MIN_WINDOW = 2
+"""Tokens of the smallest sliding window, the token itself included."""
+
 EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -31,6 +34,17 @@ def require_supported(config: Any, model_class: type[Any]) -> None:
         raise UnsupportedModel(f"{name} uses chunked attention, which exists only in its attention mask")
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; kvferry serves decoder-only models")
+    _require_window(text, name)
+
+
+def _require_window(text: Any, name: str) -> None:
+    window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    has_window = "sliding_attention" in types if types else getattr(text, "use_sliding_window", True)
+    if isinstance(window, int) and window < MIN_WINDOW and has_window:
+        raise UnsupportedModel(
+            f"{name} has sliding_window {window} in config.json; a window is of {MIN_WINDOW} tokens or more, because"
+            " the model's own cache, with which kvferry's is compared, fails with fewer"
+        )
 
 
 def require_divisible(config: Any, model_class: type[Any], num_ranks: int) -> None:
