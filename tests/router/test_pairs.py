@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -165,6 +166,28 @@ async def test_where_no_pair_can_be_formed_decode_does_both(
     assert d.calls[0].body == BODY
     assert 'hand_offs_total{kind="whole",reason="no_pair"} 1.0' in metrics
     assert re.search(told, caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["layouts", "roles"])
+async def test_an_idle_instance_says_why_for_as_long_as_it_is_and_works_once_its_pair_fits(kind: str) -> None:
+    wrong, why = {
+        "layouts": (facts(layout("bfloat16")), "dtype"),
+        "roles": ({"role": "prefill"}, "the decode instance was started for prefill"),
+    }[kind]
+    p = Peer("prefill", ticket, facts=CONCURRENT | facts(layout()), names_itself=True)
+    d = Peer("decode", answer, facts=DECODE | facts(layout()) | wrong, names_itself=True)
+    async with instances(p, d), routing([p.url], [d.url], health_interval_s=0.05) as (_, url):
+        for _ in range(3):
+            assert (await post(url))[0] == 200
+            shown = json.loads((await get(url, "/kvferry/instances"))[1])["instances"]
+            assert [why in one["no_hand_off"] for one in shown] == [True, True]
+        assert not p.calls
+        d.facts = DECODE | facts(layout()) | {"engine_id": "its successor"}
+        async with asyncio.timeout(10):
+            while any(one["no_hand_off"] for one in json.loads((await get(url, "/kvferry/instances"))[1])["instances"]):
+                await d.looked_at.get()
+        assert (await post(url))[0] == 200
+    assert len(p.calls) == 1
 
 
 async def test_a_model_goes_to_the_instances_that_serve_it() -> None:

@@ -14,7 +14,6 @@ import msgspec
 from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import QueueFull, RequestError
-from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.openai import internal_error
 from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
@@ -38,13 +37,14 @@ from kvferry.router.edge.turns import Turns
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import RouterHealth
 from kvferry.router.instances.health import Health
-from kvferry.router.instances.instance import Instance, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Instance, VllmFacts
 from kvferry.router.instances.membership import Membership
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.registrations import Registrations
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.paths import PROMPT_FIELDS
+from kvferry.router.protocols.choose import ENGINES
 from kvferry.router.request.leg import Legs
 from kvferry.router.request.next_turn import NextTurns
 from kvferry.router.request.relay import Relay
@@ -118,8 +118,8 @@ class Router:
 
     def views(self, request: HttpRequest) -> list[dict[str, Any]]:
         """All instances, as the client that asks may see them."""
-        view = _view_with_addresses if request.caller.is_operator else _view
-        return [view(one) for one in self.services.pools]
+        view, pairing = _view_with_addresses if request.caller.is_operator else _view, self.services.chooser.pairing
+        return [view(instance) | {"no_hand_off": pairing.why_no_hand_off(instance)} for instance in self.services.pools]
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
@@ -312,9 +312,6 @@ def build_router(
     )
 
 
-_ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
-
-
 def _view(instance: Instance) -> dict[str, Any]:
     return {
         "name": instance.name,
@@ -324,11 +321,11 @@ def _view(instance: Instance) -> dict[str, Any]:
         "in_flight": instance.load.num_legs,
         "unit": instance.unit,
         **view_of_state(instance),
-        "engine": _ENGINES.get(type(instance.facts)),
+        "engine": ENGINES.get(type(instance.facts)),
     }
 
 
 def _view_with_addresses(instance: Instance) -> dict[str, Any]:
     facts = instance.facts
-    known = msgspec.to_builtins(facts, str_keys=True) if type(facts) in _ENGINES else None
+    known = msgspec.to_builtins(facts, str_keys=True) if type(facts) in ENGINES else None
     return {**_view(instance), "url": instance.url, "facts": known}

@@ -115,6 +115,8 @@ class MemoryFront(Front):
         """What operators have added to the routers, and maybe drained."""
         self.draining: set[str] = set()
         self.busy: set[str] = set()
+        self.no_hand_off: dict[str, str] = {}
+        """Why instances take part in no hand-off."""
         self.stranger = ""
         self.told: FleetPlan | None = None
         """What the fleet is to be, as routers were told last."""
@@ -159,6 +161,7 @@ class MemoryFront(Front):
                 in_flight=int(name in self.busy),
                 draining=name in self.draining,
                 drained=name in self.draining and name not in self.busy,
+                no_hand_off=self.no_hand_off.get(name, ""),
             )
             for name, (role, _) in self.declared.items()
         }

@@ -134,6 +134,24 @@ async def test_what_operators_have_added_to_the_routers_is_not_taken_for_a_membe
         assert made.backend.stops == []
 
 
+async def test_an_instance_without_a_partner_is_in_the_status_for_as_long_as_it_has_none(tmp_path: Path) -> None:
+    made = Controlled(tmp_path, pooling(1, 1))
+
+    def details() -> dict[str, str]:
+        status = made.ledger.status()
+        return {} if status is None else {member.name: member.detail for member in status.members}
+
+    made.front.no_hand_off[PREFILL] = "they differ in model: a and b (with decode-0)"
+    async with made.running():
+        await made.settled()
+        expected = "takes part in no hand-off: they differ in model: a and b (with decode-0)"
+        await made.until(lambda: details().get(PREFILL) == expected)
+        assert details()[DECODE] == ""
+        made.front.no_hand_off.clear()
+        await made.until(lambda: details()[PREFILL] == "")
+    assert made.backend.stops == []
+
+
 async def test_who_dies_is_started_again_under_its_name_after_waits_that_double(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling(failure={"backoff": ["200ms", "10s"]}))
     async with made.running():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.fabric.mooncake_engine import _has_devices
+from kvferry.transport.fabric.nixl_agent import start_turn
 from kvferry.transport.options import TransportOptions
 from support.libraries import MODULES, require_library
 
@@ -162,6 +165,40 @@ def test_rdma_without_a_device() -> None:
     """Mooncake itself would take TCP and say nothing."""
     assert not _has_devices('{"cpu:0": [[], []]}')
     assert _has_devices('{"cpu:0": [[], ["mlx5_0"]], "cuda:0": [["mlx5_1"], []]}')
+
+
+class Others:
+    """Processes that start agents one after the other, as long as `turns` lasts, and a clock on which each look of the
+    waiting process takes 10 s. The last holder keeps its turn if it `hangs`."""
+
+    def __init__(self, path: Path, turns: int, *, hangs: bool = False) -> None:
+        self._file, self._turns, self._hangs, self._now = path.open("w+b"), turns, hangs, 0.0
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def monotonic(self) -> float:
+        self._now += 10.0
+        if self._now % 50.0 == 0.0:
+            self._turns -= 1
+            if self._turns > 0:
+                os.pwrite(self._file.fileno(), self._turns.to_bytes(8, "little") * 2, 0)
+            elif not self._hangs:
+                self._file.close()
+        return self._now
+
+    def wall(self) -> float:
+        return self._now
+
+
+def test_however_many_agents_start_each_gets_its_turn(tmp_path: Path) -> None:
+    others = Others(tmp_path / "lock", turns=20)
+    with start_turn(tmp_path / "lock", 60.0, others):
+        assert others.monotonic() > 900.0
+
+
+def test_who_waits_for_one_that_hangs_is_told_which(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"process 1 has been starting NIXL for 60 s and holds .*lock"):
+        with start_turn(tmp_path / "lock", 60.0, Others(tmp_path / "lock", turns=4, hangs=True)):
+            pytest.fail("the turn is another's")
 
 
 @pytest.mark.processes

@@ -36,7 +36,8 @@ class ViewedFacts(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """An instance, as a router sees it; `in_flight`: requests of that router which run there."""
+    """An instance, as a router sees it; `in_flight`: requests of that router which run there; `no_hand_off`: why it
+    takes part in no hand-off, empty if it does."""
 
     name: str
     role: str
@@ -46,6 +47,7 @@ class View(msgspec.Struct, frozen=True):
     drained: bool
     facts: ViewedFacts | None = None
     url: str = ""
+    no_hand_off: str = ""
 
 
 def room_of(views: Iterable[View]) -> Room:
@@ -184,4 +186,5 @@ def _worse(one: View, other: View) -> View:
         draining=one.draining or other.draining,
         drained=one.drained and other.drained,
         facts=one.facts or other.facts,
+        no_hand_off=one.no_hand_off or other.no_hand_off,
     )

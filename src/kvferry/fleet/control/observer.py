@@ -130,7 +130,7 @@ class Observer:
             since=since if before is phase else now,
             unit=member.unit,
             outstanding=0 if view is None else view.in_flight,
-            reason=member.reason,
+            reason=member.reason or _hand_off_trouble(member, view),
         )
 
     def _phase(self, member: Member, view: View | None) -> Phase:
@@ -154,6 +154,12 @@ class Observer:
         if view is None or view.state == "new":  # a router that has just come has not looked at it yet
             return Phase.READY if name in self._adopted else Phase.STARTING
         return Phase.READY if view.state == "up" else Phase.STARTING
+
+
+def _hand_off_trouble(member: Member, view: View | None) -> str:
+    if view is None or not view.no_hand_off or member.state is not MemberState.SERVING:
+        return ""
+    return f"takes part in no hand-off: {view.no_hand_off}"
 
 
 def routers_of(members: Iterable[Member]) -> list[str]:

@@ -14,12 +14,15 @@ from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Options, any_pair
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Facts, Instance, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Absent, Facts, Instance, SglangFacts, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
-from kvferry.router.protocols.choose import can_pair, can_pair_by_keys, choose_form
+from kvferry.router.protocols.choose import choose_form, why_not_paired, why_not_paired_by_keys
 from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.keys import PROTOCOL
+
+_MOST_REASONS = 3
+"""How many reasons are given for one instance."""
 
 
 class Pairing:
@@ -70,6 +73,30 @@ class Pairing:
             return "no_pair"
         return choose_form(self._config, prefill, [one.confirmed for one in readers if one.usable]) or "no_bootstrap"
 
+    def why_no_hand_off(self, instance: Instance) -> str:
+        """Why an instance takes part in no hand-off, although there are instances of the other role; empty if it does,
+        as far as is known. Not asked for while requests are placed: it looks at all pairs where not all fit."""
+        self.catch_up()
+        is_prefill = instance.role == "prefill"
+        others = (self._pools.decode if is_prefill else self._pools.prefill).instances
+        if instance.draining or not others:
+            return ""
+        if is_prefill and instance in self._pools.prefill.without_tickets:
+            return "it answers without tickets"
+        if not instance.stores_take_kv:
+            return "its stores take no KV"
+        if isinstance(instance.facts, Absent) and instance.facts.refused:
+            return "it does not say to this router what it is, because the router has not its key or token"
+        if self._can_pair is any_pair:
+            return ""
+        reasons = dict[str, Instance]()
+        for other in others:
+            why = self._why_not(instance, other) if is_prefill else self._why_not(other, instance)
+            if not why:
+                return ""
+            reasons.setdefault(why, other)
+        return "; ".join(f"{why} (with {other})" for why, other in [*reasons.items()][:_MOST_REASONS])
+
     def catch_up(self) -> None:
         """Look again, if instances came, went, or have said something new about themselves."""
         if self._revision == self._now.number:
@@ -87,8 +114,13 @@ class Pairing:
         self._revision = self._now.number
 
     def _can_pair_now(self, prefill: Instance, decode: Instance) -> bool:
-        can = can_pair_by_keys if self._config.protocol == PROTOCOL else can_pair
-        return prefill.unit == decode.unit and can(prefill.facts, decode.facts)
+        return not self._why_not(prefill, decode)
+
+    def _why_not(self, prefill: Instance, decode: Instance) -> str:
+        if prefill.unit != decode.unit:
+            return "it is of another unit"
+        by_keys = self._config.protocol == PROTOCOL
+        return (why_not_paired_by_keys if by_keys else why_not_paired)(prefill.facts, decode.facts)
 
     def _note(self, instance: Instance) -> None:
         process, facts = self._known.get(instance, (-1, None))

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector"})
 """Connectors of kvferry's whose D may ask P for a hand-off that P has not begun."""
 
+ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
+"""Names of the engines that are recognised."""
+
+_LONGEST_VALUE = 80
 _MOST_REMEMBERED = 1024
 """Most combinations of instances for which it is remembered whether they fit."""
 
@@ -72,90 +76,129 @@ def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMod
 
 
 def can_pair(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can hand off to the other at all, as far as is known: both are `alike`, have a connector, were not
-    started for the other role, and D reads the tickets that P writes."""
-    if not (_has_part(prefill, "prefill") and _has_part(decode, "decode") and alike(prefill, decode)):
-        return False
-    if not (isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts)):
-        return True
-    return _tickets_fit(prefill.connector, prefill.tickets, decode.connector, decode.tickets)
+    """Whether one can hand off to the other at all, as far as is known (`why_not_paired`)."""
+    return not why_not_paired(prefill, decode)
+
+
+def why_not_paired(prefill: Facts, decode: Facts) -> str:
+    """Why one cannot hand off to the other; empty if it can, as far as is known: both are `alike`, have a connector,
+    were not started for the other role, and D reads the tickets that P writes."""
+    if (
+        why := why_without_part(prefill, "prefill")
+        or why_without_part(decode, "decode")
+        or _why_unlike(prefill, decode)
+    ):
+        return why
+    if isinstance(prefill, InstanceFacts) and isinstance(decode, InstanceFacts):
+        return _why_tickets_differ(prefill.connector, prefill.tickets, decode.connector, decode.tickets)
+    return ""
 
 
 def can_pair_by_keys(prefill: Facts, decode: Facts) -> bool:
-    """Whether one can hand off to the other by keys in a store, as far as is known: both are `alike` and keep keys, and
-    were not started for the other role. Whether they share the store is not known: where not, D computes."""
-    has_parts = _has_role(prefill, "prefill") and _has_role(decode, "decode")
-    keep = all(one.keeps_keys for one in (prefill, decode) if isinstance(one, InstanceFacts))
-    return has_parts and keep and alike(prefill, decode)
+    """Whether one can hand off to the other by keys in a store, as far as is known (`why_not_paired_by_keys`)."""
+    return not why_not_paired_by_keys(prefill, decode)
 
 
-def _has_role(facts: Facts, part: LegRole) -> bool:
-    return facts.role in ("both", part) if isinstance(facts, InstanceFacts) else _has_part(facts, part)
+def why_not_paired_by_keys(prefill: Facts, decode: Facts) -> str:
+    """Why one cannot hand off to the other by keys in a store; empty if it can, as far as is known: both are `alike`
+    and keep keys, and were not started for the other role. Whether they share the store is not known: where not, D
+    computes."""
+    parts: tuple[tuple[Facts, LegRole], ...] = ((prefill, "prefill"), (decode, "decode"))
+    for facts, part in parts:
+        if why := _why_other_role(facts, part):
+            return why
+        if isinstance(facts, InstanceFacts) and not facts.keeps_keys:
+            return f"the {part} instance keeps no KV under keys"
+    return _why_unlike(prefill, decode)
+
+
+def why_without_part(facts: Facts, part: LegRole) -> str:
+    """Why an instance cannot have this part in hand-offs, whatever the other instance is; empty if it can."""
+    if why := _why_other_role(facts, part):
+        return why
+    if isinstance(facts, InstanceFacts) and not facts.has_part(part):
+        if facts.connector is None:
+            return f"the {part} instance has no connector"
+        return f"the {part} instance's {facts.connector} {'writes' if part == 'prefill' else 'reads'} no tickets"
+    return ""
+
+
+def _why_other_role(facts: Facts, part: LegRole) -> str:
+    match facts:
+        case InstanceFacts(role=role) if role not in ("both", part):
+            return f"the {part} instance was started for {role}"
+        case SglangFacts(mode=mode) if mode not in ("null", part):
+            return f"the {part} instance was started for {mode}"
+    return ""
 
 
 def alike(one: Facts, other: Facts) -> bool:
     """Whether two instances compute the same, and one could read the other's KV, as far as is known: not different
     engines, nor instances whose layouts cannot be reconciled, nor those that serve different models."""
+    return not _why_unlike(one, other)
+
+
+def _why_unlike(one: Facts, other: Facts) -> str:
     if isinstance(one, InstanceFacts) and isinstance(other, InstanceFacts):
-        return one.layout == other.layout or _can_reconcile(one, other)
+        return "" if one.layout == other.layout else _why_layouts_differ(one, other)
     if isinstance(one, VllmFacts) and isinstance(other, VllmFacts):
-        same_dtype = not (one.cache_dtype and other.cache_dtype) or one.cache_dtype == other.cache_dtype
-        share_model = not (one.model_names and other.model_names) or not set(one.model_names).isdisjoint(
-            other.model_names
-        )
-        return same_dtype and share_model
+        return _why_differ("KV cache dtype", one.cache_dtype, other.cache_dtype) or _why_models_differ(one, other)
     if isinstance(one, SglangFacts) and isinstance(other, SglangFacts):
-        pairs = (
-            (one.transfer_backend, other.transfer_backend),
-            (one.cache_dtype, other.cache_dtype),
-            (one.model_names, other.model_names),
+        return (
+            _why_differ("transfer backend", one.transfer_backend, other.transfer_backend)
+            or _why_differ("KV cache dtype", one.cache_dtype, other.cache_dtype)
+            or _why_differ("model", one.model_names, other.model_names)
         )
-        return all(not (ours and theirs) or ours == theirs for ours, theirs in pairs)
-    known = {type(one), type(other)} & {InstanceFacts, VllmFacts, SglangFacts}
-    return len(known) < 2
+    engines = [ENGINES[type(facts)] for facts in (one, other) if type(facts) in ENGINES]
+    return _why_differ("engine", *engines) if len(engines) == 2 else ""
 
 
-def _has_part(facts: Facts, part: LegRole) -> bool:
-    match facts:
-        case InstanceFacts():
-            return facts.has_part(part)
-        case SglangFacts(mode=mode):
-            return mode in ("null", part)
-    return True
+def _why_models_differ(one: VllmFacts, other: VllmFacts) -> str:
+    is_shared = not set(one.model_names).isdisjoint(other.model_names)
+    return "" if is_shared else _why_differ("model", one.model_names, other.model_names)
+
+
+def _why_differ(what: str, one: str | list[str], other: str | list[str]) -> str:
+    """Empty if both are equal, or if one is not known."""
+    if not (one and other) or one == other:
+        return ""
+    return f"they differ in {what}: {_clipped(one)} and {_clipped(other)}"
+
+
+def _clipped(value: str | list[str]) -> str:
+    text = value if isinstance(value, str) else ", ".join(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 @lru_cache(maxsize=_MOST_REMEMBERED)
-def _tickets_fit(prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds) -> bool:
-    """Whether D reads a kind of ticket that P writes. Asked for each request, but logged once for each pair."""
+def _why_tickets_differ(
+    prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds
+) -> str:
+    """Asked for each request, but logged once for each pair."""
     if of_prefill.fit(of_decode):
-        return True
-    logger.warning(
-        "instances that could not hand off to each other are not paired: %s at prefill writes tickets of kind %s, and"
-        " %s at decode reads %s",
-        prefill,
-        " and ".join(of_prefill.writes or ()),
-        decode,
-        " and ".join(of_decode.reads or ()),
-    )
-    return False
+        return ""
+    writes, reads = " and ".join(of_prefill.writes or ()), " and ".join(of_decode.reads or ())
+    why = f"{prefill} at prefill writes tickets of kind {writes}, and {decode} at decode reads {reads}"
+    logger.warning("instances that could not hand off to each other are not paired: %s", why)
+    return why
 
 
 _Layouts = tuple[str | None, str | None]
-_reconciled: OrderedDict[_Layouts, bool] = OrderedDict()
+_layouts_differ: OrderedDict[_Layouts, str] = OrderedDict()
 """Results by both fingerprints: they are asked for with each request, and a layout has many layers."""
 
 
-def _can_reconcile(prefill: InstanceFacts, decode: InstanceFacts) -> bool:
+def _why_layouts_differ(prefill: InstanceFacts, decode: InstanceFacts) -> str:
     if prefill.kv_layout is None or decode.kv_layout is None:
-        return True
+        return ""
     names = (prefill.layout, decode.layout)
-    if names not in _reconciled:
+    if names not in _layouts_differ:
         try:
             prefill.kv_layout.require_reconcilable(decode.kv_layout)
-            _reconciled[names] = True
+            _layouts_differ[names] = ""
         except LayoutMismatch as error:
             logger.warning("instances that could not read each other's KV are not paired: %s", error)
-            _reconciled[names] = False
-        if len(_reconciled) > _MOST_REMEMBERED:
-            _reconciled.popitem(last=False)
-    return _reconciled[names]
+            _layouts_differ[names] = str(error)
+        if len(_layouts_differ) > _MOST_REMEMBERED:
+            _layouts_differ.popitem(last=False)
+    return _layouts_differ[names]

@@ -13,23 +13,30 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
 
 from kvferry.core.cache_places import meeting_roots
-from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
 from kvferry.core.private_folder import private_folder
 from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
 START_S = 60.0
+_TURN_MARGIN_S = 5.0
+_TURN_POLL_S = 0.01
+_TURN = Struct("<QQ")
+"""What the holder of a turn writes: its process, and a number of this turn."""
 Handle = int
 
 
@@ -57,7 +64,7 @@ class NixlAgent:
     def __init__(self, name: str, backends: Sequence[str], num_threads: int, *, serves: bool) -> None:
         self.name = name
         self._nixl = _import_nixl()
-        with _one_at_a_time():
+        with start_turn(_lock_path(), START_S + _TURN_MARGIN_S):
             self._agent, self._backends = _within(START_S, lambda: self._start(name, backends, num_threads, serves))
         self._registered: list[Any] = []
 
@@ -165,19 +172,31 @@ def _translated() -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Let one process of this machine start an agent at a time: two that start at once can hang."""
-    path = private_folder(f"kvferry-{os.getuid()}", meeting_roots()) / "nixl.lock"
+def start_turn(path: Path, turn_s: float, clock: Clock = SYSTEM_CLOCK) -> Iterator[None]:
+    """While the body runs, no other process that uses `path` is in such a body: two agents that start at once can hang.
+
+    However many wait, each gets its turn: one turn may last `turn_s`, and waiting ends only if one holder has had it
+    for longer, as a stopped process does. Raises `ConfigError` that names the holder.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = SYSTEM_CLOCK.monotonic() + START_S
+    holder, deadline = b"", clock.monotonic() + turn_s
     try:
         while not _locked(descriptor):
-            if SYSTEM_CLOCK.monotonic() >= deadline:
-                raise ConfigError(f"another process has been starting NIXL for {START_S:g} s and holds {path}")
-            time.sleep(0.01)
+            now, current = clock.monotonic(), os.pread(descriptor, _TURN.size, 0)
+            if current != holder:
+                holder, deadline = current, now + turn_s
+            if now >= deadline:
+                who = f"process {_TURN.unpack(holder)[0]}" if len(holder) == _TURN.size else "another process"
+                raise ConfigError(f"{who} has been starting NIXL for {turn_s:g} s and holds {path}; end it")
+            time.sleep(_TURN_POLL_S)
+        os.pwrite(descriptor, _TURN.pack(os.getpid(), secrets.randbits(64)), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_path() -> Path:
+    return private_folder(f"kvferry-{os.getuid()}", meeting_roots()) / "nixl.lock"
 
 
 def _locked(descriptor: int) -> bool:
