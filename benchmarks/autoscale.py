@@ -29,8 +29,8 @@ from typing import Any
 from dynamo_planner import Dynamo
 from held_out import MAKERS, SEEDS, held_out
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts, Rules
-from kvferry.fleet.scaling.scaler import Outlook
+from kvferry.fleet.scaling.scaler import Forecast
+from kvferry.fleet.scaling.scaling_rules import Counts, ScalingRules
 from kvferry.fleet.scaling.traffic import Workload
 from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic
 from report import print_machine, save
@@ -59,7 +59,7 @@ GENERATED = ("sine", "reasoning", "bursts")
 def compare(
     arrivals: Sequence[Arrival],
     start: Counts,
-    rules: Rules,
+    rules: ScalingRules,
     wanted: Sequence[str],
     fleet: type[ScaledFleet] | type[ScaledModel] = ScaledFleet,
     dynamo_python: str = "",
@@ -108,12 +108,12 @@ def compare(
     return found
 
 
-def _promising(arrivals: Sequence[Arrival], rules: Rules, sizes: Sequence[Counts]) -> list[Counts]:
+def _promising(arrivals: Sequence[Arrival], rules: ScalingRules, sizes: Sequence[Counts]) -> list[Counts]:
     """Of each number of instances the division that is expected to keep the most, where that is more than half."""
     requests = [
         (one.at_s, left, one.answer_tokens) for one, left in zip(arrivals, uncached(arrivals), strict=True)
     ]  # fmt: skip
-    outlook = Outlook(rules, [Workload.of(requests, arrivals[-1].at_s)], TIMES)
+    outlook = Forecast(rules, [Workload.of(requests, arrivals[-1].at_s)], TIMES)
     best: dict[int, Counts] = {}
     for one in sizes:
         before = best.get(one.total)

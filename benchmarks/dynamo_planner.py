@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts
+from kvferry.fleet.scaling.scaling_rules import Counts
 from kvferry.sim.times import StepWork
 from scaled_rules import INSTANCE, INTERVAL_S, MOST, Rule, Seen
 

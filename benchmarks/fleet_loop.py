@@ -9,9 +9,9 @@ import statistics
 import time
 from typing import Any
 
-from kvferry.fleet.control.facts import Observed, Phase
+from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from report import save
 
 ROUNDS = 50
@@ -19,18 +19,18 @@ SIZES = {"prefill": 400, "decode": 600}
 NOW = 10_000.0
 
 
-def fleet(model: str = "m", sizes: dict[str, int] = SIZES, **roll: int) -> WantedFleet:
+def fleet(model: str = "m", sizes: dict[str, int] = SIZES, **roll: int) -> DesiredFleet:
     roles = {role: {"count": count} for role, count in sizes.items()}
     return fleet_from({"name": "chat", "model": model, "mode": "pooling", "role": roles, "roll": roll})
 
 
 def main() -> None:
     here = [
-        Observed(f"{role}-{number}", role, fleet().revision, Phase.READY, float(number))  # type: ignore[arg-type]
+        ObservedInstance(f"{role}-{number}", role, fleet().revision, Phase.READY, float(number))  # type: ignore[arg-type]
         for role, count in SIZES.items()
         for number in range(count)
     ]
-    cases: dict[str, tuple[WantedFleet, list[Observed]]] = {
+    cases: dict[str, tuple[DesiredFleet, list[ObservedInstance]]] = {
         "nothing to do": (fleet(), here),
         "all are to be started": (fleet(), []),
         "scaled to 5 + 5": (fleet(sizes={"prefill": 5, "decode": 5}), here),

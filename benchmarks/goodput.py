@@ -35,7 +35,7 @@ from typing import Any
 
 import scaled_rules
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts, Rules
+from kvferry.fleet.scaling.scaling_rules import Counts, ScalingRules
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.times import StepTimes
 from kvferry.sim.traffic import Arrival
@@ -77,10 +77,10 @@ class Fixed(Static):
     from_tokens = 0
 
 
-def adapting(targets: LatencyTargets) -> Rules:
+def adapting(targets: LatencyTargets) -> ScalingRules:
     """As many instances as there are, in any division."""
     most = NUM_INSTANCES - 1
-    return Rules(
+    return ScalingRules(
         targets=targets,
         least=Counts(1, 1),
         most=Counts(most, most),

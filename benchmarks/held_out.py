@@ -16,7 +16,7 @@ from random import Random
 from kvferry.sim.traffic import Arrival
 
 SEEDS = {"mmpp": 20261, "diurnal": 20262, "mix": 20263}
-_LONGEST_PROMPT, _LONGEST_ANSWER = 16_000, 4_000
+_LONGEST_PROMPT, _MAX_ANSWER = 16_000, 4_000
 
 
 def held_out(name: str, for_s: float, seed: int) -> list[Arrival]:
@@ -72,7 +72,7 @@ def _mix(random: Random, for_s: float) -> list[Arrival]:
 def _arrival(random: Random, at_s: float, prompt: tuple[float, float], answer: tuple[float, float]) -> Arrival:
     """Log-normal lengths: (mean, deviation) of their logarithms."""
     tokens = min(_LONGEST_PROMPT, 16 + int(random.lognormvariate(*prompt)))
-    return Arrival(at_s, tokens, min(_LONGEST_ANSWER, 1 + int(random.lognormvariate(*answer))))
+    return Arrival(at_s, tokens, min(_MAX_ANSWER, 1 + int(random.lognormvariate(*answer))))
 
 
 def _from_zero(found: list[Arrival]) -> list[Arrival]:

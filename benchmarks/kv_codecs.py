@@ -42,13 +42,13 @@ def main() -> None:
     print_machine()
     results = {}
     for dtype in ("bfloat16", "float32"):
-        found = results[dtype] = Measured(dtype, arguments.tokens).run(arguments.texts)
+        found = results[dtype] = MeasuredTraffic(dtype, arguments.tokens).run(arguments.texts)
         print(f"\n{dtype}\n{_table(found)}", flush=True)
     settings = {"texts": arguments.texts, "tokens": arguments.tokens, "block_tokens": BLOCK_TOKENS}
     print(save("kv_codecs", settings, results))
 
 
-class Measured:
+class MeasuredTraffic:
     """One number format: the model, and its KV layout."""
 
     def __init__(self, dtype: str, num_tokens: int) -> None:

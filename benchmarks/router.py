@@ -49,7 +49,7 @@ SOURCE = Path(__file__).parent / "native" / "peer.c"
 CLIENTS = 64
 WAYS = {"turns": (1, 0), "staggered": (CLIENTS, 4000), "at once": (CLIENTS, 0)}
 """Clients, and microseconds between the beginnings of their requests."""
-MOST_TOKENS = 25_600.0
+MAX_TOKENS = 25_600.0
 """A second, in all streams."""
 LAPS = 4
 """How often each router has its turn."""
@@ -153,7 +153,7 @@ def lap(peers: Peers, router: Router, said: argparse.Namespace) -> None:
         rounds = said.rounds if clients > 1 else said.rounds * 16
         case(name, clients, max(1, rounds // LAPS), spacing_us, 0, 1.0)
     for number in said.streams:
-        rate = min(said.rate, MOST_TOKENS / number)
+        rate = min(said.rate, MAX_TOKENS / number)
         rounds = max(1, said.samples // number // LAPS)
         case(f"{number} streams", number, rounds, 1e6 / rate / number, said.tokens, rate)
     if process is not None:

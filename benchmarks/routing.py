@@ -29,7 +29,7 @@ from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import make_cached_order
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.disaggregation import Threshold
-from kvferry.router.choice.policies.base import Asked, Options, PolicyContext
+from kvferry.router.choice.policies.base import Options, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.table import POLICIES, make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
@@ -219,7 +219,7 @@ class Simulation:
         ids = [block for block in arrival.blocks for _ in range(BLOCK)] if self._knowledge.events else None
         keys = () if self._knowledge.events else arrival.blocks
         ends = range(BLOCK, BLOCK * len(keys) + 1, BLOCK)
-        asked = Asked(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
+        asked = PromptTraits(num_tokens=len(arrival.blocks) * BLOCK, streams=True, prefix=Prefix(keys, ends, ids))
         router = self._routers[self._spread.randrange(len(self._routers))]
         cached = router.index.match(asked.prefix)
         choice = router.policy.choose(asked, Options([], list(router.seen.values())))

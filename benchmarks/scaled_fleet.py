@@ -13,9 +13,9 @@ import msgspec
 
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.facts import RoleStatus
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import DECODE, PREFILL, Counts
+from kvferry.fleet.scaling.scaling_rules import DECODE, PREFILL, Counts
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.replay import TraceReplay
@@ -78,7 +78,7 @@ class ScaledFleet:
             "cpu_s": time.process_time() - begun,
         }
 
-    def _fleet(self, counts: Counts) -> WantedFleet:
+    def _fleet(self, counts: Counts) -> DesiredFleet:
         """The spec with these counts. Where routers know the targets and `[scale]` does not decide, its bounds leave it
         no choice."""
         rules = self._rule.rules if isinstance(self._rule, Kvferry) else RULES

@@ -19,8 +19,8 @@ from typing import Any
 
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts
-from kvferry.router.choice.cost import Line
+from kvferry.fleet.scaling.scaling_rules import Counts
+from kvferry.router.choice.cost import LinearFit
 from kvferry.router.choice.disaggregation import keeps_itl
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
@@ -28,7 +28,7 @@ from scaled_rules import DRAIN_S, INSTANCE, INTERVAL_S, START_S, Clairvoyant, Ru
 
 HAND_OFF_S, FIRST_S = 0.004, 0.004
 """KV from P to D; what a first token takes beside prefill."""
-FEWEST_HAND_OFFS = 32
+MIN_HAND_OFFS = 32
 """After which the router computes prompts on decode instances where that is faster."""
 LOOKS_BACK = 1024
 """Requests that the router reports."""
@@ -222,7 +222,7 @@ class ScaledModel:
         self._order = count()
         self._requests: list[Request] = []
         self._answer_tokens = 256.0
-        self._decode = Line(base=0.02, slope=2e-5, reach=32)
+        self._decode = LinearFit(base=0.02, slope=2e-5, reach=32)
         self._num_over = 0
         self.instance_s = self._counted_until = 0.0
 
@@ -348,8 +348,8 @@ class ScaledModel:
                 is_whole = is_whole and keeps_itl(
                     self._rule.targets.itl_s, step_s, self._answer_tokens, decode.num_answers, first_s
                 )
-            is_whole = is_whole and len(self._requests) >= FEWEST_HAND_OFFS
-            may_answer = not is_whole and len(self._requests) >= FEWEST_HAND_OFFS
+            is_whole = is_whole and len(self._requests) >= MIN_HAND_OFFS
+            may_answer = not is_whole and len(self._requests) >= MIN_HAND_OFFS
             if may_answer and (one := self._answers_at_prefill(arrival, prefills, decodes)) is not None:
                 is_whole, decode, whole_left = True, one, arrival.prompt_tokens - one.cached(arrival)
         engine, tokens = (decode, whole_left) if is_whole else (prefill, left)
@@ -368,8 +368,8 @@ class ScaledModel:
     def _least_busy(self, engines: Sequence[Engine]) -> Engine:
         """For a whole request, or for an answer."""
         token_s = self._spec.times.prefill_token_s
-        company_s = 2.0 * self._spec.times.decode_sequence_s * self._answer_tokens
-        return min(engines, key=lambda one: token_s * one.queued_tokens + company_s * one.num_answers)
+        interference_s = 2.0 * self._spec.times.decode_sequence_s * self._answer_tokens
+        return min(engines, key=lambda one: token_s * one.queued_tokens + interference_s * one.num_answers)
 
     def _answers_at_prefill(
         self, arrival: Arrival, prefills: Sequence[Engine], decodes: Sequence[Engine]

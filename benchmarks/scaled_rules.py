@@ -23,11 +23,11 @@ import numpy as np
 
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.scaling.demand import Demand
-from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts, Rules
-from kvferry.fleet.scaling.scaler import RECENT_S, Measured, ScalingMemory, Situation, decide
-from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload
+from kvferry.fleet.scaling.scaler import RECENT_S, FleetSnapshot, MeasuredTraffic, ScalingMemory, decide
+from kvferry.fleet.scaling.scaling_rules import Counts, ScalingRules
+from kvferry.fleet.scaling.traffic import DecodeCapacity, PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic_meter import TrafficMeter
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
 
@@ -35,9 +35,9 @@ INTERVAL_S = 5.0
 START_S, DRAIN_S, COOL_DOWN_S = 30.0, 120.0, 120.0
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.030)
 GOAL, MOST = 0.99, 8
-TIMES = PhaseTimes(0.006, 40e-6, 0.004, 150e-6, first_token_s=0.003, most_sequences=128)
+TIMES = PhaseTimes(0.006, 40e-6, 0.004, 150e-6, first_token_s=0.003, max_sequences=128)
 """What the clairvoyant takes for granted until it was measured."""
-RULES = Rules(
+RULES = ScalingRules(
     targets=TARGETS,
     least=Counts(1, 1),
     most=Counts(MOST, MOST),
@@ -90,23 +90,23 @@ class Static(Rule):
 class Kvferry(Rule):
     """`fleet.scaling`."""
 
-    def __init__(self, start: Counts, rules: Rules = RULES) -> None:
+    def __init__(self, start: Counts, rules: ScalingRules = RULES) -> None:
         self.rules, self.targets = rules, rules.targets
         self._memory = ScalingMemory(start.prefill, start.decode)
-        self._measuring: Measuring | None = None
+        self._measuring: TrafficMeter | None = None
         self.said: list[str] = []
 
-    def _measured(self, seen: Seen) -> Measured:
+    def _measured(self, seen: Seen) -> MeasuredTraffic:
         if self._measuring is None:
-            self._measuring = Measuring(INTERVAL_S, seen.now)
+            self._measuring = TrafficMeter(INTERVAL_S, seen.now)
         self._measuring.note({"router": seen.report}, {}, seen.now, 0.0)
-        room = Room(INSTANCE.num_blocks * INSTANCE.block_size, INSTANCE.max_num_seqs)
+        room = DecodeCapacity(INSTANCE.num_blocks * INSTANCE.block_size, INSTANCE.max_num_seqs)
         found = self._measuring.measured(room, seen.now)
         since = max(self._memory.changed_at, seen.now - RECENT_S)
         return replace(found, attained=self._measuring.attained(self.rules.targets, since, seen.now))
 
     def decide(self, seen: Seen) -> Counts:
-        situation = Situation(seen.ready, seen.draining, START_S)
+        situation = FleetSnapshot(seen.ready, seen.draining, START_S)
         made = decide(self.rules, self._memory, self._measured(seen), situation, seen.now)
         if made.memory != self._memory:
             self.said.append(f"{seen.now:.0f} {made.what}: {made.why}")
@@ -118,7 +118,7 @@ class Clairvoyant(Kvferry):
     """Replays what arrived in the last half minute and what will until an instance that starts now is ready, and
     releases at once."""
 
-    def __init__(self, start: Counts, rules: Rules, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, start: Counts, rules: ScalingRules, arrivals: Sequence[Arrival]) -> None:
         super().__init__(start, replace(rules, cool_down_s=0.0))
         self._requests = np.array(
             [
@@ -129,7 +129,7 @@ class Clairvoyant(Kvferry):
         self.base: float = 0.0
         """When the first one arrives."""
 
-    def _measured(self, seen: Seen) -> Measured:
+    def _measured(self, seen: Seen) -> MeasuredTraffic:
         found = super()._measured(seen)
         begins, lasts_s = seen.now - self.base - START_S, 2 * START_S + 3 * INTERVAL_S
         here = self._requests[(self._requests[:, 0] >= begins) & (self._requests[:, 0] < begins + lasts_s)]

@@ -38,7 +38,7 @@ import msgspec
 from kvferry.cli.planning.simulated import world_of
 from kvferry.core.settings.units import parse_bytes
 from kvferry.fleet.control.spec import fleet_from
-from kvferry.sim.replay import Spread, TraceReplay
+from kvferry.sim.replay import Percentiles, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import MachineTimes, read_times
 from kvferry.sim.traffic import Arrival, TracePrompt
@@ -184,15 +184,15 @@ async def play(url: str, arrivals: Sequence[Arrival], num_warm: int) -> list[Str
         return await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
 
 
-def measured(answers: Sequence[Streamed]) -> dict[str, Spread]:
+def measured(answers: Sequence[Streamed]) -> dict[str, Percentiles]:
     """Percentiles of what the clients of the real fleet saw."""
     failed = [one.error for one in answers if one.error]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
     return {
-        "ttft": Spread.of([one.ttft for one in answers]),
-        "itl": Spread.of([gap for one in answers for gap in one.gaps]),
-        "e2e": Spread.of([one.token_times[-1] - one.asked for one in answers]),
+        "ttft": Percentiles.of([one.ttft for one in answers]),
+        "itl": Percentiles.of([gap for one in answers for gap in one.gaps]),
+        "e2e": Percentiles.of([one.token_times[-1] - one.asked for one in answers]),
     }
 
 
@@ -229,7 +229,7 @@ def simulate(configuration: Configuration, times: MachineTimes, options: argpars
     return {name: rounded(getattr(figures, name)) for name in LATENCIES}
 
 
-def rounded(one: Spread) -> dict[str, float]:
+def rounded(one: Percentiles) -> dict[str, float]:
     """To microseconds."""
     return {name: round(seconds, 6) for name, seconds in msgspec.structs.asdict(one).items()}
 

@@ -257,7 +257,7 @@ class Gather(DriverCopies):
         torch.cuda.synchronize(target.device)
 
 
-class Asked(Message, frozen=True):
+class PromptTraits(Message, frozen=True):
     """Of which spans a digest is wanted."""
 
     spans: Spans
@@ -348,7 +348,7 @@ class OursCompared(Ours):
 
     async def _digest(self, connection: Connection) -> None:
         while True:
-            asked: Asked = await connection.receive(Asked)
+            asked: PromptTraits = await connection.receive(PromptTraits)
             await connection.send(Digest(await digest(self._context.memory, asked.spans)))
 
     def open(self, memory: Memory, where: dict[str, Any]) -> None:
@@ -361,7 +361,7 @@ class OursCompared(Ours):
         self._runner.run(self._compare(*prepared))
 
     async def _compare(self, remote: Spans, local: Spans) -> None:
-        await self._connection.send(Asked(remote))
+        await self._connection.send(PromptTraits(remote))
         ours = await digest(self._context.memory, local)
         theirs: Digest = await self._connection.receive(Digest)
         assert theirs.digest == ours

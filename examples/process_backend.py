@@ -25,7 +25,7 @@ import psutil
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import read_options
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 from kvferry.fleet.process import ProcessSpec, RouterGroup
 from kvferry.fleet.ready import READY_FLAG, InstanceReady, start_messages
 from kvferry.http.server.listen import BACKLOG, reserve
@@ -64,7 +64,7 @@ class ProcessBackend(FleetBackend):
     def num_routers(self) -> int:
         return self._recipe.num_routers
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         if fleet.engine.kind != "kvferry":
             raise ConfigError("engine.kind: this backend runs kvferry's own engine, which says when it serves")
         self._nice = read_options(Options, fleet.backend.options, "backend.options").nice

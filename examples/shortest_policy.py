@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PolicyContext, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
 
@@ -30,6 +30,6 @@ class Shortest(LegPolicy):
         super().__init__(context, settings)
         self._decode_tokens = settings.decode_tokens
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """Tokens before this request, on each."""
         return targets.weighed(prefill_tokens=1, num_decodes=self._decode_tokens)

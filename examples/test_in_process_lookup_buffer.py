@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvferry.testing.connector import one_hand_off
+from kvferry.testing.connector import single_hand_off
 from kvferry.testing.lookup_buffer import LookupBufferContract
 
 NAME = "in_process_lookup_buffer:InProcessLookupBuffer"
@@ -13,4 +13,4 @@ class TestInProcessLookupBuffer(LookupBufferContract):
 
 
 def test_engines_hand_off_through_it(tmp_path: Path) -> None:
-    one_hand_off(tmp_path, "P2pConnector", {"lookup_buffer": NAME})
+    single_hand_off(tmp_path, "P2pConnector", {"lookup_buffer": NAME})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvferry.testing.connector import one_hand_off
+from kvferry.testing.connector import single_hand_off
 from kvferry.testing.fabric import FabricContract
 
 NAME = "process_memory_fabric:ProcessMemoryFabric"
@@ -13,4 +13,4 @@ class TestProcessMemoryFabric(FabricContract):
 
 
 def test_engines_hand_off_over_it(tmp_path: Path) -> None:
-    one_hand_off(tmp_path, "P2pConnector", {"transport": NAME})
+    single_hand_off(tmp_path, "P2pConnector", {"transport": NAME})

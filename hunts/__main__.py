@@ -13,7 +13,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.process_end import leave
 from kvferry.core.streams import OutputError, prepare_streams
 
-_MOST_TOLD = 6
+_MAX_TOLD = 6
 _FEW_SEEDS = 8
 _MOST_SEEDS = 10**7
 _LONGEST = 1500
@@ -97,7 +97,7 @@ def _tell(report: Report, *, always: bool = True, log: bool = False) -> bool:
         sys.stdout.write("\n".join(report.last_events) + "\n")
     if report.violations or always:
         sys.stdout.write(f"seed {report.seed}: {report.outcomes}, {report.virtual_s:.1f} s, {report.digest}\n")
-    for violation in report.violations[:_MOST_TOLD]:
+    for violation in report.violations[:_MAX_TOLD]:
         sys.stdout.write(f"  {violation.name}: {violation.what[:_LONGEST]}\n")
     sys.stdout.flush()
     return bool(report.violations)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from hunts.faults import OUTSIDE, Fault, FaultInjector, draw_faults
 from hunts.invariants import FleetSteps, Violation, of_bounds
 from hunts.scenario import Report, draw, judged, require_finished
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.world import RequestSpec, WorldSpec
 
@@ -74,7 +74,7 @@ class FleetScenario:
         """Whether nothing dies or breaks but controllers, so that all routers know what their controller wants."""
         return all(isinstance(one, Change) and one.kind != "kill" for one in self.faults)
 
-    def fleet(self, counts: tuple[int, int, int], stamp: str = "", *, is_scaled: bool = True) -> WantedFleet:
+    def fleet(self, counts: tuple[int, int, int], stamp: str = "", *, is_scaled: bool = True) -> DesiredFleet:
         """The fleet with other counts. `is_scaled`: with `[scale]`, if the scenario has it."""
         prefill, decode, routers = counts
         role: dict[str, dict[str, Any]] = {"prefill": {"count": prefill}, "decode": {"count": decode}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hunts.stores import room_of
+from hunts.stores import capacity_of
 from kvferry.core.errors import LeakError
 from kvferry.engine.core import EngineCore
 from kvferry.fleet.control.backend import MemberSpec
@@ -125,7 +125,7 @@ def of_stores(world: World) -> list[Violation]:
             found.append(Violation("no pin is left", name))
         if file.owner is not None and file.owner.is_alive:
             found.append(Violation("no file is half written", f"{file.owner.name}: {name}"))
-    room = room_of(world.spec.instance)
+    room = capacity_of(world.spec.instance)
     # Each process looks how full the directory is when it has written `LOOK_SHARE` of it, at least one block.
     if room is not None and total > room * (1 + len(world.instances) * (LOOK_SHARE + _BLOCK_SHARE)):
         found.append(Violation("blocks fit into their room", f"{total} bytes in {room}"))

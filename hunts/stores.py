@@ -50,7 +50,7 @@ def _settings(random: Random, instance: SimInstanceSpec) -> dict[str, Any]:
     }
 
 
-def room_of(instance: SimInstanceSpec) -> int | None:
+def capacity_of(instance: SimInstanceSpec) -> int | None:
     """Bytes that the files of its store may take, if that is limited."""
     listed = instance.options.get("connectors", [{"kv_connector_extra_config": instance.options}])
     urls = [url for one in listed for url in one.get("kv_connector_extra_config", {}).get("store", ())]

@@ -23,7 +23,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 
 ARCHITECTURES = ("llama", "mistral", "gemma3", "gpt_oss", "qwen3_moe")
 NUM_PROMPTS = 8
@@ -107,7 +107,7 @@ def answer(
     for name, prompt in zip(answers, prompts, strict=True):
         hand_off = hand_offs[int(name)] if hand_offs else None
         engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=GREEDY, hand_off=hand_off))
-    rest = Rest(engine)
+    rest = IdleWait(engine)
     while engine.has_work:
         for output in engine.step():
             if output.finish_reason not in (None, "length", "stop"):
@@ -244,7 +244,7 @@ def prefill(connection: Connection, model: str, device: str, dtype: str, ranks: 
     prompts = connection.recv()
     answers = answer(engine, prompts, [Produce(transfer_id=f"t{number}") for number in range(len(prompts))])
     connection.send([each.params for each in answers])
-    rest = Rest(engine)
+    rest = IdleWait(engine)
     while not connection.poll():
         engine.step()
         rest()

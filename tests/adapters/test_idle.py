@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvferry.adapters.vllm.idle import IdlePause
 
 
-def pauses_of(steps: str, longest_s: float = 0.02) -> list[float]:
+def pauses_of(steps: str, max_s: float = 0.02) -> list[float]:
     """Of steps with work (w) and without (-)."""
     pauses: list[float] = []
-    idle = IdlePause(longest_s, pauses.append).user("one")
+    idle = IdlePause(max_s, pauses.append).user("one")
     for step in steps:
         idle.step(has_work=step == "w")
     return pauses
@@ -27,7 +27,7 @@ def test_work_ends_the_pauses() -> None:
 
 
 def test_pauses_can_be_left_out() -> None:
-    assert pauses_of("-" * 9, longest_s=0) == []
+    assert pauses_of("-" * 9, max_s=0) == []
 
 
 def test_any_number_of_empty_steps_will_do() -> None:

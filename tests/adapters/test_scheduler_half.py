@@ -47,7 +47,7 @@ class Side:
 class Idle:
     """Notes what each step was told to be."""
 
-    longest_s = 0.02
+    max_s = 0.02
 
     def __init__(self) -> None:
         self.steps: list[bool] = []
@@ -120,12 +120,12 @@ def test_steps_last_longer_only_while_all_requests_load(half: Any, idle: Idle) -
     add_request(half, Hit(16), [4, 5])
     assert half.plan(step()).wait_s == 0
     half.allocated(SimpleNamespace(request_id="r"), [[4, 5]], 16)
-    assert half.plan(step()).wait_s == idle.longest_s
+    assert half.plan(step()).wait_s == idle.max_s
     assert half.plan(step(num_tokens=1)).wait_s == 0
     half._requests["another"] = replace(half._requests["r"], waits_for=None)
     assert half.plan(step()).wait_s == 0
     del half._requests["another"]
-    assert half.plan(step()).wait_s == idle.longest_s
+    assert half.plan(step()).wait_s == idle.max_s
     report(half, Loaded("r#0"))
     report(half, Loaded("r"))
     assert half.plan(step()).wait_s == 0

@@ -16,8 +16,8 @@ from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import (
     AUTH_TOKEN,
     LIFETIME_S,
+    LocalReplayGuard,
     Signer,
-    UsedHere,
     Verifier,
     derive,
     http_secret,
@@ -93,7 +93,7 @@ def test_it_is_good_for_nothing_else(what: str, why: str) -> None:
 
 def test_used_ones_are_remembered_for_as_long_as_they_hold_and_no_longer() -> None:
     clock = ManualClock(100.0)
-    used = UsedHere()
+    used = LocalReplayGuard()
     verifier = Verifier(SECRET, "a", clock, used)
     signer = met(verifier, clock)
     for _ in range(1000):

@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.http.server.config import HttpConfig
-from kvferry.router.choice.cost import Line
-from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
+from kvferry.router.choice.cost import LinearFit
+from kvferry.router.choice.disaggregation import MIN_HAND_OFFS
 from router.peers import routing
 from support.processes import AUTH_TOKEN, Cluster, cluster, until
 
@@ -99,9 +99,9 @@ async def test_a_prefill_instance_answers_where_decode_would_miss_the_target_bet
         services = router.services
         chooser, decode = services.chooser, services.pools.decode.instances[0]
         router.membership.take_plan(msgspec.json.encode(FleetPlan({}, ttft_s=1e3, itl_s=10.0)).decode())
-        chooser.estimates.hand_off.num_measured = FEWEST_HAND_OFFS
+        chooser.estimates.hand_off.num_measured = MIN_HAND_OFFS
         for number, others in enumerate((0, 1)):
-            chooser.estimates.decode = Line(base=0.0, slope=6.0, reach=32)
+            chooser.estimates.decode = LinearFit(base=0.0, slope=6.0, reach=32)
             decode.load.num_decodes += others
             body = {"prompt": conversation(number), "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
             more = {"ignore_eos": True, "return_token_ids": True}

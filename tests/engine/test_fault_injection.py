@@ -21,7 +21,7 @@ from kvferry.core.errors import KvferryError, LeakError
 from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
 from support.engines import Answer
 from support.pairs import Pair, pair_of
@@ -183,7 +183,7 @@ class Load:
             self._begin(f"concurrent-{index}", index)
             self._begin(f"alone-{index}", index)
         self._begin("concurrent-waiting-left", 0)
-        end, rest = time.monotonic() + DEADLINE_S, Rest(self.pair.prefill, self.pair.decode)
+        end, rest = time.monotonic() + DEADLINE_S, IdleWait(self.pair.prefill, self.pair.decode)
         while any(answer.last is None or answer.last.finish_reason is None for answer in self.answers.values()):
             assert time.monotonic() < end, "some requests have no answer"
             for output in self.pair.decode.step():

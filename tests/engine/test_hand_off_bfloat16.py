@@ -19,7 +19,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.ops.native import library
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, run_prompts, run_requests
 from support.libraries import require_library
 from support.pairs import pair_of
@@ -167,7 +167,7 @@ def handed_over(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Samp
         assert isinstance(hand_off, Consume)
         decodes.append(asked(f"d{number}", prompt, hand_off))
     found = run_requests(engine, decodes)
-    rest = Rest(engine)
+    rest = IdleWait(engine)
     while engine.scheduler.external.statistics().num_held:
         engine.step()
         rest()

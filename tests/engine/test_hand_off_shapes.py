@@ -12,7 +12,7 @@ from kvferry.core.messages.hand_off import Consume, Produce, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.pairs import Pair, pair_of
@@ -60,7 +60,7 @@ def ticket_of(output: EngineOutput) -> Any:
 
 def run_one(engine: Engine, other: Engine, request: Request) -> Answer:
     """Serve one request, with the other engine stepping along."""
-    answer, rest = Answer(), Rest(engine, other)
+    answer, rest = Answer(), IdleWait(engine, other)
     engine.add(request)
     while answer.last is None or answer.last.finish_reason is None:
         other.step()

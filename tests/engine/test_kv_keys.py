@@ -21,7 +21,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts, run_requests
 from support.ports import free_port
 
@@ -243,7 +243,7 @@ def test_a_key_that_comes_later_is_waited_for(alone: dict[str, Any], prompt: lis
         for _ in range(5):
             assert d.step() == []
         run(producer, keyed("p", prompt, FIRST, store=["k"]))
-        answer, rest = Answer(), Rest(d)
+        answer, rest = Answer(), IdleWait(d)
         while answer.last is None or answer.last.finish_reason is None:
             for output in d.step():
                 answer.add(output)
@@ -370,7 +370,7 @@ def test_an_aborted_request_leaves_nothing(alone: dict[str, Any], prompt: list[i
             engine.step()
             engine.abort(f"s{number}")
             engine.abort(f"l{number}")
-        rest = Rest(engine)
+        rest = IdleWait(engine)
         while engine.has_work:
             engine.step()
             rest()

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from conftest import ModelMaker
-from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
+from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadMode, LoadPolicy
 from kvferry.core.request import Request
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.store.base import Read, Run
+from kvferry.store.base import BlockRun, Read
 from kvferry.store.tiers import TieredStore
 from support.engines import GREEDY, SEEDED, Answer, random_prompts, require_same, run_prompts
 from support.processes import until
@@ -57,22 +57,26 @@ def fill(model: Path, prompts: Sequence[Sequence[int]], *stores: str) -> None:
 
 
 @pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[Way]]:
+def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[LoadMode]]:
     """Has decisions made by chance instead of by speed; what was decided is counted."""
 
-    def force(ways: Sequence[Way], seed: int = 1) -> Counter[Way]:
-        draws, taken = random.Random(seed), Counter[Way]()
+    def force(ways: Sequence[LoadMode], seed: int = 1) -> Counter[LoadMode]:
+        draws, taken = random.Random(seed), Counter[LoadMode]()
 
-        def decide(self: LoadPolicy, runs: Sequence[Run], num_rest: int, now: float, *, can_meet: bool) -> LoadDecision:
+        def decide(
+            self: LoadPolicy, runs: Sequence[BlockRun], num_rest: int, now: float, *, can_meet: bool
+        ) -> LoadDecision:
             num_blocks = sum(run.num_blocks for run in runs)
-            possible = [way for way in ways if num_blocks > 1 or way in (Way.LOAD, Way.RECOMPUTE)] or [Way.LOAD]
+            possible = [way for way in ways if num_blocks > 1 or way in (LoadMode.LOAD, LoadMode.RECOMPUTE)] or [
+                LoadMode.LOAD
+            ]
             way = draws.choice(possible)
             place = draws.randint(1, max(1, num_blocks - 1))
             return {
-                Way.LOAD: LoadDecision(way, 0, num_blocks),
-                Way.PREFIX: LoadDecision(way, 0, place),
-                Way.MEET: LoadDecision(way, place, num_blocks),
-                Way.RECOMPUTE: LoadDecision(way, 0, 0),
+                LoadMode.LOAD: LoadDecision(way, 0, num_blocks),
+                LoadMode.PREFIX: LoadDecision(way, 0, place),
+                LoadMode.MEET: LoadDecision(way, place, num_blocks),
+                LoadMode.RECOMPUTE: LoadDecision(way, 0, 0),
             }[way]
 
         def took(self: LoadPolicy, decision: LoadDecision, num_blocks: int) -> None:
@@ -92,12 +96,12 @@ FULL = pytest.mark.full
 def test_each_way_gives_the_same_tokens(load: str, alone: dict[str, Any], tmp_path: Path, force: Any) -> None:
     stores = ("memory:?num_blocks=60", f"file:{tmp_path}")
     fill(alone["model"], alone["prompts"], *stores)
-    taken = force(tuple(Way))
+    taken = force(tuple(LoadMode))
     with closing(engine_of(alone["model"], *stores, load=load)) as engine:
         require_same(alone["greedy"], run_prompts(engine, alone["prompts"], GREEDY))
         require_same(alone["seeded"], run_prompts(engine, alone["prompts"], SEEDED))
         engine.check()
-    assert min(taken[way] for way in Way) > 0, taken
+    assert min(taken[way] for way in LoadMode) > 0, taken
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
@@ -119,13 +123,13 @@ def test_a_load_that_fails_half_way_is_computed(
     alone: dict[str, Any], tmp_path: Path, force: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    taken = force((Way.MEET, Way.PREFIX))
+    taken = force((LoadMode.MEET, LoadMode.PREFIX))
     failing(monkeypatch, 0.1)
     with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
         require_same(alone["greedy"], run_prompts(engine, alone["prompts"], GREEDY))
         assert sum(engine.statistics().external.num_load_failures.values()) > 0
         engine.check()
-    assert taken[Way.MEET] > 0
+    assert taken[LoadMode.MEET] > 0
 
 
 @pytest.fixture
@@ -171,7 +175,7 @@ def test_whoever_comes_first_to_the_place_waits_for_the_other(
     first: str, alone: dict[str, Any], tmp_path: Path, force: Any, gate: threading.Event
 ) -> None:
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    force((Way.MEET,), seed=3)
+    force((LoadMode.MEET,), seed=3)
     with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
         begin(engine, alone, gate)
         if first == "the model":
@@ -190,7 +194,7 @@ def test_blocks_that_a_load_still_writes_to_are_not_given_to_others(
 ) -> None:
     """The client leaves while both ends are under way."""
     fill(alone["model"], alone["prompts"], f"file:{tmp_path}")
-    force((Way.MEET,), seed=3)
+    force((LoadMode.MEET,), seed=3)
     with closing(engine_of(alone["model"], f"file:{tmp_path}")) as engine:
         begin(engine, alone, gate)
         engine.abort("0")
@@ -209,4 +213,4 @@ def test_speeds_are_measured(alone: dict[str, Any], tmp_path: Path) -> None:
         assert said.connector["prefill_tokens_per_s"] > 0
         assert said.connector["tier0_load_bytes_per_s"] > 0 or said.connector["tier0_load_latency_s"] > 0
         assert {"prefill_tokens_per_s", "tier0_load_latency_s"} <= said.connector_gauges
-        assert sum(said.connector[f"load_decisions_{way.value}"] for way in Way) > 0
+        assert sum(said.connector[f"load_decisions_{way.value}"] for way in LoadMode) > 0

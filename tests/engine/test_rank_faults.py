@@ -16,7 +16,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import patience
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from support import raising_connector
 from support.engines import Answer, run_requests
 
@@ -60,7 +60,7 @@ def run(engine: Engine, name: str) -> tuple[Answer, Answer]:
     made = request(f"{name}-made", Produce(name))
     [first] = run_requests(engine, [made]).values()
     engine.release(name)
-    rest = Rest(engine)
+    rest = IdleWait(engine)
     while engine.has_work or engine.scheduler.external.statistics().num_held:
         engine.step()
         rest()

@@ -40,7 +40,7 @@ from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.cached_order import CachedOrder, PolicyOrder, ReleaseOrder
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.step import Sampled, Step
+from kvferry.engine.step import SampledToken, Step
 from kvferry.store.eviction.fifo import Fifo
 
 BLOCK = 4
@@ -129,7 +129,9 @@ class Bench:
         step = self.scheduler.schedule()
         self.steps.append(step)
         sampled = {
-            chunk.sequence.request_id: Sampled(rule(chunk.sequence.tokens)) for chunk in step.chunks if chunk.samples
+            chunk.sequence.request_id: SampledToken(rule(chunk.sequence.tokens))
+            for chunk in step.chunks
+            if chunk.samples
         }
         report = self.scheduler.settled(step.chunks, report or [])
         self.scheduler.update(step, sampled, failures(report))

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvferry.core.errors import ConfigError, UnsupportedModel
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.models.random_model import make_config
 
@@ -54,18 +54,18 @@ def test_a_window_that_no_layer_has_does_not_matter() -> None:
 def test_a_rank_takes_its_share_of_the_threads() -> None:
     before = torch.get_num_threads()
     try:
-        Place(0, 2).set_num_threads(4)
+        RankPlacement(0, 2).set_num_threads(4)
         assert torch.get_num_threads() == 2
-        Place(1, 4).set_num_threads(1)
+        RankPlacement(1, 4).set_num_threads(1)
         assert torch.get_num_threads() == 1
         with pytest.raises(ConfigError, match="--num-threads"):
-            Place().set_num_threads(0)
+            RankPlacement().set_num_threads(0)
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_device_is_the_ranks_own() -> None:
-    assert Place(1, 2).choose_device("auto") == torch.device("cpu")
+    assert RankPlacement(1, 2).choose_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="no GPU"):
-        Place(1, 2).choose_device("cuda")
+        RankPlacement(1, 2).choose_device("cuda")

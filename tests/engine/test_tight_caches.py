@@ -20,7 +20,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
 from support.engines import Answer, random_prompts, run_prompts
 
@@ -83,7 +83,7 @@ def test_all_hand_offs_complete(num_prefill: int, num_decode: int, max_num_seqs:
                 )
             )
 
-        deadline, rest = time.monotonic() + 3 * TIMEOUT_S, Rest(*prefills, *decodes)
+        deadline, rest = time.monotonic() + 3 * TIMEOUT_S, IdleWait(*prefills, *decodes)
         while any(one.has_work for one in (*prefills, *decodes)):
             assert time.monotonic() < deadline, "the hand-offs did not end in time"
             for prefill in prefills:

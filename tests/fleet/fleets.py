@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cli.attended import AttendedFleet
-from kvferry.fleet.control.spec import Failing, MemberRole, RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, FailureSpec, MemberRole, RoleSpec, RouterSpec
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.display import Display
 from kvferry.fleet.process import ProcessSpec, RouterGroup
@@ -17,14 +17,14 @@ Make = Callable[[str], ProcessSpec]
 """What a member of this name runs."""
 
 SECRET = "a token of tests"
-USUAL, NO_RESTARTS = Failing(), Failing(crash_loop=1)
+USUAL, NO_RESTARTS = FailureSpec(), FailureSpec(crash_loop=1)
 
 
 @dataclass(frozen=True)
 class Programs:
     """A recipe (see `kvferry.fleet.control.backend.Recipe`): each role runs what is given for it."""
 
-    fleet: WantedFleet
+    fleet: DesiredFleet
     makes: Mapping[MemberRole, Make]
     cores: Cores = (0,)
     addresses: Sequence[tuple[str, int]] = ()
@@ -47,10 +47,10 @@ class Programs:
         return self.makes["router"](name)
 
 
-def fleet_of(makes: Mapping[MemberRole, Make], failure: Failing = USUAL, **counts: int) -> WantedFleet:
+def fleet_of(makes: Mapping[MemberRole, Make], failure: FailureSpec = USUAL, **counts: int) -> DesiredFleet:
     """As many of each role as `counts` says: by default, one of each that is in `makes`."""
     numbers = {role: counts.get(role, 1) for role in makes}
-    return WantedFleet(
+    return DesiredFleet(
         name="fleet",
         model="m",
         mode="pooling",
@@ -63,7 +63,7 @@ def fleet_of(makes: Mapping[MemberRole, Make], failure: Failing = USUAL, **count
 def attended(
     display: Display,
     makes: Mapping[MemberRole, Make],
-    failure: Failing = USUAL,
+    failure: FailureSpec = USUAL,
     *,
     grace_s: float = 10.0,
     cores: Cores = (0,),
@@ -81,13 +81,13 @@ def attended(
     )
 
 
-async def run(display: Display, makes: Mapping[MemberRole, Make], failure: Failing = USUAL, **more: Any) -> int:
+async def run(display: Display, makes: Mapping[MemberRole, Make], failure: FailureSpec = USUAL, **more: Any) -> int:
     """Until it ends; returns the exit code."""
     return await attended(display, makes, failure, **more).run()
 
 
 async def up(
-    display: Any, makes: Mapping[MemberRole, Make], failure: Failing = USUAL, **more: Any
+    display: Any, makes: Mapping[MemberRole, Make], failure: FailureSpec = USUAL, **more: Any
 ) -> asyncio.Task[int]:
     """One that everything serves of."""
     task = asyncio.create_task(run(display, makes, failure, **more))

@@ -37,7 +37,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar, make_registrar
 from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import Failing
+from kvferry.fleet.control.spec import FailureSpec
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import running_folder
 from kvferry.fleet.process import ProcessSpec
@@ -284,7 +284,7 @@ async def test_a_fleet_goes_on_with_the_instances_that_can_answer() -> None:
     def one_of_two(name: str) -> ProcessSpec:
         return crashes_when_told(name) if name == "decode-0" else good_decode(name)
 
-    task = await up(display, {"decode": one_of_two}, Failing(crash_loop=1, hang="0s"), decode=2)
+    task = await up(display, {"decode": one_of_two}, FailureSpec(crash_loop=1, hang="0s"), decode=2)
     await display.until(lambda seen: bool(_numbers(seen, "pid")))
     (pid,) = _numbers(display, "pid")
     with ended(pid):
@@ -369,7 +369,7 @@ def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path, monk
     controller."""
     names = ("kvferry-killed", "kvferry-serving", "kvferry-new", "other-killed")
     for name in names:
-        lease = Ledger(tmp_path / name / "ledger").try_to_act()
+        lease = Ledger(tmp_path / name / "ledger").try_acquire()
         assert lease is not None
         if name == "kvferry-serving":
             serving = lease
@@ -378,7 +378,7 @@ def test_what_was_left_by_those_that_were_killed_is_removed(tmp_path: Path, monk
     (tmp_path / "kvferry-else").mkdir()
     monkeypatch.setattr(places, "memory_folder", lambda: str(tmp_path))
     over, alone, led = (running_folder(Ledger(tmp_path / f"ledger-{name}")) for name in ("over", "alone", "led"))
-    lease = Ledger(tmp_path / "ledger-led").try_to_act()
+    lease = Ledger(tmp_path / "ledger-led").try_acquire()
     assert lease is not None
     member = alone / "members" / "decode-0"
     for folder in (over, alone, led):

@@ -16,7 +16,7 @@ from fleet.fleets import NO_RESTARTS, run, up
 from fleet.recording import RecordingDisplay
 from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.process import ExternalServer, ProcessSpec
 from kvferry.fleet.ready import StartProgress
 from kvferry.fleet.vllm.ports import free_ports
 
@@ -49,7 +49,7 @@ STEPS = ((re.compile("half of it"), StartProgress(0.5, "loading")),)
 def foreign() -> ProcessSpec:
     (port,) = free_ports(1)
     command = (sys.executable, "-c", PROGRAM, str(port))
-    return ProcessSpec("engine", command, foreign=Foreign(f"http://127.0.0.1:{port}", STEPS))
+    return ProcessSpec("engine", command, foreign=ExternalServer(f"http://127.0.0.1:{port}", STEPS))
 
 
 def child_of(display: RecordingDisplay) -> psutil.Process:
@@ -95,7 +95,9 @@ async def test_a_crash_is_told_as_it_was() -> None:
 
 
 async def test_one_that_ends_before_it_serves() -> None:
-    spec = ProcessSpec("engine", (sys.executable, "-c", "raise SystemExit(3)"), foreign=Foreign("http://127.0.0.1:9"))
+    spec = ProcessSpec(
+        "engine", (sys.executable, "-c", "raise SystemExit(3)"), foreign=ExternalServer("http://127.0.0.1:9")
+    )
     display = RecordingDisplay()
     assert await run(display, {"both": lambda name: spec}) == 1
     assert display.of("note")[0] == ["error: both-0 ended with exit code 3 while starting; its last lines:"]

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backoff import held_back, remember
-from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.dry_run import dry_run_steps
+from kvferry.fleet.control.facts import Drain, Failure, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import WantedFleet, fleet_from, what_cannot_roll
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from, unrollable_part
 from support.examples import examples
 
 POOLING = {"name": "chat", "model": "m", "mode": "pooling"}
@@ -26,12 +26,12 @@ REPLICA = {"name": "chat", "model": "m", "mode": "replica"}
 TICK_S = 1.0
 
 
-def pooling(prefill: int = 1, decode: int = 1, **more: Any) -> WantedFleet:
+def pooling(prefill: int = 1, decode: int = 1, **more: Any) -> DesiredFleet:
     roles = {"prefill": {"count": prefill}, "decode": {"count": decode}}
     return fleet_from({**POOLING, "role": roles, **more})
 
 
-def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> WantedFleet:
+def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> DesiredFleet:
     unit = {"members": {"prefill": prefill, "decode": decode}, "count": count}
     return fleet_from({**REPLICA, "unit": unit, **more})
 
@@ -39,11 +39,11 @@ def replica(count: int = 1, prefill: int = 1, decode: int = 1, **more: Any) -> W
 class World:
     """A backend that does every step, at once or late, and whose instances live and die as they are told."""
 
-    def __init__(self, fleet: WantedFleet) -> None:
+    def __init__(self, fleet: DesiredFleet) -> None:
         self.fleet, self.now = fleet, 0.0
-        self.members: dict[str, Observed] = {}
+        self.members: dict[str, ObservedInstance] = {}
         self.failures: list[Failure] = []
-        self.seen: list[Observed] = []
+        self.seen: list[ObservedInstance] = []
 
     def tick(self, *, late: bool = False) -> list[Step]:
         """One round; `late`: with the facts of the round before."""
@@ -62,7 +62,7 @@ class World:
         match step:
             case Start():
                 if one is None:
-                    self.members[step.name] = Observed(
+                    self.members[step.name] = ObservedInstance(
                         step.name, step.role, step.revision, Phase.STARTING, self.now, step.unit
                     )
             case Drain():
@@ -77,7 +77,7 @@ class World:
                 if one is not None and one.phase is Phase.READY:
                     self.members[one.name] = replace(one, role=step.role, phase=Phase.STARTING, since=self.now)
 
-    def to(self, one: Observed, phase: Phase) -> None:
+    def to(self, one: ObservedInstance, phase: Phase) -> None:
         self.members[one.name] = replace(one, phase=phase, since=self.now)
 
     def check(self, steps: Sequence[Step], *, late: bool) -> None:
@@ -117,11 +117,11 @@ class World:
         return len(units) == fleet.unit.count and all(one == fleet.unit.members for one in members)
 
 
-def changed(fleet: WantedFleet, **more: Any) -> WantedFleet:
+def changed(fleet: DesiredFleet, **more: Any) -> DesiredFleet:
     return msgspec.structs.replace(fleet, **more)
 
 
-def another_model(fleet: WantedFleet) -> WantedFleet:
+def another_model(fleet: DesiredFleet) -> DesiredFleet:
     return changed(fleet, model=f"{fleet.model}+")
 
 
@@ -148,7 +148,7 @@ def test_every_roll_keeps_what_it_promises() -> None:
         world.settle()
         after = another_model(world.fleet)
         try:
-            rehearse(after, list(world.members.values()))
+            dry_run_steps(after, list(world.members.values()))
         except ConfigError:
             assert not surge  # with room for one more, each roll comes to its end
             continue
@@ -195,7 +195,7 @@ COUNTS = st.integers(0, 3)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> WantedFleet:
+def fleets(draw: st.DrawFn) -> DesiredFleet:
     roll = {
         "surge": draw(st.integers(0, 2)),
         "unavailable": draw(st.integers(0, 2)),
@@ -245,7 +245,7 @@ def test_whatever_happens_it_comes_to_what_is_wanted(data: st.DataObject) -> Non
 
 
 @st.composite
-def bounded_fleets(draw: st.DrawFn, mode: str) -> WantedFleet:
+def bounded_fleets(draw: st.DrawFn, mode: str) -> DesiredFleet:
     """With bounds that leave some way to roll."""
     roll = {"surge": draw(st.integers(1, 2)), "unavailable": draw(st.integers(0, 2)), "pause": draw(st.booleans())}
     more = {"roll": roll, "failure": {"crash_loop": 1000}, "model": draw(st.sampled_from("ab"))}
@@ -266,9 +266,9 @@ def bounded_fleets(draw: st.DrawFn, mode: str) -> WantedFleet:
 class Bounded(World):
     """Facts may be late: what the controller did itself it knows, and what became of a member it may learn later."""
 
-    def __init__(self, fleet: WantedFleet) -> None:
+    def __init__(self, fleet: DesiredFleet) -> None:
         super().__init__(fleet)
-        self.known: dict[str, Observed] = {}
+        self.known: dict[str, ObservedInstance] = {}
 
     def look(self, late: frozenset[str]) -> None:
         """One round, in which nothing new is known of `late`."""
@@ -280,7 +280,7 @@ class Bounded(World):
         self.known = {name: facts.get(name, one) if name in late else one for name, one in self.members.items()}
         self.check_bounds(steps, facts)
 
-    def check_bounds(self, steps: Sequence[Step], facts: dict[str, Observed]) -> None:
+    def check_bounds(self, steps: Sequence[Step], facts: dict[str, ObservedInstance]) -> None:
         if self.fleet.roll.pause:
             assert not [one for one in steps if isinstance(one, Start | Drain | SwitchRole)]
         came = {one.role for one in steps if isinstance(one, Start | SwitchRole)}
@@ -376,7 +376,7 @@ def test_a_new_revision_that_fails_takes_nothing_from_the_old_one() -> None:
 def test_who_has_served_for_a_while_has_recovered() -> None:
     fleet = pooling(failure={"crash_loop": 1})
     failed = [Failure("decode", fleet.revision, 10.0, "it ended")]
-    one = Observed("decode-0", "decode", fleet.revision, Phase.READY, 20.0)
+    one = ObservedInstance("decode-0", "decode", fleet.revision, Phase.READY, 20.0)
     assert held_back(fleet, "decode", [one], failed, 30.0)
     assert not held_back(fleet, "decode", [one], failed, 90.0)
 
@@ -417,7 +417,7 @@ def test_who_does_not_drain_is_stopped_after_its_time_and_not_before() -> None:
 
 
 def test_a_role_change_comes_before_an_end_and_a_start() -> None:
-    def roles(prefill: int, decode: int) -> WantedFleet:
+    def roles(prefill: int, decode: int) -> DesiredFleet:
         able = {"prefill": {"count": prefill, "can_be": ["decode"]}, "decode": {"count": decode}}
         return fleet_from({**POOLING, "role": able})
 
@@ -438,19 +438,19 @@ def test_a_roll_that_could_never_end_is_refused_before_it_begins() -> None:
     world = World(fleet)
     world.settle()
     with pytest.raises(ConfigError, match="could never be replaced"):
-        rehearse(another_model(fleet), list(world.members.values()))
+        dry_run_steps(another_model(fleet), list(world.members.values()))
 
 
 def test_a_change_in_the_middle_of_another_is_rehearsed_as_if_that_had_come_to_its_end() -> None:
     world = World(pooling(1, 2))
     world.tick()  # they start
-    rehearse(changed(world.fleet, args=("--log-format=json",)), list(world.members.values()))
+    dry_run_steps(changed(world.fleet, args=("--log-format=json",)), list(world.members.values()))
     world.settle()
     world.fleet = another_model(world.fleet)
     world.tick()
     for one in [one for one in world.members.values() if one.phase is Phase.READY]:
         world.to(one, Phase.DRAINING)
-    rehearse(world.fleet, list(world.members.values()))
+    dry_run_steps(world.fleet, list(world.members.values()))
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_change_in_the_middle_of_another_is_rehearsed_as_if_that_had_come_to_i
     ],
 )
 def test_what_no_roll_could_replace_is_known(roles: Any, roll: dict[str, int], what: str) -> None:
-    assert what_cannot_roll(fleet_from({**POOLING, "role": roles, "roll": roll})) == what
+    assert unrollable_part(fleet_from({**POOLING, "role": roles, "roll": roll})) == what
 
 
 def test_a_roll_keeps_those_that_serve_although_their_other_half_is_dead() -> None:
@@ -479,7 +479,7 @@ def test_a_roll_keeps_those_that_serve_although_their_other_half_is_dead() -> No
 
 
 def test_another_image_is_rolled() -> None:
-    def image(name: str) -> WantedFleet:
+    def image(name: str) -> DesiredFleet:
         return pooling(2, 2, backend={"kind": "kubernetes", "kubernetes": {"image": name}})
 
     world = World(image("kvferry:1"))
@@ -493,9 +493,9 @@ def test_another_image_is_rolled() -> None:
 def test_one_that_is_stopped_while_it_starts_takes_room_until_it_is_gone() -> None:
     fleet = pooling(role={"prefill": {"count": 1, "max": 2}, "decode": {"count": 1, "max": 2}})
     here = [
-        Observed("prefill-0", "prefill", fleet.revision, Phase.READY, 0.0),
-        Observed("decode-0", "decode", "old", Phase.READY, 0.0),
-        Observed("decode-1", "decode", "old", Phase.STARTING, 0.0),
+        ObservedInstance("prefill-0", "prefill", fleet.revision, Phase.READY, 0.0),
+        ObservedInstance("decode-0", "decode", "old", Phase.READY, 0.0),
+        ObservedInstance("decode-1", "decode", "old", Phase.STARTING, 0.0),
     ]
     assert [(type(one), one.name) for one in plan(fleet, here, [], 1.0)] == [(StopMember, "decode-1")]
     assert not plan(fleet, [*here[:2], replace(here[2], phase=Phase.DRAINED)], [], 1.0)[1:]

@@ -33,7 +33,7 @@ from kvferry.fleet.backends.ray.folders import root_folder
 from kvferry.fleet.control.backend import BackendContext, backend_class
 from kvferry.fleet.control.controller import Controller, End, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import Backend, MemberRole, WantedFleet, fleet_from
+from kvferry.fleet.control.spec import Backend, DesiredFleet, MemberRole, fleet_from
 from kvferry.fleet.process import ProcessSpec
 from support.warm import Program
 
@@ -58,7 +58,7 @@ class Recipe:
 
     token: str
 
-    def __call__(self, fleet: WantedFleet) -> Programs:
+    def __call__(self, fleet: DesiredFleet) -> Programs:
         makes: dict[MemberRole, Make] = dict.fromkeys((*ROLES, "router"), self._member)
         return Programs(fleet, makes)
 
@@ -128,7 +128,7 @@ class OnRay(Place):
         return [one for one in self.nodes.cluster.list_all_nodes() if one is not self.nodes.head]
 
 
-def wanted(dice: random.Random, backend: Backend) -> WantedFleet:
+def wanted(dice: random.Random, backend: Backend) -> DesiredFleet:
     counts = {role: {"count": dice.randint(0, 3), "max": 4} for role in ROLES}
     counts["prefill"]["can_be"], counts["decode"]["can_be"] = ["decode"], ["prefill"]
     surge = dice.randint(0, 2)
@@ -212,7 +212,7 @@ class Changing:
     # What changes.
 
     def change(self, **tables: dict[str, object]) -> None:
-        def changed(before: object) -> WantedFleet:
+        def changed(before: object) -> DesiredFleet:
             fleet = self.ledger.wanted().fleet
             parts = {name: msgspec.structs.replace(getattr(fleet, name), **told) for name, told in tables.items()}
             return msgspec.structs.replace(fleet, **parts)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.cli.fleet_settings import Told, failing, fleet_of, fleet_token
+from kvferry.cli.fleet_settings import FleetSettings, failing, fleet_of, fleet_token
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import KEY_FIELDS, overridden, to_arguments, variable_name
-from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec
 from kvferry.fleet.process import ProcessSpec, RouterGroup
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
@@ -28,7 +28,7 @@ FIXED = '{"kv_connector":"P2pConnector","kv_ip":"10.9.9.9"}'
 
 
 def recipe(prefill: int = 1, decode: int = 1, transfer: str | None = None, **more: Any) -> LocalRecipe:
-    told = Told(
+    told = FleetSettings(
         spec=FleetSpec(prefill=prefill, decode=decode),
         engine=EngineConfig(model="m", block_size=16),
         instance=InstanceSpec(served_model_name=("a", "b"), kv_transfer_config=transfer),
@@ -98,7 +98,7 @@ def test_on_a_node_of_a_cluster_others_reach_an_instance_at_the_node_s_address()
 
 def test_an_instance_that_can_change_its_role_does_both() -> None:
     made = recipe()
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name="f",
         model="m",
         mode="pooling",

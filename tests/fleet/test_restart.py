@@ -15,7 +15,7 @@ from fleet.fleets import Make, up
 from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.asking import serves
-from kvferry.fleet.control.spec import Failing, MemberRole
+from kvferry.fleet.control.spec import FailureSpec, MemberRole
 from kvferry.fleet.process import ProcessSpec
 from kvferry.fleet.restart import RestartPolicy
 from support.certificates import Authority
@@ -57,7 +57,7 @@ async def end(task: asyncio.Task[int]) -> None:
 @pytest.mark.parametrize("name", ["decode-0", "router-0"])
 async def test_who_is_killed_comes_back_under_its_name(name: str) -> None:
     display = RecordingDisplay()
-    task = await up(display, FLEET, Failing(backoff=("100ms", "1s")))
+    task = await up(display, FLEET, FailureSpec(backoff=("100ms", "1s")))
     await display.until(lambda seen: bool(pids(seen, name)))
     for number in (2, 3):
         os.kill(pids(display, name)[-1], signal.SIGKILL)
@@ -77,7 +77,7 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
     cert, key = Authority(tmp_path).issue()
     files = (str(cert), str(key)) if tls else ()
     makes = {**FLEET, "prefill": healthy, "decode": lambda name: child(name, HEALTHY, "--port=0", *files)}
-    task = await up(display, makes, Failing(hang="1s", backoff=("100ms", "1s")))
+    task = await up(display, makes, FailureSpec(hang="1s", backoff=("100ms", "1s")))
     async with asyncio.timeout(60):
         while "decode-0 answers GET /health" not in caplog.text:
             await asyncio.sleep(0.05)
@@ -91,7 +91,7 @@ async def test_who_hangs_is_killed_and_comes_back(caplog: pytest.LogCaptureFixtu
 async def test_who_hangs_as_soon_as_it_serves_is_killed_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     display = RecordingDisplay()
     makes = {**FLEET, "prefill": healthy, "decode": lambda name: child(name, SILENT)}
-    task = await up(display, makes, Failing(hang="400ms", backoff=("100ms", "1s")))
+    task = await up(display, makes, FailureSpec(hang="400ms", backoff=("100ms", "1s")))
     await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)
     assert "decode-0 has not answered GET /health for" in caplog.text
     await end(task)
@@ -100,7 +100,7 @@ async def test_who_hangs_as_soon_as_it_serves_is_killed_and_comes_back(caplog: p
 async def test_a_crash_loop_ends_everything_by_name() -> None:
     display = RecordingDisplay()
     makes = {**FLEET, "decode": lambda name: child(name, CRASHING_WHEN_TOLD)}
-    task = await up(display, makes, Failing(crash_loop=4, backoff=("10ms", "50ms")))
+    task = await up(display, makes, FailureSpec(crash_loop=4, backoff=("10ms", "50ms")))
     for number in range(1, 5):
         await display.until(lambda seen, n=number: len(pids(seen, "decode-0")) == n == len(urls(seen, "decode-0")))  # type: ignore[misc]
         os.kill(pids(display, "decode-0")[-1], signal.SIGUSR1)
@@ -113,7 +113,7 @@ async def test_a_crash_loop_ends_everything_by_name() -> None:
 async def test_a_crash_loop_of_those_that_cannot_answer_ends_nothing() -> None:
     display = RecordingDisplay()
     makes = {**FLEET, "prefill": lambda name: child(name, CRASHING_WHEN_TOLD)}
-    task = await up(display, makes, Failing(crash_loop=1, backoff=("10ms", "50ms")))
+    task = await up(display, makes, FailureSpec(crash_loop=1, backoff=("10ms", "50ms")))
     await display.until(lambda seen: bool(pids(seen, "prefill-0")))
     os.kill(pids(display, "prefill-0")[-1], signal.SIGUSR1)
     done, _ = await asyncio.wait([task], timeout=1.0)
@@ -124,7 +124,7 @@ async def test_a_crash_loop_of_those_that_cannot_answer_ends_nothing() -> None:
 
 async def test_the_end_does_not_wait_for_a_restart() -> None:
     display = RecordingDisplay()
-    task = await up(display, {"both": healthy}, Failing(backoff=("1h", "1h")))
+    task = await up(display, {"both": healthy}, FailureSpec(backoff=("1h", "1h")))
     await display.until(lambda seen: bool(pids(seen, "both-0")))
     os.kill(pids(display, "both-0")[0], signal.SIGKILL)
     async with asyncio.timeout(60):

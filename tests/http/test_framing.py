@@ -202,8 +202,8 @@ async def test_an_answer_arrives_whole_only_if_it_is_one(fast_path: bool) -> Non
             found, said = answer_by_h11(received)
             num_whole += found is not None
             assert found is not None or number >= len(ANSWERS)
-            is_well = said.startswith(CUT) if found is None else (found, said) == (right, "")
-            if not (is_well or complaint.startswith(READ_OTHERWISE)):
+            mark_healthy = said.startswith(CUT) if found is None else (found, said) == (right, "")
+            if not (mark_healthy or complaint.startswith(READ_OTHERWISE)):
                 differing.append((data, complaint, received))
     assert not differing
     assert num_whole > NUM_CASES / 10

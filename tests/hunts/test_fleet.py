@@ -14,10 +14,10 @@ from hunts.scenario import draw
 from kvferry.fleet.control import controller
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.facts import Phase
-from kvferry.fleet.control.front import View
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.router_client import View
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.sim.world import RequestSpec
 
 SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])
@@ -116,7 +116,7 @@ def test_a_role_that_has_more_members_than_it_may(monkeypatch: pytest.MonkeyPatc
     assert {one.name for one in run_fleet(scenario).violations} == {"a fleet stays within its bounds"}
 
 
-def _without_max(fleet: WantedFleet) -> WantedFleet:
+def _without_max(fleet: DesiredFleet) -> DesiredFleet:
     return structs.replace(fleet, role={name: structs.replace(one, max=None) for name, one in fleet.role.items()})
 
 

@@ -23,7 +23,7 @@ from kvferry.kv_events.messages import (
     encode_batch,
 )
 from kvferry.kv_events.publisher import KVEventPublisher
-from kvferry.kv_events.replays import MOST_REPLAYS, STALL_S
+from kvferry.kv_events.replays import MAX_REPLAYS, STALL_S
 from kvferry.kv_events.subscriber import FeedUpdate, Missed, Restarted, follow
 
 
@@ -33,7 +33,7 @@ def stored(number: int) -> list[Event]:
 
 @pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), most_kept=4)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_kept=4)
     yield publisher
     publisher.close()
 
@@ -92,7 +92,7 @@ def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -
 
 def test_a_slow_follower_gets_all_that_is_kept() -> None:
     """However far it is beyond what ZeroMQ lets wait by default, and what lies in the sockets of the system."""
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), most_kept=4000)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_kept=4000)
     context = zmq.Context()
     try:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
@@ -111,13 +111,13 @@ def test_a_slow_follower_gets_all_that_is_kept() -> None:
 
 def test_callers_that_never_read_keep_nobody_waiting_and_are_given_up() -> None:
     clock = ManualClock()
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock, most_kept=2000)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock, max_kept=2000)
     context = zmq.Context()
     try:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
         for _ in range(2000):
             publisher.publish([event])
-        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MOST_REPLAYS)]
+        silent = [ask_again(context, publisher.addresses.replay_endpoint, 0) for _ in range(MAX_REPLAYS)]
         for one in silent:
             one.poll(60_000)
         late = ask_again(context, publisher.addresses.replay_endpoint, 1999)

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.http.server.config import HttpConfig
-from kvferry.router.edge.turns import Turns
+from kvferry.router.edge.fair_queue import FairQueue
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, signed, ticket
 from router.test_hand_off import BODY
 
@@ -57,7 +57,7 @@ async def test_without_keys_nobody_sees_addresses() -> None:
 
 async def test_one_client_is_one_tenant_however_it_writes_its_key(monkeypatch: Any) -> None:
     d = Peer("decode", answer, facts=DECODE)
-    begin, written = Turns.begin, ["Bearer client", "bearer client", "BEARER   client ", "Bearer  \tclient"]
+    begin, written = FairQueue.begin, ["Bearer client", "bearer client", "BEARER   client ", "Bearer  \tclient"]
     for keys, headers in ((("client",), written), ((), [*written, "Bearer x", "Basic y"])):
         async with (
             instances(d),
@@ -65,7 +65,9 @@ async def test_one_client_is_one_tenant_however_it_writes_its_key(monkeypatch: A
             aiohttp.ClientSession() as session,
         ):
             tenants: set[bytes] = set()
-            monkeypatch.setattr(Turns, "begin", lambda turns, one, to=tenants: (to.add(one.key), begin(turns, one))[1])
+            monkeypatch.setattr(
+                FairQueue, "begin", lambda turns, one, to=tenants: (to.add(one.key), begin(turns, one))[1]
+            )
             for header in headers:
                 async with session.post(
                     url + "/v1/completions", json=BODY, headers={"Authorization": header}

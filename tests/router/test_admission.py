@@ -29,7 +29,7 @@ def test_bodies_that_are_not_whole_are_bounded_for_each_client() -> None:
 
 
 def test_the_longest_body_is_admitted_however_little_may_be_held() -> None:
-    admission = Admission(100, least_unfinished_bytes=100)
+    admission = Admission(100, min_unfinished_bytes=100)
     with closing(Slot(admission, "a")) as slot:
         slot.grow(100)
     admission.check()

@@ -12,13 +12,13 @@ from kvferry import router
 from kvferry.core.clock import ManualClock
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource
 from kvferry.router.choice.chooser import Chooser
-from kvferry.router.choice.policies.base import Asked, Choice
+from kvferry.router.choice.policies.base import Choice, PromptTraits
 from kvferry.router.choice.prompt import Prefix
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, SglangFacts, VllmFacts
 from kvferry.router.instances.pools import Pools
 
-BODY_OF_MODEL = Asked(model="m")
+BODY_OF_MODEL = PromptTraits(model="m")
 
 
 def parts(num: int = 2) -> tuple[Chooser, Pools]:
@@ -29,7 +29,7 @@ def parts(num: int = 2) -> tuple[Chooser, Pools]:
     return Chooser(config, ManualClock(), pools), pools
 
 
-def choose(chooser: Chooser, pools: Pools, asked: Asked = BODY_OF_MODEL) -> Choice:
+def choose(chooser: Chooser, pools: Pools, asked: PromptTraits = BODY_OF_MODEL) -> Choice:
     return chooser.choose(asked, pools.prefill.alive(), pools.decode.alive())
 
 
@@ -82,7 +82,7 @@ def test_who_has_the_model_is_chosen_and_anyone_if_nobody_says_so(learned_first:
     first.learn(InstanceFacts(model_names=["m"]))
     second.learn(InstanceFacts(model_names=["other"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first}
-    assert {choose(chooser, pools, Asked(model="unheard of")).decode for _ in range(4)} == {first, second}
+    assert {choose(chooser, pools, PromptTraits(model="unheard of")).decode for _ in range(4)} == {first, second}
     added = pools.decode.add("http://d9:1")
     added.learn(InstanceFacts(model_names=["m"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first, added}
@@ -100,7 +100,7 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
         prefill.learn(facts)
         assert prefill.facts is facts, "by which it is known that it was asked again"
     assert pools.revision == before + 1
-    prefill.doubt()
+    prefill.invalidate()
     assert (pools.revision, prefill.model_names) == (before + 1, ["m"]), "it is the same until it says otherwise"
 
 
@@ -122,22 +122,22 @@ def test_a_new_process_at_an_address_has_an_empty_cache() -> None:
     chooser, pools = parts(1)
     (decode,) = pools.decode.instances
     decode.learn(InstanceFacts(engine_id="one"))
-    asked = Asked(model="m", prefix=Prefix((1, 2), (100, 200)))
+    asked = PromptTraits(model="m", prefix=Prefix((1, 2), (100, 200)))
     choose(chooser, pools, asked)
     assert chooser.index.match(asked.prefix)[decode] == 200
-    decode.doubt()
+    decode.invalidate()
     decode.learn(InstanceFacts(engine_id="one"))
-    choose(chooser, pools, Asked(model="m"))
+    choose(chooser, pools, PromptTraits(model="m"))
     assert chooser.index.match(asked.prefix)[decode] == 200, "it was only asked again"
     decode.learn(InstanceFacts(engine_id="two"))
-    choose(chooser, pools, Asked(model="m"))
+    choose(chooser, pools, PromptTraits(model="m"))
     assert decode not in chooser.index.match(asked.prefix)
 
 
 def test_decisions_name_no_cache_of_who_leaves_or_has_left() -> None:
     chooser, pools = parts(2)
     leaving, staying = pools.decode.instances
-    asked = Asked(model="m", prefix=Prefix((1, 2), (100, 200)))
+    asked = PromptTraits(model="m", prefix=Prefix((1, 2), (100, 200)))
     for one in (leaving, staying):
         chooser.index.served(one, asked.prefix)
     pools.retire(leaving)
@@ -160,7 +160,7 @@ async def test_a_policy_that_raises_costs_no_request_its_answer(caplog: pytest.L
         raise ZeroDivisionError("boom")
 
     chooser.policy.choose = chooser.policy.placed = fail  # type: ignore[assignment,method-assign]
-    asked = Asked(model="m")
+    asked = PromptTraits(model="m")
     for _ in range(2):
         assert chooser.choose(asked, pools.prefill.instances, pools.decode.instances).decode in pools.decode.instances
     assert caplog.text.count("failed; the least loaded instances are chosen") == 1

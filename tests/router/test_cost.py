@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from kvferry.router.choice.cost import Estimates, Line
+from kvferry.router.choice.cost import Estimates, LinearFit
 from kvferry.router.instances.load import Candidates
 from kvferry.testing.policy import instances
 
 
 def test_a_line_is_found_from_noisy_measurements_and_the_guess_forgotten() -> None:
-    line, chance = Line(base=1.0, slope=1.0, reach=100), random.Random(1)
+    line, chance = LinearFit(base=1.0, slope=1.0, reach=100), random.Random(1)
     for _ in range(400):
         x = chance.uniform(0, 5000)
         line.add(x, (0.02 + 3e-4 * x) * chance.uniform(0.9, 1.1))
@@ -21,7 +21,7 @@ def test_a_line_is_found_from_noisy_measurements_and_the_guess_forgotten() -> No
 
 
 def test_a_line_follows_a_fleet_that_changes() -> None:
-    line, chance = Line(base=0.0, slope=1e-4, reach=1000), random.Random(1)
+    line, chance = LinearFit(base=0.0, slope=1e-4, reach=1000), random.Random(1)
     for speed in (1e-4, 1e-3):
         for _ in range(300):
             x = chance.uniform(0, 5000)
@@ -30,7 +30,7 @@ def test_a_line_follows_a_fleet_that_changes() -> None:
 
 
 def test_one_that_stood_still_says_little_and_nothing_is_ever_negative() -> None:
-    line = Line(base=0.01, slope=1e-4, reach=1000)
+    line = LinearFit(base=0.01, slope=1e-4, reach=1000)
     for x in range(0, 2000, 100):
         line.add(x, 0.01 + 1e-4 * x)
     line.add(1000, 3600.0)
@@ -42,7 +42,7 @@ def test_one_that_stood_still_says_little_and_nothing_is_ever_negative() -> None
 
 
 def test_the_same_length_again_and_again_is_no_division_by_zero() -> None:
-    line = Line(base=0.5, slope=0.1, reach=10)
+    line = LinearFit(base=0.5, slope=0.1, reach=10)
     for _ in range(3000):
         line.add(100, 0.2)
     assert line.at(100) == pytest.approx(0.2, rel=0.01)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvferry.core.messages.traffic import FleetPlan
-from kvferry.router.choice.disaggregation import FEWEST_HAND_OFFS
-from kvferry.router.choice.policies.base import Asked, Options
+from kvferry.router.choice.disaggregation import MIN_HAND_OFFS
+from kvferry.router.choice.policies.base import Options, PromptTraits
 from kvferry.testing.policy import Fleet, prompt
 
 LONG = prompt(*range(500, 580))
@@ -34,7 +34,7 @@ def test_nothing_is_kept_together_before_enough_was_measured() -> None:
     fleet = Fleet("cost", 1, 1, fixed=None)
     assert fleet.threshold.tokens == 0
     assert fleet.choose(prompt(1)).reason == "split"
-    for number in range(FEWEST_HAND_OFFS):
+    for number in range(MIN_HAND_OFFS):
         fleet.estimates.hand_off.add(number, 1.0)
     assert fleet.threshold.tokens > 0
     assert fleet.choose(prompt(2)).reason == "short_prompt"
@@ -76,7 +76,7 @@ def test_targets_decide_what_is_computed_beside_answers() -> None:
     for _ in range(200):
         fleet.estimates.decoded(10, 200, 200 * 0.03)
 
-    def reason(asked: Asked, ttft_s: float, itl_s: float) -> str:
+    def reason(asked: PromptTraits, ttft_s: float, itl_s: float) -> str:
         fleet.directions.follow(msgspec.json.encode(FleetPlan({}, ttft_s=ttft_s, itl_s=itl_s)).decode())
         fleet.index.cleared(fleet.decodes[0])
         fleet.index.cleared(fleet.prefills[0])

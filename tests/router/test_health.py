@@ -16,7 +16,7 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health
-from kvferry.router.instances.instance import Absent, InstanceState, Unasked
+from kvferry.router.instances.instance import InstanceState, NotProbed, UnknownFacts
 from kvferry.router.instances.pools import Pools
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
 from router.test_membership import KEY, holds, post
@@ -42,16 +42,16 @@ async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() 
         (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
         assert (prefill.usable, decode.usable) == (True, False)
         assert isinstance(prefill.facts, InstanceFacts)
-        assert isinstance(decode.facts, Unasked)
+        assert isinstance(decode.facts, NotProbed)
         p.healthy = False
         await health.look(pools)
         assert not prefill.usable
         assert isinstance(prefill.facts, InstanceFacts)
-        assert isinstance(prefill.confirmed, Unasked)
+        assert isinstance(prefill.confirmed, NotProbed)
         p.healthy, p.facts = True, None
         await health.look(pools)
         assert prefill.usable
-        assert isinstance(prefill.facts, Absent)
+        assert isinstance(prefill.facts, UnknownFacts)
 
 
 @pytest.mark.parametrize("now", [{**DECODE, "engine_id": "another"}, None])

@@ -12,11 +12,11 @@ from kvferry.router.instances.instance import InstanceState as State
 
 OTHER = Instance("decode", "http://other:1", name="decode-1")
 EVENTS = {
-    "well": lambda one: one.is_well(),
+    "well": lambda one: one.mark_healthy(),
     "late": lambda one: one.is_late("it is late"),
     "down": lambda one: one.is_down("it is off"),
     "silent": lambda one: one.is_silent(),
-    "speaks": lambda one: one.speaks_again(),
+    "speaks": lambda one: one.mark_responsive(),
     "twin": lambda one: one.is_twin_of(OTHER),
     "alone": lambda one: one.is_twin_of(None),
     "drain": lambda one: one.drain(),
@@ -35,7 +35,7 @@ drained   -     -     -     -       -       -     -      -
 """From a state, by an event, to a state; -: it stays."""
 
 ROADS = {
-    State.NEW: "", State.UP: "well", State.LATE: "late", State.MUTE: "silent", State.DOWN: "down", State.TWIN: "twin",
+    State.NEW: "", State.UP: "well", State.DEGRADED: "late", State.UNRESPONSIVE: "silent", State.DOWN: "down", State.DUPLICATE: "twin",
     State.DRAINING: "drain", State.DRAINED: "drain",
 }  # fmt: skip
 
@@ -66,13 +66,13 @@ def test_the_next_state(before: State, event: str, after: State) -> None:
     one = in_state(before)
     EVENTS[event](one)
     assert one.state is after
-    assert one.usable is (after in (State.NEW, State.UP, State.LATE))
+    assert one.usable is (after in (State.NEW, State.UP, State.DEGRADED))
     assert one.trusted is (after in (State.NEW, State.UP))
 
 
 def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
     one = in_state(State.UP)
-    for expected in (State.LATE, State.LATE, State.DOWN):
+    for expected in (State.DEGRADED, State.DEGRADED, State.DOWN):
         one.is_late("it is late")
         assert one.state is expected
 
@@ -80,7 +80,7 @@ def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
 @pytest.mark.parametrize("failure", ["down", "silent", "doubt"])
 def test_what_it_is_stays_known_and_who_it_is_does_not_until_it_is_asked(failure: str) -> None:
     one, facts = in_state(State.UP), InstanceFacts(engine_id="e")
-    {**EVENTS, "doubt": lambda one: one.doubt()}[failure](one)
+    {**EVENTS, "doubt": lambda one: one.invalidate()}[failure](one)
     assert (one.facts, one.confirmed) == (facts, UNASKED)
     one.amend(InstanceFacts(engine_id="e", stores_take_kv=False))
     assert one.confirmed is UNASKED, "a request has shown that, and nobody has asked"
@@ -95,12 +95,12 @@ def test_a_start_is_no_return_and_a_death_is_told_of_once(
     one = in_state(State.NEW)
     if began_before_it:  # the router
         one.is_down("connection refused")
-    one.is_well()
+    one.mark_healthy()
     assert "is back" not in caplog.text
     caplog.clear()
     one.is_down("connection refused")  # met by a request
     one.is_down("connection refused")  # and by the next look at its health
-    one.is_well()
+    one.mark_healthy()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [
         "decode-0 (http://here:1) is not alive: connection refused",

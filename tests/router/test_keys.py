@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.router.body import RequestBody
-from kvferry.router.instances.instance import Unasked, VllmFacts
+from kvferry.router.instances.instance import NotProbed, VllmFacts
 from kvferry.router.protocols.choose import can_pair, can_pair_by_keys
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket
 from router.test_hand_off import BODY, get, post
@@ -143,7 +143,7 @@ def pairs() -> Iterator[tuple[Any, Any, bool]]:
     yield does_not, does_not, False
     yield VllmFacts(), VllmFacts(), True
     yield keeps, VllmFacts(), False
-    yield keeps, Unasked(), True
+    yield keeps, NotProbed(), True
 
 
 @pytest.mark.parametrize(("prefill", "decode", "fits"), list(pairs()))

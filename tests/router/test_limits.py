@@ -198,7 +198,7 @@ async def test_a_prefill_that_gave_no_answer_is_left_out_until_it_answers_again(
     ):
         (prefill,) = router.services.pools.prefill.instances
         assert (await post(url))[0] == 200
-        assert prefill.state is InstanceState.MUTE
+        assert prefill.state is InstanceState.UNRESPONSIVE
         begun = bad.num_completions
         assert (await post(url))[0] == 200
         assert 'reason="no_prefill"} 1.0' in (await get(url, "/metrics"))[1]

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvferry.router.instances.load import Candidates, InstanceLoad, LoadTable, Work, candidates
-from kvferry.testing.policy import One, instances
+from kvferry.testing.policy import PolicyInstance, instances
 
 
-def recent(one: One, now: float) -> float:
+def recent(one: PolicyInstance, now: float) -> float:
     return float(Candidates([one]).weighed(recent_tokens=1, now=now)[0])
 
 

@@ -204,7 +204,7 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
         before.busy_until = 5.0
         before.is_silent()
         after = membership.change_role("decode-0", "prefill")
-        assert (after.busy_until, after.state) == (5.0, InstanceState.MUTE)
+        assert (after.busy_until, after.state) == (5.0, InstanceState.UNRESPONSIVE)
         membership.drain("prefill-0")
         await membership._look_at(after)
         assert not after.drained
@@ -335,7 +335,7 @@ async def test_what_operators_did_stays_when_the_file_changes_elsewhere(tmp_path
         path.write_text("decode http://d:3\n")
         await follow(router)
         assert [one.name for one in pools if not one.draining] == ["decode-2"]
-        assert all(one.leaves_by_itself for one in pools.leaving)
+        assert all(one.remove_when_drained for one in pools.leaving)
         path.write_text("decode http://d:1\ndecode http://d:3\n")
         await follow(router)
         assert [one.name for one in pools if not one.draining] == ["decode-2", "decode-4"]
@@ -428,7 +428,7 @@ async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_reque
         first, second = pools.decode.instances
         metrics.leg_failed(first, "lost")
         metrics.events_heard(first, 3)
-        first.is_well()
+        first.mark_healthy()
         second.is_silent()
         text = metrics.expose(pools).decode()
         assert 'kvferry_router_instance_up{instance="decode-0",role="decode"} 1.0' in text
@@ -475,7 +475,7 @@ async def test_one_process_under_two_addresses_gets_requests_under_one(
         again = d.url.replace("127.0.0.1", "localhost")
         async with routing([], [d.url, again], health_interval_s=0.02) as (router, _):
             _, second = router.services.pools.decode.instances
-            await holds(lambda: second.state is InstanceState.TWIN)
+            await holds(lambda: second.state is InstanceState.DUPLICATE)
             assert f"decode-1 ({again}) is the same process as decode-0 ({d.url})" in caplog.text
             router.membership.remove("decode-0", force=True)
             await holds(lambda: second.state is InstanceState.UP)

@@ -308,7 +308,7 @@ async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> Non
         for session in ("a", "b"):
             await post(url, session)
         facts = instance.facts
-        instance.doubt()
+        instance.invalidate()
         turns.look()
         assert len(router.state.tickets()) == 2
         assert turns.take(f"{BODY['model']} a", router.services.pools.prefill.instances[0]) is None
@@ -324,7 +324,7 @@ async def test_what_another_process_kept_is_forgotten() -> None:
         await post(url)
         d.facts = {**DECODE, "engine_id": "another"}
         (instance,) = router.services.pools.decode.instances
-        instance.doubt()
+        instance.invalidate()
         await router.health.look([instance])
         await post(url)
         assert "remote_transfer_id" not in told(p)

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
-from kvferry.router.instances.instance import Absent, Facts, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.instance import Facts, NotProbed, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
 from router.test_hand_off import BODY, get, post
@@ -43,8 +43,8 @@ def known(of: KVLayout) -> InstanceFacts:
         (known(layout()), InstanceFacts(connector="P2pConnector", layout="without its parts"), True),
         (known(layout()), InstanceFacts(layout=layout().fingerprint()), False),
         (known(layout()), VllmFacts(), False),
-        (known(layout()), Unasked(), True),
-        (VllmFacts(), Absent(), True),
+        (known(layout()), NotProbed(), True),
+        (VllmFacts(), UnknownFacts(), True),
         (VllmFacts(cache_dtype="auto"), VllmFacts(cache_dtype="fp8"), False),
         (VllmFacts(cache_dtype="auto"), VllmFacts(), True),
         (VllmFacts(model_names=["a", "b"]), VllmFacts(model_names=["b"]), True),

@@ -320,7 +320,7 @@ async def test_a_post_that_may_have_been_begun_is_not_repeated() -> None:
         aiohttp.ClientSession() as session,
     ):
         for instance in router.services.pools.decode.instances:
-            instance.is_well()
+            instance.mark_healthy()
         async with session.post(url + "/v1/embeddings", json={}) as response:
             assert response.status == 502
     assert seen == ["/v1/embeddings"]

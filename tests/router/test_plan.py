@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.router.body import RequestBody
-from kvferry.router.choice.plan import Plan, Split, Whole, make_plan
+from kvferry.router.choice.plan import Aggregated, Disaggregated, Plan, make_plan
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import SglangFacts
 from kvferry.router.instances.pools import Pools
@@ -44,11 +44,11 @@ def plan(body: Any, path: str = COMPLETIONS, among: Pools | None = None, indent:
     ],
 )
 def test_split(body: dict[str, Any]) -> None:
-    assert plan(body) == Split()
+    assert plan(body) == Disaggregated()
 
 
 def test_chat_is_split() -> None:
-    assert plan({"messages": [{"role": "user", "content": "Hi"}]}, CHAT) == Split()
+    assert plan({"messages": [{"role": "user", "content": "Hi"}]}, CHAT) == Disaggregated()
 
 
 @pytest.mark.parametrize(
@@ -65,22 +65,22 @@ def test_chat_is_split() -> None:
     ],
 )
 def test_whole(body: dict[str, Any], reason: str) -> None:
-    assert plan(body) == Whole(reason)
-    assert plan(body, indent=4) == Whole(reason)
-    assert plan(body, indent=200) == Whole(reason)
+    assert plan(body) == Aggregated(reason)
+    assert plan(body, indent=4) == Aggregated(reason)
+    assert plan(body, indent=200) == Aggregated(reason)
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"prompt": ["one", "two"]}, Split()),
-        ({"prompt": [[1, 2], [3]], "n": 1}, Split()),
-        ({"prompt": "text", "echo": True}, Split()),
-        ({"prompt": "text", "best_of": 1}, Split()),
-        ({"prompt": "text", "echo": True, "logprobs": 0}, Whole("echo")),
-        ({"prompt": ["one", "two"], "n": 2}, Whole("several_choices")),
-        ({"prompt": "text", "n": 2}, Whole("several_choices")),
-        ({"prompt": "text", "prompt_logprobs": 1}, Whole("prompt_logprobs")),
+        ({"prompt": ["one", "two"]}, Disaggregated()),
+        ({"prompt": [[1, 2], [3]], "n": 1}, Disaggregated()),
+        ({"prompt": "text", "echo": True}, Disaggregated()),
+        ({"prompt": "text", "best_of": 1}, Disaggregated()),
+        ({"prompt": "text", "echo": True, "logprobs": 0}, Aggregated("echo")),
+        ({"prompt": ["one", "two"], "n": 2}, Aggregated("several_choices")),
+        ({"prompt": "text", "n": 2}, Aggregated("several_choices")),
+        ({"prompt": "text", "prompt_logprobs": 1}, Aggregated("prompt_logprobs")),
     ],
 )
 def test_sglangs_servers_meet_for_each_prompt_and_not_for_several_choices(body: dict[str, Any], expected: Plan) -> None:
@@ -88,7 +88,7 @@ def test_sglangs_servers_meet_for_each_prompt_and_not_for_several_choices(body: 
 
 
 def test_without_prefill_instances_all_is_whole() -> None:
-    assert plan({"prompt": "text"}, among=pools(0)) == Whole("no_prefill")
+    assert plan({"prompt": "text"}, among=pools(0)) == Aggregated("no_prefill")
     down = pools()
     down.prefill.instances[0].is_down("it is off")
-    assert plan({"prompt": "text"}, among=down) == Whole("no_prefill")
+    assert plan({"prompt": "text"}, among=down) == Aggregated("no_prefill")

@@ -29,7 +29,7 @@ def test_who_was_away_comes_first_and_nobody_is_skipped() -> None:
     first, second, third = pool.instances
     second.is_down("it is off")
     assert [pool.pick() for _ in range(3)] == [first, third, first]
-    second.is_well()
+    second.mark_healthy()
     assert [pool.pick() for _ in range(4)] == [second, third, first, second]
 
 
@@ -128,5 +128,5 @@ def test_who_joins_has_taken_in_as_much_as_the_least_of_the_others() -> None:
     assert len(pool.alive()) == 2
     for instance in (first, second):
         instance.load.note_taken(5e6, 0.0)
-    new.is_well()
+    new.mark_healthy()
     assert list(pool.alive().weighed(recent_tokens=1.0)) == [8e6, 7e6, 7e6]

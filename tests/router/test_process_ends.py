@@ -85,7 +85,7 @@ async def test_the_time_at_which_a_vllm_server_started_names_its_process(protoco
         await place.look()
         assert "decode-0" in place.cached_tokens(), "it was only unreachable for a while"
         decode.metrics = started(1.8)
-        place.decode.doubt()  # as when a connection breaks off between two looks
+        place.decode.invalidate()  # as when a connection breaks off between two looks
         await place.look()
         assert "decode-0" not in place.cached_tokens()
 

@@ -6,17 +6,17 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import ProtocolError
-from kvferry.core.messages.continuation import Mark
+from kvferry.core.messages.continuation import StreamMark
 from kvferry.router.instances.instance import VllmFacts
 from kvferry.router.request.progress import EventPassage, Progress
 from kvferry.router.request.replay import Replay
 
 DONE = b"data: [DONE]\n\n"
 STREAM = [
-    (Mark(seed=5, created=7, num_cached_tokens=3, answer="name"), b'data: {"a":1}\n\n'),
-    (Mark(tokens=[11, 12]), b'data: {"a":2}\n\n'),
-    (Mark(tokens=[13]), b'data: {"a":": {}"}\n\n'),
-    (Mark(tokens=[14], last=True), b'data: {"finish_reason":"stop"}\n\n'),
+    (StreamMark(seed=5, created=7, num_cached_tokens=3, answer="name"), b'data: {"a":1}\n\n'),
+    (StreamMark(tokens=[11, 12]), b'data: {"a":2}\n\n'),
+    (StreamMark(tokens=[13]), b'data: {"a":": {}"}\n\n'),
+    (StreamMark(tokens=[14], last=True), b'data: {"finish_reason":"stop"}\n\n'),
 ]
 
 
@@ -37,7 +37,7 @@ def test_pieces_of_any_size(size: int) -> None:
 @pytest.mark.parametrize("last", [[], [14], [14, 15, 16]])
 def test_tokens_are_counted_from_the_second_to_the_last(last: list[int]) -> None:
     progress = Progress()
-    stream = [*STREAM[:3], (Mark(tokens=last, last=True), STREAM[3][1])]
+    stream = [*STREAM[:3], (StreamMark(tokens=last, last=True), STREAM[3][1])]
     progress.take(b"".join(mark.encode() + event for mark, event in stream) + DONE)
     assert progress.count_tokens() == 2 + len(last)
 
@@ -46,7 +46,7 @@ def test_many_marks_are_kept_as_numbers() -> None:
     progress = Progress()
     progress.take(STREAM[0][0].encode() + STREAM[0][1])
     for token in range(3000):
-        progress.take(Mark(tokens=[token]).encode() + STREAM[1][1])
+        progress.take(StreamMark(tokens=[token]).encode() + STREAM[1][1])
     assert len(progress._marks) <= 256
     assert progress.fields()["kv_transfer_params"]["continue_from"].token_ids == list(range(3000))
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.facts import read_bootstrap
-from kvferry.router.instances.instance import Absent, Bootstrap, Unasked, VllmFacts
+from kvferry.router.instances.instance import Bootstrap, NotProbed, UnknownFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
@@ -86,7 +86,7 @@ async def test_a_ticket_that_no_decode_instance_got_is_given_up_through_another(
         instances(pair.prefill, pair.decode),
         routing([pair.prefill.url], [nowhere, pair.decode.url], protocol="nixl", retries=0) as (router, url),
     ):
-        router.services.pools.decode.instances[0].is_well()  # as far as the router knows
+        router.services.pools.decode.instances[0].mark_healthy()  # as far as the router knows
         assert (await post(url, Authorization="Bearer key"))[0] == 503
         assert await pair.given_up.get()
         assert not pair.held
@@ -188,7 +188,7 @@ async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequenti
     ):
         assert (await post(url))[0] == 200
         pair.engine_ids = ["engine-after-restart"]
-        router.services.pools.prefill.instances[0].doubt()
+        router.services.pools.prefill.instances[0].invalidate()
         await router.health.look(router.services.pools)
         assert [(await post(url))[0] for _ in range(2)] == [200] * 2
     assert pair.early == (["engine-after-restart"] if hand_off == "concurrent" else [])
@@ -267,7 +267,7 @@ def test_what_is_told_wins_over_what_is_found() -> None:
 
     p = Instance("prefill", "http://p:1")
     config = RouterConfig(decode_url=("d:1",), protocol="nixl")
-    for facts in (Unasked(), VllmFacts()):
+    for facts in (NotProbed(), VllmFacts()):
         p.facts = facts
         make_form = choose_form(config, p, [])
         assert make_form is not None
@@ -277,10 +277,10 @@ def test_what_is_told_wins_over_what_is_found() -> None:
 def test_pairs() -> None:
     assert not can_pair(VllmFacts(), InstanceFacts())
     assert not can_pair(InstanceFacts(), VllmFacts())
-    for facts in (InstanceFacts(connector="P2pConnector"), VllmFacts(), Unasked(), Absent()):
+    for facts in (InstanceFacts(connector="P2pConnector"), VllmFacts(), NotProbed(), UnknownFacts()):
         assert can_pair(facts, facts)
-        assert can_pair(facts, Unasked())
-        assert can_pair(Absent(), facts)
+        assert can_pair(facts, NotProbed())
+        assert can_pair(UnknownFacts(), facts)
 
 
 @pytest.mark.parametrize(("asked", "kind", "reason"), [(0.0, "whole", "no_ticket"), (64.0, "sequential", "")])

@@ -24,7 +24,7 @@ from kvferry.http.client.origin import Origin
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Unasked
+from kvferry.router.instances.instance import NotProbed
 from kvferry.router.instances.pools import Pools
 from router.peers import (
     CONCURRENT,
@@ -315,7 +315,7 @@ async def test_what_registers_must_be_there_and_be_what_it_says() -> None:
             assert what in told["error"]["message"]
         assert not list(router.services.pools)
         assert (await sender.say(d, engine_id="engine-d"))[0] == 200
-        assert not isinstance(router.services.pools.decode.instances[0].facts, Unasked)
+        assert not isinstance(router.services.pools.decode.instances[0].facts, NotProbed)
 
 
 async def test_a_vllm_server_may_register_for_either_role() -> None:

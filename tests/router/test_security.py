@@ -22,7 +22,7 @@ from kvferry.http.client.access import InstanceAccess
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
-from kvferry.http.errors import AnswerTimeout, Unproven
+from kvferry.http.errors import AnswerTimeout, IdentityLost
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.keys import Guard
@@ -302,7 +302,7 @@ async def test_who_is_restarted_is_met_again_and_what_is_busy_is_no_stranger() -
             await status()
         while one.server.service.connections:
             await asyncio.sleep(0)
-        with pytest.raises(Unproven, match="does not hold the same token"):
+        with pytest.raises(IdentityLost, match="does not hold the same token"):
             await status()
 
 

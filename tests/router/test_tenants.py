@@ -78,7 +78,7 @@ def test_each_tenant_has_its_own() -> None:
 
 
 def test_no_number_of_tenants_fills_the_memory(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MOST_TENANTS", 3)
+    monkeypatch.setattr(module, "MAX_TENANTS", 3)
     tenants = Tenants(ManualClock(), Limits(requests_per_minute=1))
     busy = tenants.find(b"busy", [], None)
     tenants.charge(busy, 0)

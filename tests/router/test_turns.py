@@ -11,12 +11,12 @@ import pytest
 
 from kvferry.core.errors import QueueFull
 from kvferry.router.edge import turns as module
+from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.tenants import Limits, Tenant
-from kvferry.router.edge.turns import Turns
 
 
 @asynccontextmanager
-async def a_turn(turns: Turns, tenant: Tenant, priority: int = 0) -> AsyncIterator[None]:
+async def a_turn(turns: FairQueue, tenant: Tenant, priority: int = 0) -> AsyncIterator[None]:
     """As the router takes one."""
     if not turns.begin(tenant):
         await turns.wait(tenant, priority)
@@ -29,7 +29,7 @@ async def a_turn(turns: Turns, tenant: Tenant, priority: int = 0) -> AsyncIterat
 class Crowd:
     """Requests of several tenants; `order` is that in which they had their turns."""
 
-    def __init__(self, turns: Turns, **limits: Limits) -> None:
+    def __init__(self, turns: FairQueue, **limits: Limits) -> None:
         self.turns, self.order = turns, list[str]()
         self.refused = list[str]()
         self.go = asyncio.Event()
@@ -59,7 +59,7 @@ class Crowd:
 
 
 async def test_tenants_have_turns_in_rotation() -> None:
-    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=100, wait_s=60))
     for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
         await crowd.ask(name)
     await crowd.end()
@@ -67,7 +67,7 @@ async def test_tenants_have_turns_in_rotation() -> None:
 
 
 async def test_when_too_many_wait_it_is_the_greediest_who_is_refused() -> None:
-    crowd = Crowd(Turns(1, max_waiting=4, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=4, wait_s=60))
     for name in ("a0", "a1", "a2", "a3", "a4", "b0", "c0", "b1", "b2", "a5"):
         await crowd.ask(name)
     assert sorted(crowd.refused) == ["a3", "a4", "a5", "b1", "b2"]
@@ -76,7 +76,7 @@ async def test_when_too_many_wait_it_is_the_greediest_who_is_refused() -> None:
 
 
 async def test_who_is_leaving_when_a_line_is_full_makes_room_for_the_newcomer() -> None:
-    crowd = Crowd(Turns(1, max_waiting=2, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=2, wait_s=60))
     for name in ("a0", "a1", "a2"):
         await crowd.ask(name)
     newcomer = asyncio.create_task(crowd.ask("b0"))
@@ -91,7 +91,7 @@ async def test_who_is_leaving_when_a_line_is_full_makes_room_for_the_newcomer() 
 
 
 async def test_one_tenant_alone_is_refused_when_its_line_is_full() -> None:
-    crowd = Crowd(Turns(1, max_waiting=2, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=2, wait_s=60))
     for name in ("a0", "a1", "a2", "a3"):
         await crowd.ask(name)
     assert crowd.refused == ["a3"]
@@ -99,7 +99,7 @@ async def test_one_tenant_alone_is_refused_when_its_line_is_full() -> None:
 
 
 async def test_without_a_line_nobody_waits() -> None:
-    crowd = Crowd(Turns(1, max_waiting=0))
+    crowd = Crowd(FairQueue(1, max_waiting=0))
     await crowd.ask("a0")
     with pytest.raises(QueueFull):
         async with a_turn(crowd.turns, crowd.tenants["b"]):
@@ -109,7 +109,7 @@ async def test_without_a_line_nobody_waits() -> None:
 
 async def test_whoever_leaves_at_whatever_moment_keeps_no_turn() -> None:
     dice = random.Random(5)
-    crowd = Crowd(Turns(3, max_waiting=8, wait_s=60))
+    crowd = Crowd(FairQueue(3, max_waiting=8, wait_s=60))
     for number in range(300):
         task = await crowd.ask(f"{dice.choice('abcd')}{number}")
         if dice.random() < 0.5:
@@ -124,7 +124,7 @@ async def test_whoever_leaves_at_whatever_moment_keeps_no_turn() -> None:
 
 
 async def test_a_wait_has_its_end() -> None:
-    crowd = Crowd(Turns(1, max_waiting=3, wait_s=0.01))
+    crowd = Crowd(FairQueue(1, max_waiting=3, wait_s=0.01))
     await crowd.ask("a0")
     waiting = await crowd.ask("b0")
     await waiting
@@ -133,7 +133,7 @@ async def test_a_wait_has_its_end() -> None:
 
 
 async def test_within_a_tenant_what_is_lower_comes_first() -> None:
-    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=100, wait_s=60))
     for name, priority in (("a0", 0), ("a1", 5), ("a2", 0), ("a3", -1), ("a4", 0), ("b0", 9)):
         await crowd.ask(name, priority)
     await crowd.end()
@@ -141,7 +141,7 @@ async def test_within_a_tenant_what_is_lower_comes_first() -> None:
 
 
 async def test_when_too_many_wait_it_is_the_least_urgent_of_the_greediest_who_is_refused() -> None:
-    crowd = Crowd(Turns(1, max_waiting=3, wait_s=60))
+    crowd = Crowd(FairQueue(1, max_waiting=3, wait_s=60))
     for name, priority in (("a0", 0), ("a1", 5), ("a2", 0), ("a3", 1), ("a4", -1), ("a5", 7), ("b0", 9)):
         await crowd.ask(name, priority)
     await crowd.end()
@@ -150,7 +150,7 @@ async def test_when_too_many_wait_it_is_the_least_urgent_of_the_greediest_who_is
 
 
 async def test_shares_are_by_weight() -> None:
-    crowd = Crowd(Turns(1, max_waiting=1000, wait_s=60), a=Limits(weight=3))
+    crowd = Crowd(FairQueue(1, max_waiting=1000, wait_s=60), a=Limits(weight=3))
     for number in range(40):
         for name in "ab":
             await crowd.ask(f"{name}{number}")
@@ -161,7 +161,7 @@ async def test_shares_are_by_weight() -> None:
 
 @pytest.mark.parametrize("num_clients", [1, 3])
 async def test_shares_are_by_weight_though_lines_are_empty_after_each_turn(num_clients: int) -> None:
-    turns = Turns(10, max_waiting=1000, wait_s=60)
+    turns = FairQueue(10, max_waiting=1000, wait_s=60)
     tenants = {name: Tenant(name.encode(), Limits(weight=weight)) for name, weight in (("a", 100), ("b", 1))}
     order = list[str]()
 
@@ -177,7 +177,7 @@ async def test_shares_are_by_weight_though_lines_are_empty_after_each_turn(num_c
 
 
 async def test_who_came_back_after_all_had_left_begins_as_others_do() -> None:
-    crowd = Crowd(Turns(1, max_waiting=100, wait_s=60), a=Limits(weight=100), b=Limits(weight=0.001))
+    crowd = Crowd(FairQueue(1, max_waiting=100, wait_s=60), a=Limits(weight=100), b=Limits(weight=0.001))
     for name in ("a0", "b0"):
         await crowd.ask(name)
     await crowd.end()
@@ -189,8 +189,8 @@ async def test_who_came_back_after_all_had_left_begins_as_others_do() -> None:
 
 
 async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_TENANTS", 50)
-    turns = Turns(1, max_waiting=2, wait_s=60)
+    monkeypatch.setattr(module, "MAX_TENANTS", 50)
+    turns = FairQueue(1, max_waiting=2, wait_s=60)
     before, after = Tenant(b"first", Limits()), Tenant(b"slow", Limits(weight=0.01))
     assert turns.begin(before)
     for number in range(1000):
@@ -207,7 +207,7 @@ async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatc
 
 
 async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody() -> None:
-    crowd = Crowd(Turns(10, max_waiting=100, wait_s=60), a=Limits(max_in_flight=2))
+    crowd = Crowd(FairQueue(10, max_waiting=100, wait_s=60), a=Limits(max_in_flight=2))
     for name in ("a0", "a1", "a2", "a3", "b0", "b1"):
         await crowd.ask(name)
     assert crowd.order == ["a0", "a1", "b0", "b1"]
@@ -224,7 +224,7 @@ async def test_who_may_have_few_at_a_time_waits_for_his_own_and_holds_up_nobody(
 
 
 async def test_those_who_left_their_lines_block_nobody() -> None:
-    turns = Turns(1, max_waiting=1000, wait_s=60)
+    turns = FairQueue(1, max_waiting=1000, wait_s=60)
     crowd = Crowd(turns)
     await crowd.ask("a0")
     for number in range(500):
@@ -242,7 +242,7 @@ async def test_those_who_left_their_lines_block_nobody() -> None:
 async def test_whoever_leaves_among_limits_and_priorities_keeps_no_turn() -> None:
     dice = random.Random(6)
     limits = {"a": Limits(max_in_flight=1), "b": Limits(max_in_flight=2, weight=0.5), "c": Limits(weight=7)}
-    crowd = Crowd(Turns(4, max_waiting=9, wait_s=60), **limits)
+    crowd = Crowd(FairQueue(4, max_waiting=9, wait_s=60), **limits)
     for number in range(600):
         task = await crowd.ask(f"{dice.choice('abcd')}{number}", dice.randrange(-2, 3))
         if dice.random() < 0.5:

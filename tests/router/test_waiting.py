@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from kvferry.core.clock import Clock, ManualClock, SystemClock
 from kvferry.router.config import RouterConfig
-from kvferry.router.errors import Silent
+from kvferry.router.errors import LegTimedOut
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.router.request.leg import Leg, LegChanges, Legs
@@ -46,8 +46,8 @@ async def test_who_is_silent_for_too_long_is_given_up() -> None:
         assert leg.error is None
         clock.advance(2.0)
         legs.look()
-        assert isinstance(leg.error, Silent)
-        assert leg.instance.state is InstanceState.MUTE
+        assert isinstance(leg.error, LegTimedOut)
+        assert leg.instance.state is InstanceState.UNRESPONSIVE
         await peer.disconnected.wait()
 
 

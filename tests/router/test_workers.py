@@ -30,7 +30,7 @@ from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.fleet_settings import failing
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import RouterSpec, DesiredFleet
 from kvferry.fleet.display import ReportingDisplay
 from kvferry.fleet.ready import ReadyWriter
 from kvferry.fleet.recipe import LocalRecipe
@@ -48,7 +48,7 @@ access = {name: settings.pop(name) for name in ("api_key_file", "tls_cert", "tls
 limits = HttpLimits(**{name: settings.pop(name) for name in [*settings] if name.startswith("http_")})
 listen = Listen(port=settings.pop("port", 0))
 router = RouterConfig(prefill_url=tuple(prefill), decode_url=tuple(decode), **settings)
-fleet = WantedFleet(
+fleet = DesiredFleet(
     name="routers",
     model="",
     mode="pooling",

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvferry.sim.engine import SimInstanceSpec
-from kvferry.sim.replay import Spread
+from kvferry.sim.replay import Percentiles
 from kvferry.sim.world import RequestSpec, World, WorldSpec
 
 EXACT = WorldSpec(
@@ -27,7 +27,7 @@ def _requests() -> list[RequestSpec]:
     return found
 
 
-def _run(spec: WorldSpec) -> tuple[World, dict[str, Spread]]:
+def _run(spec: WorldSpec) -> tuple[World, dict[str, Percentiles]]:
     world = World(spec, 1)
     with world.running():
         world.submit(_requests())
@@ -38,9 +38,9 @@ def _run(spec: WorldSpec) -> tuple[World, dict[str, Spread]]:
         ("complete", True, True)
     }
     return world, {
-        "ttft": Spread.of([one.first_s or 0.0 for one in results]),
-        "itl": Spread.of(world.gaps_s),
-        "e2e": Spread.of([one.end_s or 0.0 for one in results]),
+        "ttft": Percentiles.of([one.first_s or 0.0 for one in results]),
+        "itl": Percentiles.of(world.gaps_s),
+        "e2e": Percentiles.of([one.end_s or 0.0 for one in results]),
     }
 
 

@@ -67,7 +67,7 @@ def test_a_store_that_keeps_all_of_it() -> None:
     assert found.reads == pytest.approx(2048 * 1000 / 10)
     assert found.writes == pytest.approx(2048 * 1000 / 10)  # in the first ten seconds
     assert found.saves == pytest.approx((1.024 + 0.01 + 1.024) / 12)  # of one prompt no step is left
-    assert found.least_bandwidth == pytest.approx(2048 * 1000 / (2 * 1.024 + 0.01))
+    assert found.min_bandwidth == pytest.approx(2048 * 1000 / (2 * 1.024 + 0.01))
 
 
 def test_a_store_that_is_too_small_has_what_was_used_last() -> None:

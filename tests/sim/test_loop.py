@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.sim.loop import EPOCH_S, SimLoop, Simulation, Stuck
+from kvferry.sim.loop import EPOCH_S, Deadlock, SimLoop, Simulation
 from kvferry.sim.network import Network, NetworkSpec
 
 
@@ -43,7 +43,7 @@ def test_what_waits_for_ever_is_told() -> None:
     [loop] = _threads(simulation, 1)
     with simulation.running():
         tasks = _start(loop, asyncio.Event().wait())
-        with pytest.raises(Stuck):
+        with pytest.raises(Deadlock):
             simulation.run_until(lambda: bool(tasks) and tasks[0].done())
         tasks[0].cancel()
         simulation.run_until(tasks[0].done)

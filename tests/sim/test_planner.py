@@ -12,9 +12,9 @@ from kvferry.sim.network import NetworkSpec
 from kvferry.sim.planner import (
     Candidate,
     Estimate,
-    Findings,
     Planner,
     RouterSettings,
+    SearchResult,
     busiest,
     candidates,
     estimate,
@@ -46,7 +46,9 @@ def _world(candidate: Candidate) -> WorldSpec:
     )
 
 
-def _plan(arrivals: list[Arrival], targets: Targets, budget: int = 4, share: float = 0.95) -> tuple[Planner, Findings]:
+def _plan(
+    arrivals: list[Arrival], targets: Targets, budget: int = 4, share: float = 0.95
+) -> tuple[Planner, SearchResult]:
     planner = Planner(arrivals, TIMES, targets, _world, share=share)
     return planner, planner.search(budget)
 
@@ -126,12 +128,12 @@ def _mixed() -> list[Arrival]:
 
 
 @pytest.fixture(scope="module")
-def tight() -> Findings:
+def tight() -> SearchResult:
     """Answers that may not wait for the prompts of others."""
     return _plan(_mixed(), Targets(ttft=4.0, itl=0.02), budget=3)[1]
 
 
-def test_where_prompts_stall_answers_disaggregation_pays(tight: Findings) -> None:
+def test_where_prompts_stall_answers_disaggregation_pays(tight: SearchResult) -> None:
     assert str(tight.chosen.candidate) == "2P + 1D, chunks of 2048"
     assert tight.reason().startswith("disaggregate: 2P + 1D")
     assert tight.plain is not None
@@ -178,7 +180,7 @@ def test_what_is_found_first_is_the_cheapest() -> None:
     assert planner.tried[found.chosen.candidate] is found.chosen
 
 
-def test_the_grid_has_the_targets_in_its_middle(tight: Findings) -> None:
+def test_the_grid_has_the_targets_in_its_middle(tight: SearchResult) -> None:
     rows = dict(tight.grid())
     middle = {itl: (plain, split) for itl, plain, split in rows[1.0]}
     assert tight.split is not None
@@ -188,7 +190,7 @@ def test_the_grid_has_the_targets_in_its_middle(tight: Findings) -> None:
         assert shares == sorted(shares)
 
 
-def test_settings_of_the_router_are_tried_for_what_is_chosen(tight: Findings) -> None:
+def test_settings_of_the_router_are_tried_for_what_is_chosen(tight: SearchResult) -> None:
     chosen = tight.by_router[0]
     assert chosen is tight.by_kind
     tried = [one.candidate.router for one in tight.by_router]
@@ -203,7 +205,7 @@ def test_settings_of_the_router_are_tried_for_what_is_chosen(tight: Findings) ->
         assert f"({one.figures.within:.1%}, P99" in tight.router_reason()
 
 
-def test_other_settings_are_taken_only_if_they_are_clearly_better(tight: Findings) -> None:
+def test_other_settings_are_taken_only_if_they_are_clearly_better(tight: SearchResult) -> None:
     default, other = tight.by_router[:2]
 
     def choose(within: float, ttft_p99: float) -> Candidate:
@@ -217,7 +219,7 @@ def test_other_settings_are_taken_only_if_they_are_clearly_better(tight: Finding
     assert choose(within, p99) == default.candidate
 
 
-def test_what_keeps_the_share_is_better_than_what_does_not(tight: Findings) -> None:
+def test_what_keeps_the_share_is_better_than_what_does_not(tight: SearchResult) -> None:
     plain, split = tight.plain, tight.split
     assert plain is not None
     assert split is not None

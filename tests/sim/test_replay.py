@@ -8,11 +8,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.network import NetworkSpec
-from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
+from kvferry.sim.replay import Percentiles, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import StepTimes
 from kvferry.sim.traffic import Arrival
@@ -31,10 +31,10 @@ def _run(spec: WorldSpec, arrivals: list[Arrival], targets: Targets | None = Non
 
 
 def test_percentiles() -> None:
-    spread = Spread.of([number / 100 for number in reversed(range(100))])
+    spread = Percentiles.of([number / 100 for number in reversed(range(100))])
     assert (spread.p50, spread.p90, spread.p99) == (0.5, 0.9, 0.99)
     assert spread.mean == pytest.approx(0.495)
-    assert Spread.of([]) == Spread()
+    assert Percentiles.of([]) == Percentiles()
 
 
 def test_a_request_alone_takes_the_times_of_its_steps() -> None:
@@ -136,7 +136,7 @@ def test_hand_offs_stay_within_a_unit(num_units: int) -> None:
 
 
 def test_what_is_wanted_of_a_fleet_can_change_while_a_trace_runs() -> None:
-    def fleet(num_decode: int) -> WantedFleet:
+    def fleet(num_decode: int) -> DesiredFleet:
         role = {"prefill": {"count": 1}, "decode": {"count": num_decode}}
         return fleet_from({"name": "simulated", "model": "simulated", "mode": "pooling", "role": role})
 

@@ -21,7 +21,7 @@ from support.examples import examples
 CODECS = ("none", "lossless", "int4")
 FORMATS = {name: RecordFormat(LAYOUT, make_codec(name, LAYOUT)) for name in CODECS}
 NUMBERS = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**31, 2**32, 2**63, 2**64 - 1]))
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 """Far more than a block of this layout, and far less than a lie would take."""
 HEAD_BYTES, SPAN_BYTES, SEAL_BYTES = 104, 16, 8
 
@@ -99,7 +99,7 @@ def test_a_forged_header_is_refused_and_no_memory_is_taken_by_its_word(codec: st
             assert forged == record_of(codec), "another block was taken for this one"
         looked_at(forged, read_label)
         looked_at(forged, verify_record)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
 

@@ -33,7 +33,7 @@ async def left_behind(pool: Threads, gate: threading.Event) -> asyncio.Task[obje
 
 
 async def test_others_are_called_beside_those_that_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "MOST_LEFT", 4)
+    monkeypatch.setattr(threads, "MAX_LEFT", 4)
     pool, gate = Threads(2, "test"), threading.Event()
     for number in range(4):
         assert await pool.run(lambda stop, number=number: number) == number  # type: ignore[misc]

@@ -81,7 +81,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(breaker, "MAX_PAUSE_S", 0.05)
 
 
 # One that does not open.

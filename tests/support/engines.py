@@ -13,7 +13,7 @@ from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 
 ARCHITECTURES = [
     "llama",
@@ -55,7 +55,7 @@ def run_requests(engine: Engine, requests: Iterable[Request]) -> dict[str, Answe
     for request in requests:
         answers[request.request_id] = Answer()
         engine.add(request)
-    rest = Rest(engine)
+    rest = IdleWait(engine)
     while engine.has_work:
         for output in engine.step():
             answers[output.request_id].add(output)
@@ -75,7 +75,7 @@ def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Samp
 
 def run_side_by_side(engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> list[list[Answer]]:
     """Serve the prompts on each engine, stepped in turn."""
-    found, rest = [[Answer() for _ in prompts] for _ in engines], Rest(*engines)
+    found, rest = [[Answer() for _ in prompts] for _ in engines], IdleWait(*engines)
     for engine in engines:
         for number, prompt in enumerate(prompts):
             engine.add(Request(request_id=str(number), prompt_token_ids=list(prompt), sampling=GREEDY))

@@ -10,12 +10,12 @@ from msgspec import structs
 from kvferry.engine.blocks.sequence_blocks import SequenceBlocks
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence as EngineSequence
-from kvferry.engine.step import Sampled
+from kvferry.engine.step import SampledToken
 from kvferry.fleet.control import controller
 from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.facts import Drain, Step, StopMember
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.store.breaker import Breaker
@@ -60,7 +60,7 @@ def publish_answers_early(patch: pytest.MonkeyPatch) -> None:
     """At the end of an answer, the block that its last token fills is cached, although that token has no KV."""
     append = Scheduler._append
 
-    def append_and_publish(self: Scheduler, sequence: EngineSequence, sampled: Sampled) -> None:
+    def append_and_publish(self: Scheduler, sequence: EngineSequence, sampled: SampledToken) -> None:
         sequence.tokens.append(sampled.token_id)
         computed, known = sequence.num_computed_tokens, len(sequence.tokens)
         if computed == known - 1 and sequence.num_blocks_for(known) == len(sequence.block_ids):
@@ -85,13 +85,13 @@ def stop_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def act_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A controller acts on after another one may have taken its place."""
-    patch.setattr(FleetBackend, "may_act", True)
+    patch.setattr(FleetBackend, "is_leader", True)
 
 
 def surge_by_one_more(patch: pytest.MonkeyPatch) -> None:
     """A roll starts one member more in advance than it may."""
 
-    def with_more(fleet: WantedFleet, *args: Any) -> list[Step]:
+    def with_more(fleet: DesiredFleet, *args: Any) -> list[Step]:
         roll = structs.replace(fleet.roll, surge=fleet.roll.surge + 1)
         return plan(structs.replace(fleet, roll=roll), *args)
 
@@ -100,22 +100,22 @@ def surge_by_one_more(patch: pytest.MonkeyPatch) -> None:
 
 def fail_when_measured(patch: pytest.MonkeyPatch) -> None:
     """The router's rule for short prompts fails once it has measured enough hand-offs."""
-    reason = Threshold.stays_whole
+    reason = Threshold.keeps_aggregated
 
     def fail(self: Threshold, *args: Any) -> str | None:
         if self.active:
             raise ZeroDivisionError("a mistake")
         return reason(self, *args)
 
-    patch.setattr(Threshold, "stays_whole", fail)
+    patch.setattr(Threshold, "keeps_aggregated", fail)
 
 
 def stay_down(patch: pytest.MonkeyPatch) -> None:
     """A router never uses an instance again that was down once."""
-    is_well = Instance.is_well
+    mark_healthy = Instance.mark_healthy
 
     def is_well_once(self: Instance) -> None:
         if self.state is not InstanceState.DOWN:
-            is_well(self)
+            mark_healthy(self)
 
-    patch.setattr(Instance, "is_well", is_well_once)
+    patch.setattr(Instance, "mark_healthy", is_well_once)

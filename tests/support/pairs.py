@@ -16,7 +16,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
 from support.engines import Answer
 
@@ -48,7 +48,7 @@ class Pair:
             if form == "concurrent":
                 self.decode.add(self._request(name, prompt, sampling, Consume(self._early_ticket(f"t-{name}"))))
         by_name = dict(zip(answers, prompts, strict=True))
-        deadline, rest = time.monotonic() + DEADLINE_S + len(prompts), Rest(self.prefill, self.decode)
+        deadline, rest = time.monotonic() + DEADLINE_S + len(prompts), IdleWait(self.prefill, self.decode)
         while any(answer.last is None or answer.last.finish_reason is None for answer in answers.values()):
             assert time.monotonic() < deadline, "the hand-offs did not end in time"
             for output in self.prefill.step():
@@ -76,7 +76,7 @@ class Pair:
 
     def settle(self) -> None:
         """Step until neither side keeps anything; `LeakError` says what, when that does not happen in time."""
-        deadline, rest = time.monotonic() + DEADLINE_S, Rest(self.prefill, self.decode)
+        deadline, rest = time.monotonic() + DEADLINE_S, IdleWait(self.prefill, self.decode)
         while True:
             self.prefill.step()
             self.decode.step()

@@ -16,7 +16,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.model.loader import read_settings
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import Place
 from support.engines import random_prompts, run_prompts
 from support.families import TRAINED_CONTEXT, CannotBuildSmall, Case, make_config, make_model
 

@@ -39,8 +39,8 @@ _OTHER_NAMES = {
 """What other APIs call the same."""
 
 _NEAR = 0.85
-_MOST_NAMED = 8
-_MOST_CHARACTERS = 40
+_MAX_NAMED = 8
+_MAX_CHARACTERS = 40
 
 
 def ignored_fields(names: Iterable[str], body_type: type[msgspec.Struct]) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ def warning_of(ignored: Sequence[str]) -> str | None:
     """The value of `WARNING_HEADER`, in ASCII and of bounded length; None where there is nothing to warn of."""
     if not ignored:
         return None
-    names = ", ".join(_shown(name) for name in ignored[:_MOST_NAMED])
-    more = f" and {len(ignored) - _MOST_NAMED} more" if len(ignored) > _MOST_NAMED else ""
+    names = ", ".join(_shown(name) for name in ignored[:_MAX_NAMED])
+    more = f" and {len(ignored) - _MAX_NAMED} more" if len(ignored) > _MAX_NAMED else ""
     return f"fields without effect: {names}{more}"
 
 
@@ -69,7 +69,7 @@ def _known(body_type: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _meant(name: str, known: frozenset[str]) -> str | None:
-    if len(name) > _MOST_CHARACTERS:
+    if len(name) > _MAX_CHARACTERS:
         return None
     if (other := _OTHER_NAMES.get(name)) in known:
         return other
@@ -86,4 +86,4 @@ def _plain(name: str) -> str:
 def _shown(name: str) -> str:
     shown = name.encode("ascii", "backslashreplace").decode()
     shown = "".join(one if one.isprintable() and one != "," else "?" for one in shown)
-    return shown if len(shown) <= _MOST_CHARACTERS else shown[: _MOST_CHARACTERS - 3] + "..."
+    return shown if len(shown) <= _MAX_CHARACTERS else shown[: _MAX_CHARACTERS - 3] + "..."

@@ -20,7 +20,7 @@ MAX_DEPTH = 64
 _ANYTHING = msgspec.json.Decoder()
 _SHAPE = bytes.maketrans(b"123456789- \t\r\n", b"0" * 9 + b"," * 5)
 """Digits become zeros, and what is between integers becomes commas."""
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 """Most digits of an integer that every parser reads exactly."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
@@ -48,7 +48,7 @@ def is_integers(text: bytes) -> bool:
     """Whether a JSON text whose syntax is right is one list of short integers, such as a prompt of token ids: there is
     nothing in it that two parsers could read differently."""
     shape = text.translate(_SHAPE)
-    return text[:1] == b"[" and not shape[1:-1].translate(None, b"0,") and b"0" * (_MOST_DIGITS + 1) not in shape
+    return text[:1] == b"[" and not shape[1:-1].translate(None, b"0,") and b"0" * (_MAX_DIGITS + 1) not in shape
 
 
 def read_object(data: bytes, refused_within: Iterable[str] = ()) -> dict[str, Any]:

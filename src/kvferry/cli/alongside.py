@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvferry.cli.attended import AttendedFleet
-from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.errors import Unavailable
 from kvferry.fleet.display import Display, make_display
@@ -21,7 +21,7 @@ Job = Callable[[Mapping[str, str]], Coroutine[Any, Any, None]]
 """Gets the URLs of the instances by name, and that of the fleet."""
 
 
-async def run_alongside(name: str, told: Told, job: Job) -> None:
+async def run_alongside(name: str, told: FleetSettings, job: Job) -> None:
     """Run a fleet and a job beside it, which begins when the fleet is up; whichever is done ends the other. Raises what
     the job raises, and `Unavailable` if the fleet ends first."""
     DigestCache()  # logs what is wrong with it, if anything
@@ -38,7 +38,7 @@ async def run_alongside(name: str, told: Told, job: Job) -> None:
     working = asyncio.create_task(_when_up(up, job))
     try:
         await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
-        if fleet.was_asked or not working.done():  # instances that end let a job fail
+        if fleet.stop_requested or not working.done():  # instances that end let a job fail
             if await serving in (0, 130):
                 raise KeyboardInterrupt
             raise Unavailable("the engine exited; its last log lines give the reason")

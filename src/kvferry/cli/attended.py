@@ -20,12 +20,12 @@ from kvferry.core.process_end import ending_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
-from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo, Superseded
-from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.controller import Controller, End, FleetFailed, LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.router_client import RouterClient
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import Display, ReportingDisplay, make_display
-from kvferry.fleet.last_words import EXIT_USER_ERROR
+from kvferry.fleet.exit_reason import EXIT_USER_ERROR
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import PREFIX
 from kvferry.fleet.ready import ReadyWriter
@@ -40,7 +40,7 @@ _SHARED_BYTES = 4 * 2**20
 END_MARGIN_S = 5.0
 """How much longer than its own grace a process may take to end before it is killed."""
 
-MakeRecipe = Callable[[WantedFleet], Recipe]
+MakeRecipe = Callable[[DesiredFleet], Recipe]
 
 
 class AttendedFleet:
@@ -49,7 +49,7 @@ class AttendedFleet:
 
     def __init__(
         self,
-        fleet: WantedFleet,
+        fleet: DesiredFleet,
         make_recipe: MakeRecipe,
         display: Display,
         *,
@@ -62,7 +62,7 @@ class AttendedFleet:
         self._controller: Controller | None = None
         self._backend: FleetBackend | None = None
         self._hurrying = set[asyncio.Task[None]]()
-        self._was_asked: EndAsked | None = None
+        self._was_asked: ShutdownRequested | None = None
         self._hurried = False
 
     async def run(self) -> int:
@@ -81,12 +81,12 @@ class AttendedFleet:
 
     def stop(self) -> None:
         """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
-        self._was_asked = EndAsked()
+        self._was_asked = ShutdownRequested()
         if self._controller is not None:
             self._controller.end(self._was_asked)
 
     @property
-    def was_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal, or `stop`, has asked it to end."""
         return self._was_asked is not None
 
@@ -100,7 +100,7 @@ class AttendedFleet:
         ledger.want(self._fleet)
         context = BackendContext(folder, self._make_recipe, self._display, outlives=False, token=self._token)
         backend = self._backend = self._make_backend(context)
-        async with Front(self._token) as front:
+        async with RouterClient(self._token) as front:
             controller = self._controller = Controller(
                 ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s
             )
@@ -124,14 +124,14 @@ class AttendedFleet:
 
     def _report(self, end: End, *, is_up: bool) -> int:
         match end:
-            case EndAsked(number):
+            case ShutdownRequested(number):
                 by = f"{signal.Signals(number).name}: " if number is not None else ""
                 how = " once running answers have ended; Ctrl-C again ends everything now" if is_up else ""
                 self._display.note(f"{by}stopping everything{how}")
                 return 0
             case LetGo():
                 return 0
-            case Superseded():
+            case LeadershipLost():
                 self._display.error("another controller looks after this fleet now; its members are left to that one")
                 return EXIT_FAILED
             case FleetFailed(member, reason):
@@ -170,7 +170,7 @@ class AttendedFleet:
         assert self._controller is not None
         assert self._backend is not None
         if self._was_asked is None and not self._controller.has_ended:
-            self._was_asked = EndAsked(number)
+            self._was_asked = ShutdownRequested(number)
             self._controller.end(self._was_asked)
         elif number == signal.SIGINT and not self._hurried:
             self._hurried = True
@@ -180,7 +180,7 @@ class AttendedFleet:
 
 
 def run_attended(
-    fleet: WantedFleet,
+    fleet: DesiredFleet,
     make_recipe: MakeRecipe,
     *,
     token: str,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Group, Parameter
 
-from kvferry.cli.flags import field_help, flags_of, nothing_said
+from kvferry.cli.flags import defaults_of, field_help, flags_of
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.names import resolve, without_collections
 from kvferry.core.settings.transfer_config import KVTransferConfig
@@ -67,12 +67,12 @@ AccessFlags = Annotated[AccessFields, Parameter(name="*", group=Group("Keys and 
 InstanceAccessFlags = Annotated[InstanceAccessFields, Parameter(name="*", group=Group("Keys and TLS", sort_key=7))]
 LimitFlags = Annotated[LimitFields, Parameter(name="*", group=Group("Limits of HTTP", sort_key=8))]
 LogFlags = Annotated[LogFields, Parameter(name="*", group=Group("Logging", sort_key=9))]
-ACCESS, LIMITS = nothing_said(AccessFields), nothing_said(LimitFields)
-INSTANCE_ACCESS = nothing_said(InstanceAccessFields)
-LOG, RESTARTS = nothing_said(LogFields), nothing_said(RestartFields)
-FLEET, LISTEN, INSTANCE = nothing_said(FleetFields), nothing_said(ListenFields), nothing_said(InstanceFields)
-ROUTER, ROUTER_OPTIONS = nothing_said(RouterFields), nothing_said(RouterOptionFields)
-ENGINE, CHOICE = nothing_said(EngineFields), nothing_said(ChoiceFields)
+ACCESS, LIMITS = defaults_of(AccessFields), defaults_of(LimitFields)
+INSTANCE_ACCESS = defaults_of(InstanceAccessFields)
+LOG, RESTARTS = defaults_of(LogFields), defaults_of(RestartFields)
+FLEET, LISTEN, INSTANCE = defaults_of(FleetFields), defaults_of(ListenFields), defaults_of(InstanceFields)
+ROUTER, ROUTER_OPTIONS = defaults_of(RouterFields), defaults_of(RouterOptionFields)
+ENGINE, CHOICE = defaults_of(EngineFields), defaults_of(ChoiceFields)
 ReadyFd = Annotated[int | None, Parameter(show=False, help="For the supervisor: where to write start messages.")]
 
 RUN_INSTANCE = "kvferry.engine.launch:run_instance"

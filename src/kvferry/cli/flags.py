@@ -58,7 +58,7 @@ def flags_of(config: type, without: Iterable[str] = (), sort_key: int = 0) -> ty
     return make_dataclass(f"{config.__name__}Flags", views, frozen=True, kw_only=True, namespace=namespace)
 
 
-def nothing_said(flags: type[T]) -> T:
+def defaults_of(flags: type[T]) -> T:
     """The flags with all their defaults."""
     return flags()
 

@@ -18,12 +18,12 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import overridden, refuse_own_flags, to_arguments
 from kvferry.fleet.control.spec import (
     Backend,
+    DesiredFleet,
     EngineSpec,
-    Failing,
+    FailureSpec,
     MemberRole,
     RoleSpec,
     RouterSpec,
-    WantedFleet,
     check_fleet,
 )
 from kvferry.fleet.recipe import LocalRecipe
@@ -36,7 +36,7 @@ from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
 
-_MOST_PARSED = 256
+_MAX_PARSED = 256
 _SPECS_OWN = (
     "--prefill",
     "--decode",
@@ -52,7 +52,7 @@ _SPECS_OWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class FleetSettings:
     """What the flags of `kvferry serve` say."""
 
     spec: FleetSpec
@@ -68,7 +68,7 @@ class Told:
     instance_access: InstanceAccess = field(default_factory=InstanceAccess)
 
 
-def fleet_of(name: str, told: Told) -> WantedFleet:
+def fleet_of(name: str, told: FleetSettings) -> DesiredFleet:
     """The fleet that flags of `kvferry serve` ask for."""
     spec, engine, listen, choice = told.spec, told.engine, told.listen, told.choice
     if choice.engine != "kvferry":
@@ -76,7 +76,7 @@ def fleet_of(name: str, told: Told) -> WantedFleet:
     roles: dict[MemberRole, RoleSpec] = {"both": RoleSpec()}
     if spec.is_split:
         roles = {"prefill": RoleSpec(count=spec.num_prefill), "decode": RoleSpec(count=spec.num_decode)}
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name=name,
         model=engine.model,
         mode="pooling",
@@ -116,9 +116,11 @@ def engine_of(choice: EngineChoice, instance: InstanceSpec, own_flags: tuple[str
     )
 
 
-def failing(restarts: RestartPolicy) -> Failing:
+def failing(restarts: RestartPolicy) -> FailureSpec:
     """The restart settings as a spec has them."""
-    return Failing(backoff=("500ms", "30s"), crash_loop=restarts.max_restarts + 1, hang=f"{restarts.hang_timeout_s:g}s")
+    return FailureSpec(
+        backoff=("500ms", "30s"), crash_loop=restarts.max_restarts + 1, hang=f"{restarts.hang_timeout_s:g}s"
+    )
 
 
 def _changed(config: Any, default: Any, *without: str) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ def _changed(config: Any, default: Any, *without: str) -> tuple[str, ...]:
     return tuple(to_arguments(config, without=(*same, *without)))
 
 
-def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
+def local_recipe(fleet: DesiredFleet, token: str, command: Any) -> LocalRecipe:
     """How the fleet runs on this machine. `command`: the function of `kvferry serve`, whose flags the spec's `args`
     are. Raises `ConfigError` that names the table with what is wrong."""
     engine = fleet.engine
@@ -162,13 +164,13 @@ def local_recipe(fleet: WantedFleet, token: str, command: Any) -> LocalRecipe:
     return recipe
 
 
-def grace_of(fleet: WantedFleet, command: Any) -> float:
+def grace_of(fleet: DesiredFleet, command: Any) -> float:
     """Seconds that members have for running requests when everything ends."""
     told = _parse(command, "args", [fleet.model, *fleet.args])
     return complete(Listen, told["listen"]).grace_s
 
 
-def flags_of_fleet(fleet: WantedFleet, command: Any) -> dict[str, Any]:
+def flags_of_fleet(fleet: DesiredFleet, command: Any) -> dict[str, Any]:
     """What the flags in a spec's `args` say, but for those of single roles, by the parameters of `command`. Raises
     `ConfigError` that names the table with what is wrong, in those of roles too."""
     is_ours = fleet.engine.kind == "kvferry"
@@ -184,7 +186,7 @@ def flags_of_fleet(fleet: WantedFleet, command: Any) -> dict[str, Any]:
     return _parse(command, "args", [fleet.model, *given["engine.args"], *given["router.args"], *given["args"]])
 
 
-def engine_of_role(fleet: WantedFleet, role: MemberRole, command: Any) -> EngineConfig:
+def engine_of_role(fleet: DesiredFleet, role: MemberRole, command: Any) -> EngineConfig:
     """The settings of the engines of one role. Raises `ConfigError`."""
     one = fleet.role.get(role, RoleSpec())
     told = _parse(command, f"role.{role}.args", [fleet.model, *overridden((*fleet.engine.args, *fleet.args), one.args)])
@@ -228,7 +230,7 @@ def _parse(command: Any, where: str, tokens: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{where}: {text.rstrip('.')}") from error
 
 
-@lru_cache(maxsize=_MOST_PARSED)
+@lru_cache(maxsize=_MAX_PARSED)
 def _parsed(command: Any, tokens: tuple[str, ...]) -> Mapping[str, Any]:
     """Takes 70 ms of CPU time, and a controller parses the same flags at every change of its fleet: on a machine
     without idle cores, its event loop would stand still for seconds."""

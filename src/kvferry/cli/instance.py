@@ -29,7 +29,7 @@ from kvferry.core.keys import shared_token
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import refuse_own_flags
-from kvferry.fleet.control.spec import RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, RoleSpec, RouterSpec
 from kvferry.fleet.recipe import LocalRecipe, require_defaults
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
@@ -127,7 +127,7 @@ def _run_server(
 ) -> int:
     """Run one server of vLLM's or SGLang's as a fleet of one, without a router."""
     refuse_own_flags(engine, choice.engine)
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name=choice.engine,
         model=engine.model,
         mode="pooling",

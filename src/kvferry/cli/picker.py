@@ -23,7 +23,7 @@ from kvferry.cli.common import (
     http_settings,
     reporting,
 )
-from kvferry.cli.flags import complete, flags_of, nothing_said
+from kvferry.cli.flags import complete, defaults_of, flags_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
 from kvferry.fleet.spec import Listen
@@ -40,7 +40,7 @@ else:
     PickerFields = flags_of(PickerConfig)
 
 PickerFlags = Annotated[PickerFields, Parameter(name="*", group=Group("Picker", sort_key=1))]
-PICKER = nothing_said(PickerFields)
+PICKER = defaults_of(PickerFields)
 
 
 def picker(

@@ -29,7 +29,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import failing
 from kvferry.core.keys import shared_token
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, RouterSpec
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.restart import RestartPolicy
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
@@ -85,7 +85,7 @@ def _run_several(
     ready_fd: int | None,
 ) -> int:
     """Run a fleet of routers alone."""
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name="routers",
         model="",
         mode="pooling",

@@ -35,7 +35,7 @@ from kvferry.cli.common import (
     run_engine,
 )
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.core.machine import num_cpus, usable_cores
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
@@ -94,7 +94,7 @@ def serve(
 
         kvferry serve MODEL --prefill 2 --decode 2 --backend ray
     """
-    told = Told(
+    told = FleetSettings(
         spec=complete(FleetSpec, fleet),
         engine=complete(EngineConfig, engine, model=model),
         instance=complete(InstanceSpec, instance),
@@ -120,7 +120,7 @@ def serve(
     return run_attended(wanted, make_recipe, token=token, grace_s=told.listen.grace_s, ready_fd=ready_fd, log=told.log)
 
 
-def _serve_one(told: Told, ready_fd: int | None) -> int:
+def _serve_one(told: FleetSettings, ready_fd: int | None) -> int:
     """Run one instance as this process: it needs no fleet."""
     if told.spec.cores is not None:
         cores = parse_cores(told.spec.cores, usable_cores())

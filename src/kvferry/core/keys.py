@@ -49,12 +49,12 @@ SCHEME = "Kvferry"
 LIFETIME_S = 30.0
 """How long a signed request may be on its way."""
 
-LEAST_CHARACTERS = 16
+MIN_CHARACTERS = 16
 """The shortest secret that is accepted. A server's proof lets anybody who can reach it try out guesses, so a secret
 must not be guessable."""
 
 _EARLY_NS = 10**9
-_MOST_REMEMBERED = 2**16
+_MAX_REMEMBERED = 2**16
 _HINT = f"start all processes of the deployment with the same {AUTH_TOKEN}"
 
 
@@ -101,7 +101,7 @@ class Signer:
 # The server's side.
 
 
-class Used(Protocol):
+class ReplayGuard(Protocol):
     """Remembers which signed requests were used."""
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
@@ -109,7 +109,7 @@ class Used(Protocol):
         also if too many are remembered."""
 
 
-class UsedHere:
+class LocalReplayGuard:
     """The signed requests that were used at this process."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class UsedHere:
         """Whether a request of `at_ns` is new to this process, and there is room to remember it."""
         while self._used and next(iter(self._used.values())) < oldest_ns:
             del self._used[next(iter(self._used))]
-        if nonce in self._used or len(self._used) >= _MOST_REMEMBERED:
+        if nonce in self._used or len(self._used) >= _MAX_REMEMBERED:
             return False
         self._used[nonce] = at_ns
         return True
@@ -130,8 +130,8 @@ class Verifier:
     """Proves the server's own knowledge, and checks signatures. `server`: the name of this server, the same in all
     processes that serve one address; `used` is theirs together."""
 
-    def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK, used: Used | None = None) -> None:
-        self._secret, self._server, self._clock, self._used = secret, server, clock, used or UsedHere()
+    def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK, used: ReplayGuard | None = None) -> None:
+        self._secret, self._server, self._clock, self._used = secret, server, clock, used or LocalReplayGuard()
         self._keys = {purpose: derive(secret, purpose) for purpose in get_args(Purpose)}
         self._since_ns = self._now_ns()
 
@@ -181,17 +181,15 @@ def shared_token(needed_by: str = "") -> str:
     token = os.environ.get(AUTH_TOKEN, "").strip()
     if needed_by and not token:
         raise ConfigError(f"{needed_by} needs {AUTH_TOKEN}: {_HINT}, for instance of openssl rand -hex 32")
-    if 0 < len(token) < LEAST_CHARACTERS:
-        raise ConfigError(
-            f"{AUTH_TOKEN} has {len(token)} characters; it needs {LEAST_CHARACTERS}: openssl rand -hex 32"
-        )
+    if 0 < len(token) < MIN_CHARACTERS:
+        raise ConfigError(f"{AUTH_TOKEN} has {len(token)} characters; it needs {MIN_CHARACTERS}: openssl rand -hex 32")
     return token
 
 
 def http_secret(admin_keys: Iterable[str] = ()) -> str:
     """What a process's HTTP keys are derived from: the shared token, else an admin key that is long enough, else this
     user's own token. Empty if there is none."""
-    long = (key for key in admin_keys if len(key) >= LEAST_CHARACTERS)
+    long = (key for key in admin_keys if len(key) >= MIN_CHARACTERS)
     return shared_token() or next(long, "") or users_token()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from kvferry.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-LEAST_PENALTY = 1e-6
+MIN_PENALTY = 1e-6
 """Lowest `repetition_penalty`; the highest is its inverse. Beyond them, float32 logits overflow and all become
 equal."""
 
@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", self.top_p, 0, 1),
             ("top_k", self.top_k, -1, infinity),
             ("min_p", self.min_p, 0, 1),
-            ("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 1 / LEAST_PENALTY),
+            ("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 1 / MIN_PENALTY),
             ("presence_penalty", self.presence_penalty, -2, 2),
             ("frequency_penalty", self.frequency_penalty, -2, 2),
             ("logprobs", self.logprobs, 0, MAX_LOGPROBS),

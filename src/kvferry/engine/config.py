@@ -20,7 +20,7 @@ from kvferry.store.eviction.table import eviction_class
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """OpenMP ends the process if it cannot start as many threads as requested."""
 
 
@@ -107,8 +107,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.num_threads is not None and self.num_threads > MOST_THREADS:
-            raise ConfigError(f"--num-threads must be at most {MOST_THREADS}, got {self.num_threads}")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"--num-threads must be at most {MAX_THREADS}, got {self.num_threads}")
         if self.ranks_at is not None:
             parse_address(self.ranks_at, "--ranks-at")
             if self.tensor_parallel_size == 1:

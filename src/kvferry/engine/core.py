@@ -49,9 +49,9 @@ from kvferry.engine.step import Chunk
 from kvferry.store.machine import MACHINE, Machine
 
 log = logging.getLogger(__name__)
-MOST_FAILED_STEPS = 8
+MAX_FAILED_STEPS = 8
 """After this many consecutive failed steps that no single request caused, the next one ends the engine."""
-MOST_PLANS = 64
+MAX_PLANS = 64
 """Attempts to begin a plan before it is given up; the connector then never learns what became of its requests."""
 
 
@@ -230,8 +230,8 @@ class EngineCore:
     def _execute(self, chunks: list[Chunk]) -> Generator[list[Chunk], StepResult, StepResult]:
         """Have the chunks and the waiting plans run. A step that fails as a whole ends its requests, since it is
         unknown which of them caused it. Plans that were not started are started with the next step."""
-        if len(self.plans.waiting) > MOST_PLANS:
-            raise ConnectorLost(f"the transfers of {MOST_PLANS} steps could not be started")
+        if len(self.plans.waiting) > MAX_PLANS:
+            raise ConnectorLost(f"the transfers of {MAX_PLANS} steps could not be started")
         try:
             result = yield chunks
         except (RankLost, ConnectorLost):
@@ -260,10 +260,10 @@ class EngineCore:
 
     def _step_failed(self, error: Exception) -> None:
         """Handle an error that belongs to no request. The first one ends nothing, since it may not recur; the next ones
-        end all requests; after `MOST_FAILED_STEPS` consecutive ones, the engine ends."""
+        end all requests; after `MAX_FAILED_STEPS` consecutive ones, the engine ends."""
         self._num_failed_steps += 1
         log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
-        if self._num_failed_steps >= MOST_FAILED_STEPS:
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise error
         if self._num_failed_steps > 1:
             self.scheduler.fail_all(error)

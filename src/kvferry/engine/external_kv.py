@@ -32,7 +32,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import HandOffFailed, KvferryError, LeakError, TransferError
 from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.blocks.block_pool import BlockPool
-from kvferry.engine.sequence import Meeting, Sequence, Status
+from kvferry.engine.sequence import LoadMeetingPoint, Sequence, Status
 from kvferry.engine.step import Chunk
 from kvferry.observe.figures import counter, counter_by, gauge
 
@@ -134,7 +134,9 @@ class ExternalKV:
             sequence.num_computed_tokens = num_cached + hit.num_tokens
             sequence.load.is_settled = True
         elif hit.num_computed_meanwhile:
-            sequence.load.meeting = Meeting(num_cached + hit.num_computed_meanwhile, num_cached + hit.num_tokens)
+            sequence.load.meeting = LoadMeetingPoint(
+                num_cached + hit.num_computed_meanwhile, num_cached + hit.num_tokens
+            )
         else:
             sequence.status = Status.LOADING
             sequence.load.target = num_cached + hit.num_tokens

@@ -17,7 +17,7 @@ from kvferry.engine.model.loader import LoadedModel
 from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.sampler import sample, token_logprobs
 from kvferry.engine.sequence import Sequence
-from kvferry.engine.step import Chunk, Sampled
+from kvferry.engine.step import Chunk, SampledToken
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass
-class Drawn:
+class SamplerOutput:
     """What sampling gave, by request id: the next token, or the error because of which there is none."""
 
-    sampled: dict[str, Sampled] = field(default_factory=dict)
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
@@ -164,10 +164,10 @@ def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Drawn:
+def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> SamplerOutput:
     """Sample the next token of each of `rows.sampled`, and append prompt log-probabilities to the sequences of
     `rows.prompt`. `logits` `[len(rows.places), vocab]`, float32."""
-    drawn = Drawn()
+    drawn = SamplerOutput()
     for index, sequence, position in rows.prompt:
         try:
             sequence.prompt_logprobs.append(
@@ -179,7 +179,9 @@ def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> Draw
     return drawn
 
 
-def _draw_rows(logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: Drawn) -> None:
+def _draw_rows(
+    logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: SamplerOutput
+) -> None:
     """All rows at once; if that fails, row by row, so that only the row that caused it is without a token."""
     if not wanted:
         return

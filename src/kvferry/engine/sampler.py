@@ -18,14 +18,14 @@ from kvferry.core.errors import InvalidRequest, LogitsNotFinite
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.sampling import SamplingParams, banned_tokens, uniform_draw
 from kvferry.engine.sequence import Sequence
-from kvferry.engine.step import Sampled
+from kvferry.engine.step import SampledToken
 
-LEAST_TEMPERATURE = 1e-300
+MIN_TEMPERATURE = 1e-300
 """Lower temperatures count as this one: they are close to zero even in float64, and any two different logits are
 infinitely far apart long before."""
 
 
-def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[SampledToken]:
     """One token for each row of logits [R, vocab], float32. `sequences[r]`: the settings and tokens of row r.
 
     Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
@@ -42,7 +42,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[i
     if random:
         tokens[random] = _draw(adjusted[random], [sequences[row] for row in random])
     return [
-        Sampled(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
+        SampledToken(token, token_logprobs(logits[row], token, sequences[row].request.sampling.logprobs))
         for row, token in enumerate(tokens.tolist())
     ]
 
@@ -109,7 +109,7 @@ def _draw(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
     settings = [sequence.request.sampling for sequence in sequences]
     # Relative to the largest and in float64: only logits of tokens without a chance overflow, to minus infinity.
     logits = logits.double()
-    temperatures = _column([max(setting.temperature, LEAST_TEMPERATURE) for setting in settings], logits)
+    temperatures = _column([max(setting.temperature, MIN_TEMPERATURE) for setting in settings], logits)
     logits = keep_likely(((logits - logits.amax(dim=-1, keepdim=True)) / temperatures).float(), settings)
     # float64: rounding in the cumulative sum must stay far below the probabilities of single tokens.
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)

@@ -51,7 +51,7 @@ from kvferry.engine.external_kv import ExternalKV
 from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Sequence, Status
-from kvferry.engine.step import Chunk, Sampled, Step
+from kvferry.engine.step import Chunk, SampledToken, Step
 from kvferry.observe.figures import counter, gauge
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,9 @@ class Scheduler:
         """The report with the step's layerwise loads marked as failed if they are not complete."""
         return self.external.settled(chunks, report)
 
-    def update(self, step: Step, sampled: dict[str, Sampled], failed: Mapping[str, KvferryError] = NONE_FAILED) -> None:
+    def update(
+        self, step: Step, sampled: dict[str, SampledToken], failed: Mapping[str, KvferryError] = NONE_FAILED
+    ) -> None:
         """Note what the step computed and sampled. `failed`: requests whose load failed during the step; the report
         with these failures is given to `transferred` afterwards."""
         for chunk in step.chunks:
@@ -394,7 +396,7 @@ class Scheduler:
 
     # After the model ran.
 
-    def _advance(self, chunk: Chunk, sampled: Sampled | None, failed: Mapping[str, KvferryError]) -> None:
+    def _advance(self, chunk: Chunk, sampled: SampledToken | None, failed: Mapping[str, KvferryError]) -> None:
         sequence = chunk.sequence
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
@@ -420,7 +422,7 @@ class Scheduler:
             )
         self._append(sequence, sampled)
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """Add a token to the answer, and end the sequence if it is the last one."""
         sequence.tokens.append(sampled.token_id)
         timeline = sequence.request.timeline
@@ -513,7 +515,7 @@ class Scheduler:
             )
             return
         sequence.adopt(result)
-        self._append(sequence, Sampled(result.first_token, result.logprobs))
+        self._append(sequence, SampledToken(result.first_token, result.logprobs))
 
     def _refuse_token(self, sequence: Sequence) -> None:
         sequence.refuses_result = True

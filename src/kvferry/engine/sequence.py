@@ -22,7 +22,7 @@ class Status(Enum):
 
 
 @dataclass(slots=True)
-class Meeting:
+class LoadMeetingPoint:
     """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has arrived."""
 
     first: int
@@ -40,7 +40,7 @@ class LoadState:
     is_settled: bool = False
     target: int = 0
     layerwise_base: int | None = None
-    meeting: Meeting | None = None
+    meeting: LoadMeetingPoint | None = None
 
 
 class BlockNames:

@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledToken:
     """The next token of one sequence. `logprobs`: None if the request did not ask for them."""
 
     token_id: int

@@ -137,7 +137,7 @@ class SteppedEngine(ABC):
         finally:
             del self._listeners[request.request_id]
             if not finished:
-                self._tell(lambda: self.engine.abort(request.request_id))
+                self._run_between_steps(lambda: self.engine.abort(request.request_id))
 
     async def release(self, transfer_id: str) -> bool:
         """End the lease of a ticket that nobody will fetch. True when there was one."""
@@ -146,7 +146,7 @@ class SteppedEngine(ABC):
     def prefill_refused(self, transfer_id: str) -> None:
         """A prefill for another instance was refused: have the connector tell the instance that waits for it. Does not
         wait."""
-        self._tell(lambda: self.engine.prefill_refused(transfer_id))
+        self._run_between_steps(lambda: self.engine.prefill_refused(transfer_id))
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is False.
@@ -178,7 +178,7 @@ class SteppedEngine(ABC):
 
     # Between callers and steps.
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _run_between_steps(self, call: Callable[[], object]) -> None:
         """Have `call` run before the next step."""
         self._calls.append(lambda: void(call))
         self.wake()

@@ -32,18 +32,18 @@ from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.blocks.kv_cache import KVCache, choose_num_blocks
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.loader import LoadedModel, Progress, load_model
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
-MOST_FAILED_POLLS = 64
+MAX_FAILED_POLLS = 64
 """After this many consecutive failures of `poll`, transfers are given up: `ConnectorLost`."""
 
 
 class Worker:
     """Computes the steps of one rank and moves its KV. Used from one thread at a time."""
 
-    def __init__(self, config: EngineConfig, place: Place, on_progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, place: RankPlacement, on_progress: Progress) -> None:
         """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
         self._config, self._place = config, place
         place.set_num_threads(config.num_threads)
@@ -196,7 +196,7 @@ class Worker:
         except Exception as error:  # the next call reports the same
             self._num_failed_polls += 1
             log.exception("the connector could not report its transfers")
-            if self._num_failed_polls >= MOST_FAILED_POLLS:
+            if self._num_failed_polls >= MAX_FAILED_POLLS:
                 raise ConnectorLost(f"the connector cannot report its transfers: {error!r}") from error
             return []
         self._num_failed_polls = 0

@@ -16,7 +16,7 @@ PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ExternalServer:
     """A program that is not kvferry's and does not speak the start protocol.
 
     It serves when GET `url`/health is answered with 200. `steps`: patterns of log lines, and the progress that they
@@ -45,7 +45,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
-    foreign: Foreign | None = None
+    foreign: ExternalServer | None = None
     registrar: RegistrarConfig | None = None
     forks: bool = False
     descriptors: tuple[int, ...] = ()

@@ -15,7 +15,7 @@ from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.arguments import flag_name, overridden, to_arguments, variable_name
-from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec
 from kvferry.fleet.cpu import Cores, num_threads, parse_cores, plan_cores, thread_variables
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.fleet.routers import RouterPlan
@@ -51,7 +51,7 @@ class LocalRecipe:
     """The fleet that is wanted, and all further settings of the user, for processes of this machine. Immutable; what
     is found out about the machine is found once."""
 
-    fleet: WantedFleet
+    fleet: DesiredFleet
     engine: EngineConfig
     spec: FleetSpec
     instances: InstanceSpec

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.spec import SGLANG_BACKENDS, EngineSpec, MemberRole, check_sglang_transfer
-from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.process import ExternalServer, ProcessSpec
 from kvferry.fleet.ready import StartProgress
 from kvferry.fleet.vllm.ports import free_ports
 from kvferry.models.catalog import resolve
@@ -112,6 +112,6 @@ def sglang_server(
         command=(engine.python or sys.executable, "-m", "sglang.launch_server", *flags, *further),
         environment=environment,
         hidden=hidden,
-        foreign=Foreign(url, _STEPS),
+        foreign=ExternalServer(url, _STEPS),
         bootstrap_port=bootstrap_port,
     )

@@ -71,7 +71,7 @@ class InstanceSpec:
     addresses of the machine, the one that is used to reach the router."""
 
 
-MOST_INSTANCES = 256
+MAX_INSTANCES = 256
 """More instances would bring the machine down."""
 
 
@@ -111,10 +111,10 @@ class FleetSpec:
                 f"{none} 0 with {other} {self.decode if self.prefill == 0 else self.prefill}: a fleet has at least one"
                 f" instance of each; leave out both flags for one instance that does both phases, or {none} for one"
             )
-        if self.num_prefill + self.num_decode > MOST_INSTANCES:
+        if self.num_prefill + self.num_decode > MAX_INSTANCES:
             raise ConfigError(
                 f"--prefill and --decode ask for {self.num_prefill + self.num_decode} instances on this machine; at"
-                f" most {MOST_INSTANCES} are started"
+                f" most {MAX_INSTANCES} are started"
             )
         if self.instance_ports is not None:
             last = self.instance_ports + self.num_prefill + self.num_decode - 1

@@ -103,7 +103,7 @@ class Overloaded(Unreachable):
     """The instance takes no further connection now."""
 
 
-class Unproven(Unreachable):
+class IdentityLost(Unreachable):
     """Where an instance has proved to hold the deployment's token, somebody answers who does not."""
 
 

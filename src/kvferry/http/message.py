@@ -31,7 +31,7 @@ class MessageParser:
 
     def __init__(self, parser: type[httptools.HttpRequestParser | httptools.HttpResponseParser], most: int) -> None:
         self._parser: Any = parser(self)
-        self._most_overhead = most
+        self._max_overhead = most
         self.headers: RawHeaders = []
         self.first: dict[bytes, bytes] = {}
         """The first value of each header."""
@@ -55,7 +55,7 @@ class MessageParser:
             refused = error.__context__
             raise (refused if isinstance(refused, KvferryError) else ProtocolError(str(error))) from None
         self.between_chunks = not self._in_chunk and data.endswith(b"\r\n")
-        if self.num_overhead > self._most_overhead:
+        if self.num_overhead > self._max_overhead:
             raise self._too_much()
 
     def stop_parsing(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
 from kvferry.kv_events.messages import Event, encode_batch
-from kvferry.kv_events.replays import MOST_UNSENT, Replays
+from kvferry.kv_events.replays import MAX_UNSENT, Replays
 from kvferry.kv_events.sockets import require_endpoint, zmq
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ _POLL_MS, _PAUSE_MS = 200, 2
 _END_S = 2.0
 _MAX_FRAME_BYTES = 256
 """Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
-_MOST_TOPIC_BYTES = 64 * 2**10
+_MAX_TOPIC_BYTES = 64 * 2**10
 """Bytes of all different topics that followers may subscribe to. ZeroMQ keeps them, at some 45 bytes for each of their
 bytes; kvferry's own followers subscribe to the empty topic."""
-_MOST_KEPT_BYTES = 64 * 2**20
+_MAX_KEPT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class KVEventPublisher:
     """`endpoint` as in tcp://127.0.0.1:5557; port `*` is any free one. Replays have a free port of the same host unless
     `replay_endpoint` says otherwise."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, most_kept: int = 10_000) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, max_kept: int = 10_000) -> None:
         """Raises `ConfigError` if an address cannot be bound, `MissingDependency` without ZeroMQ."""
         require_endpoint(endpoint, "--kv-events")
         replay_endpoint = replay_endpoint or f"{endpoint.rpartition(':')[0]}:*"
         require_endpoint(replay_endpoint, "--kv-events-replay")
         library = zmq()
         self._clock = clock
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=most_kept)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
         self._lock = threading.Lock()
         self._next = self._kept_bytes = 0
         self._context = library.Context()
@@ -74,11 +74,11 @@ class KVEventPublisher:
         number = self._next
         self._next += 1
         with self._lock:
-            while self._kept and (self._kept_bytes > _MOST_KEPT_BYTES or len(self._kept) == self._kept.maxlen):
+            while self._kept and (self._kept_bytes > _MAX_KEPT_BYTES or len(self._kept) == self._kept.maxlen):
                 self._kept_bytes -= len(self._kept.popleft()[1])
             self._kept.append((number, payload))
             self._kept_bytes += len(payload)
-        if self.topic_bytes > _MOST_TOPIC_BYTES:
+        if self.topic_bytes > _MAX_TOPIC_BYTES:
             self._disconnect_all()
         if not self._pub.closed:
             self._pub.send_multipart((b"", number.to_bytes(8, "big"), payload))
@@ -95,7 +95,7 @@ class KVEventPublisher:
         """Count the topics to which followers subscribe and unsubscribe, until there are too many."""
         library = zmq()
         try:
-            while self.topic_bytes <= _MOST_TOPIC_BYTES:
+            while self.topic_bytes <= _MAX_TOPIC_BYTES:
                 frame = self._pub.recv(library.NOBLOCK)
                 self.topic_bytes += len(frame) if frame[:1] == b"\x01" else -len(frame)
         except library.Again:
@@ -117,9 +117,9 @@ class KVEventPublisher:
         library = zmq()
         socket = self._context.socket(kind)
         socket.setsockopt(library.MAXMSGSIZE, _MAX_FRAME_BYTES)
-        socket.setsockopt(library.RCVHWM, MOST_UNSENT)
+        socket.setsockopt(library.RCVHWM, MAX_UNSENT)
         if kind == library.ROUTER:
-            socket.setsockopt(library.SNDHWM, MOST_UNSENT)
+            socket.setsockopt(library.SNDHWM, MAX_UNSENT)
             socket.setsockopt(library.ROUTER_MANDATORY, 1)  # an error, not a lost message, if it is gone or full
         try:
             socket.bind(endpoint)

@@ -14,9 +14,9 @@ from kvferry.core.clock import Clock
 from kvferry.kv_events.messages import END_OF_REPLAY
 from kvferry.kv_events.sockets import zmq
 
-MOST_UNSENT = 16
+MAX_UNSENT = 16
 """Messages for one follower that wait in ZeroMQ."""
-MOST_REPLAYS = 64
+MAX_REPLAYS = 64
 """Replays at one time; further requests are not answered, and may be repeated."""
 STALL_S = 10.0
 """Seconds that a follower may leave its messages unread before its replay is given up."""
@@ -42,7 +42,7 @@ class Replays:
     def begin(self, follower: bytes, kept: Iterable[tuple[int, bytes]]) -> None:
         """Begin to send a follower these messages and the mark of the end. One whose replay is under way has to wait
         for its end."""
-        if follower in self._under_way or len(self._under_way) >= MOST_REPLAYS:
+        if follower in self._under_way or len(self._under_way) >= MAX_REPLAYS:
             return
         left = deque((number.to_bytes(8, "big"), payload) for number, payload in kept)
         left.append((END_OF_REPLAY, b""))

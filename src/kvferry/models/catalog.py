@@ -19,7 +19,7 @@ _OURS = "kvferry/"
 """Names that begin so are never asked of the hub."""
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
-_MOST_CHARACTERS = 96
+_MAX_CHARACTERS = 96
 _NEAR = 0.85
 
 
@@ -40,7 +40,7 @@ def resolve(model: str) -> Path | str:
     if _is_path(model) and model.isprintable():
         _refuse_file(model)
         raise ConfigError(f"there is no directory {model!r}{_nearest(Path(model))}")
-    if len(model) > _MOST_CHARACTERS or ".." in model or "--" in model or not _HUB_ID.fullmatch(model):
+    if len(model) > _MAX_CHARACTERS or ".." in model or "--" in model or not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{model[:200]!r} names no model: give a directory with config.json, tokenizer and safetensors, the id of a"
             f" model on the Hugging Face hub (organisation/name), or {next(iter(BUILTIN))}"

@@ -15,7 +15,7 @@ from kvferry.api.openapi import OPENAPI_PATH, OPERATIONS, openapi_document
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import QueueFull, RequestError
 from kvferry.core.messages.openai import internal_error
-from kvferry.core.messages.traffic import MOST_OBSERVED, PLAN_PATH, TRAFFIC_PATH
+from kvferry.core.messages.traffic import MAX_OBSERVED, PLAN_PATH, TRAFFIC_PATH
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.headers import KEY_HEADERS
 from kvferry.http.server.config import HttpConfig
@@ -31,9 +31,9 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.edge.admin import INSTANCES_PATH, Admin, view_of_state
 from kvferry.router.edge.admission import Admission, Slot
 from kvferry.router.edge.endpoints import Endpoints
+from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.fleet_metrics import fleet_metrics
 from kvferry.router.edge.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
-from kvferry.router.edge.turns import Turns
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import RouterHealth
 from kvferry.router.instances.health import Health
@@ -71,7 +71,7 @@ class Router:
     services: Services
     admission: Admission
     tenants: Tenants
-    turns: Turns
+    turns: FairQueue
     health: Health
     endpoints: Endpoints
     feeds: EventFeeds
@@ -127,7 +127,7 @@ class Router:
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: how many requests came, their lengths, and the times of their phases."""
-        most, seconds = request.number("limit", MOST_OBSERVED), request.number("seconds", TRAFFIC_S)
+        most, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
         response.send_json(self.services.chooser.traffic.encode(self.services.clock.wall(), seconds, most))
 
     async def show_plan(self, request: HttpRequest, response: Response) -> None:
@@ -289,8 +289,8 @@ def build_router(
         metrics=metrics,
         chooser=Chooser(config, clock, pools),
     )
-    admission = Admission(config.max_buffered_bytes, least_unfinished_bytes=config.max_body_bytes)
-    turns = Turns(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
+    admission = Admission(config.max_buffered_bytes, min_unfinished_bytes=config.max_body_bytes)
+    turns = FairQueue(config.max_in_flight, config.max_waiting, config.waiting_timeout_s)
     tenants = Tenants.from_config(config, clock)
     health = Health(pools, connections, config, clock)
     membership = Membership(config, pools, connections, state)

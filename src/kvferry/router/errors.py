@@ -46,7 +46,7 @@ class BadAnswer(RequestError):
     code = "bad_answer"
 
 
-class Silent(PeerLost):
+class LegTimedOut(PeerLost):
     """The router gave up on the instance: it sent nothing for longer than its limit, and made no progress."""
 
 
@@ -76,7 +76,7 @@ def failure(error: PeerLost) -> str:
     """Why a leg has no answer, as a label for metrics."""
     if isinstance(error, Unreachable):
         return "unreachable"
-    return "silent" if isinstance(error, Silent) else "lost"
+    return "silent" if isinstance(error, LegTimedOut) else "lost"
 
 
 def unanswered(lost: PeerLost | None, role: str = "decode") -> RequestError:
@@ -84,6 +84,6 @@ def unanswered(lost: PeerLost | None, role: str = "decode") -> RequestError:
     `role` of which there is none otherwise."""
     if lost is None or isinstance(lost, Unreachable):
         return Unavailable(f"no {role} instance can be reached; try again later")
-    if isinstance(lost, Silent):
+    if isinstance(lost, LegTimedOut):
         return InstanceSilent("the decode instance did not answer in time, and there is no other to try")
     return InstanceLost("the connection to the decode instance broke before it answered, and there is no other to try")

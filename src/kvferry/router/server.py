@@ -21,7 +21,7 @@ from kvferry.http.server.listen import authority
 from kvferry.router.app import build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.shared_state import SharedState
-from kvferry.router.others import Others
+from kvferry.router.siblings import SiblingRouters
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 
@@ -46,7 +46,7 @@ def run_router(
         return uvloop.run(_serve(config, http, access, group, on_ready, limit))
 
 
-def spare_the_collector() -> None:
+def freeze_garbage_collector() -> None:
     """Exclude all current objects from garbage collection, and make it run rarely: requests leave hardly any cycles,
     and looking for them every few hundred objects takes some percent of the CPU time."""
     gc.collect()
@@ -65,8 +65,8 @@ async def _serve(
     state = SharedState(group)
     http = replace(http, name=state.fact("name", http.name))
     router = build_router(divided(config), http, access, state=state)
-    spare_the_collector()
-    others, about, listening = Others(router, state), dict[str, Any](), asyncio.Event()
+    freeze_garbage_collector()
+    others, about, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
     server = HttpServer(others.routes(), http, Lifecycle("router"), router.guard)
     own = HttpServer(others.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
 

@@ -42,7 +42,7 @@ from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.sequence import Sequence as EngineSequence
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.step import Chunk, Sampled
+from kvferry.engine.step import Chunk, SampledToken
 from kvferry.engine.stepped import SteppedEngine
 from kvferry.http.server.http_server import HttpServer
 from kvferry.sim.kv import TOKEN_BYTES, KVContents, SimLayout, counted_token, sample
@@ -266,7 +266,7 @@ class SimExecutor(Executor):
         self.busy_s += seconds
         if plans.waiting:
             self._begin(chunks, plans)
-        sampled = {chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks if chunk.samples}
+        sampled = {chunk.sequence.request_id: SampledToken(self._sample(chunk)) for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll() if is_last else [])
 
     def decode_at_once(self, engine: EngineCore, seconds: list[float]) -> list[list[EngineOutput]] | None:
@@ -308,7 +308,7 @@ class SimExecutor(Executor):
 
     def _end(self, chunks: Sequence[Chunk]) -> StepResult:
         self.side.flush()
-        sampled = {chunk.sequence.request_id: Sampled(self._sample(chunk)) for chunk in chunks if chunk.samples}
+        sampled = {chunk.sequence.request_id: SampledToken(self._sample(chunk)) for chunk in chunks if chunk.samples}
         return StepResult(sampled, self.side.poll())
 
     def _sample(self, chunk: Chunk) -> int:

@@ -13,7 +13,7 @@ from kvferry.sim.times import MAX_FACTOR, FitError, StepSample, StepTimes, StepW
 
 _COSTS = ("base_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "context_token_s")
 _QUANTILES = 100
-LEAST_SAMPLES = len(_COSTS)
+MIN_SAMPLES = len(_COSTS)
 
 
 def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
@@ -24,7 +24,7 @@ def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
     of, as its token came together with the one before, says nothing.
     """
     samples = [one for one in samples if one.seconds > 0]
-    if len(samples) < LEAST_SAMPLES:
+    if len(samples) < MIN_SAMPLES:
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(_COSTS)} costs")
     measured = np.array([one.seconds for one in samples])
     relative = np.array([_row(one) for one in samples]) / measured[:, None]

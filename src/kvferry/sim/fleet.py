@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.controller import Controller, EndAsked, Superseded
+from kvferry.fleet.control.controller import Controller, LeadershipLost, ShutdownRequested
 from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
-from kvferry.fleet.control.front import Front, View
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.router_client import RouterClient, View
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.loop import SimProcess
@@ -123,7 +123,7 @@ class SimLease(FleetLease):
         await asyncio.sleep(max(0.0, network.arrival(host, place, 0) - self._clock()))
 
 
-class SimFront(Front):
+class SimRouterClient(RouterClient):
     """Declares instances to the routers, and notes who does."""
 
     def __init__(self, backend: SimBackend) -> None:
@@ -155,7 +155,7 @@ class SimBackend(FleetBackend):
         if world.num_controllers > 1 and world.lease_holder not in ("", self._process.name):
             world.acts_of_others.append(f"{self._process.name} {what}, {world.lease_holder} has the lease")
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Does nothing: all fleets can be run."""
 
     async def open(self) -> None:
@@ -220,7 +220,7 @@ class FleetWorld(World):
     """A deployment that a controller brings up and looks after. `router` of the spec are settings of its routers."""
 
     def __init__(
-        self, spec: WorldSpec, fleet: WantedFleet, seed: int, *, num_controllers: int = 1, keep_log: bool = False
+        self, spec: WorldSpec, fleet: DesiredFleet, seed: int, *, num_controllers: int = 1, keep_log: bool = False
     ) -> None:
         none = replace(spec, num_prefill=0, num_decode=0, num_both=0, num_routers=0, num_units=0)
         super().__init__(none, seed, keep_log=keep_log)
@@ -276,18 +276,18 @@ class FleetWorld(World):
     async def _control(self, place: _SimController, process: SimProcess) -> None:
         """Run a controller until it ends. Another one is started in its place if it has ended for another one."""
         backend, clock = SimBackend(self, process), self.simulation
-        async with SimFront(backend) as front:
+        async with SimRouterClient(backend) as front:
             controller = Controller(place.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
             process.on_end[controller] = controller.close  # the kernel's, when a process ends
             try:
                 end = await controller.run()
-                if isinstance(end, EndAsked):
+                if isinstance(end, ShutdownRequested):
                     await controller.bring_down()
                 await backend.close()
             finally:
                 process.on_end.pop(controller, None)
                 controller.close()
-        if isinstance(end, Superseded):
+        if isinstance(end, LeadershipLost):
             self.network.loop.call_later(_STARTED_AGAIN_S, self._start_controller, place)
 
     @property
@@ -323,7 +323,7 @@ class FleetWorld(World):
         seen = self.ledger.status()
         return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
 
-    def want(self, fleet: WantedFleet) -> None:
+    def want(self, fleet: DesiredFleet) -> None:
         """Apply another spec."""
         for one in self._controllers:
             one.ledger.want(fleet)

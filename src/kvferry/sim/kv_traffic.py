@@ -43,7 +43,7 @@ class StoreUse:
 
     `num_bytes`: its size; `found`: the share of the prompts' tokens that it has; `reads`, `writes`: bytes a second, of
     the blocks that it has and of those that it gets, each in its busiest ten seconds; `saves`: seconds of prefill that
-    it saves in a second, in the mean: so many instances; `least_bandwidth`: bytes a second at which reading takes as
+    it saves in a second, in the mean: so many instances; `min_bandwidth`: bytes a second at which reading takes as
     long as computing, 0 if nothing is found.
     """
 
@@ -52,7 +52,7 @@ class StoreUse:
     reads: float
     writes: float
     saves: float
-    least_bandwidth: float
+    min_bandwidth: float
 
 
 def peak_rate(tokens: Iterable[tuple[float, float]], token_bytes: int) -> float:
@@ -90,7 +90,7 @@ def store_use(arrivals: Sequence[Arrival], num_bytes: int, times: MachineTimes, 
         reads=peak_rate(read, token_bytes),
         writes=peak_rate(written, token_bytes),
         saves=saved_s / lasts_s,
-        least_bandwidth=sum(found) * token_bytes / saved_s if saved_s > 0 else 0.0,
+        min_bandwidth=sum(found) * token_bytes / saved_s if saved_s > 0 else 0.0,
     )
 
 
@@ -177,7 +177,7 @@ def plan_kv(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int, num_ca
     )
     if store.found < caches.found + WORTH:
         return KVPlan(without, why, hand_offs, stores, caches)
-    if times.transfer.bandwidth < store.least_bandwidth:
+    if times.transfer.bandwidth < store.min_bandwidth:
         why += ", but computing a prompt is faster than hand-offs were measured to be"
         return KVPlan(without, why, hand_offs, stores, caches)
     return KVPlan("P2P and a store" if is_split else "a store", why, hand_offs, stores, caches, store)

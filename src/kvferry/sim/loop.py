@@ -41,7 +41,7 @@ _LAST_WORDS = 8
 """How often a coroutine is closed that waits for something when it is to end."""
 
 
-class Stuck(Exception):
+class Deadlock(Exception):
     """Something waits, and nothing will ever happen."""
 
 
@@ -187,16 +187,16 @@ class Simulation:
         """Note that this loop has something to run, and had nothing before."""
         self._ready.append(loop)
 
-    def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), most_callbacks: int = 2**62) -> bool:
+    def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), max_callbacks: int = 2**62) -> bool:
         """Let everything happen until it is `done`, which is looked at when the time is about to move, or the time is
-        `until`, or so many callbacks have run, which is when it returns True. Raises `Stuck` if nothing more happens,
+        `until`, or so many callbacks have run, which is when it returns True. Raises `Deadlock` if nothing more happens,
         and there is no `until`."""
-        last = self.num_callbacks + most_callbacks
+        last = self.num_callbacks + max_callbacks
         while not self._run_ready(last):
             if done() or self.now >= until:
                 return False
             if not self._advance(until):
-                raise Stuck("nothing more happens, and something is still waited for")
+                raise Deadlock("nothing more happens, and something is still waited for")
         return True
 
     def _run_ready(self, last: int) -> bool:

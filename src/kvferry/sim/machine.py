@@ -17,7 +17,7 @@ from kvferry.core.errors import StoreError
 from kvferry.sim.loop import SimHandle, SimLoop, SimProcess
 from kvferry.sim.storage import SimArena, SimDisk, Storage
 from kvferry.store.machine import Machine
-from kvferry.store.threads import MOST_LEFT, Stop, ThreadCall, Threads
+from kvferry.store.threads import MAX_LEFT, Stop, ThreadCall, Threads
 from kvferry.transport.transfer_loop import TransferLoop
 
 Result = TypeVar("Result")
@@ -244,7 +244,7 @@ class SimThreads(Threads):
         self._sim_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
-        if self._sim_closed or self._sim_num_left >= MOST_LEFT:
+        if self._sim_closed or self._sim_num_left >= MAX_LEFT:
             state = "is closed" if self._sim_closed else f"has {self._sim_num_left} calls that do not return"
             raise StoreError(f"the store {state}")
         call = ThreadCall(function)

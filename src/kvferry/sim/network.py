@@ -567,10 +567,10 @@ class Network:
             for _ in range(number):
                 self.loop.call_at(self.arrival(end.peer.process.host, end.process.host, 0), end.arrive)
 
-    def slow_down(self, one: SimHost, other: SimHost, most_s: float) -> None:
-        """All between these two takes up to `most_s` longer from now on; with 0, as long as before."""
-        self.simulation.note(f"between {one.address} and {other.address} all is up to {most_s:.3f} s late")
-        self._slow[one.address, other.address] = self._slow[other.address, one.address] = most_s
+    def slow_down(self, one: SimHost, other: SimHost, max_s: float) -> None:
+        """All between these two takes up to `max_s` longer from now on; with 0, as long as before."""
+        self.simulation.note(f"between {one.address} and {other.address} all is up to {max_s:.3f} s late")
+        self._slow[one.address, other.address] = self._slow[other.address, one.address] = max_s
 
     def lose(self, connection: SimTransport) -> None:
         """Whatever is on its way or sent on this connection from now on is lost, and neither end hears of it: as when

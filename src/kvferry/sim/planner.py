@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.core.settings.units import percent
 from kvferry.sim.kv_traffic import prefill_seconds, to_size
-from kvferry.sim.replay import Answered, ReplayFigures, TraceReplay
+from kvferry.sim.replay import CompletedRequest, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
@@ -24,7 +24,7 @@ from kvferry.sim.world import WorldSpec
 PLAIN_CHUNKS = (512, 2048)
 """Chunk sizes of plain instances: small ones stall answers less, large ones cost fewer steps."""
 PREFILL_CHUNK = 2048
-MOST_SPLITS = 3
+MAX_SPLITS = 3
 """Number of ways to divide instances into P and D that are simulated, the most balanced first."""
 POLICIES = ("least_loaded", "prefix")
 """Policies that are tried beside `cost`, the router's own `prefix` is tried where prompts of the trace begin alike."""
@@ -77,12 +77,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Tried:
+class DeploymentResult:
     """What a deployment did in the simulator."""
 
     candidate: Candidate
     figures: ReplayFigures
-    answered: tuple[Answered, ...]
+    answered: tuple[CompletedRequest, ...]
 
     def within(self, targets: Targets) -> float:
         """Share of all requests that met these targets."""
@@ -178,7 +178,7 @@ def candidates(number: int, needs: Estimate, times: MachineTimes) -> list[Candid
     chunk is smaller than a full batch of decodes."""
     chunks = sorted({max(times.max_num_seqs, min(one, times.max_model_len)) for one in PLAIN_CHUNKS})
     plain = [Candidate(both=number, chunk=chunk) for chunk in chunks]
-    return [one for one in (*plain, *_splits(number, needs, times)[:MOST_SPLITS]) if needs.keeps_up(one)]
+    return [one for one in (*plain, *_splits(number, needs, times)[:MAX_SPLITS]) if needs.keeps_up(one)]
 
 
 def _splits(number: int, needs: Estimate, times: MachineTimes) -> list[Candidate]:
@@ -199,9 +199,9 @@ class Planner:
     share: float = 0.99
     seed: int = 0
     on_progress: Callable[[str, float], None] = lambda what, share: None
-    tried: dict[Candidate, Tried] = field(default_factory=dict)
+    tried: dict[Candidate, DeploymentResult] = field(default_factory=dict)
 
-    def search(self, budget: int) -> Findings:
+    def search(self, budget: int) -> SearchResult:
         """The cheapest deployment of at most `budget` instances that keeps the share; if none does, the best."""
         needs = estimate(self.arrivals, self.times, self.targets, self.share)
         keeping = [n for n in range(1, budget + 1) if candidates(n, needs, self.times)]
@@ -215,7 +215,7 @@ class Planner:
             failed, number = (failed, middle) if self._holds(middle, needs) else (middle, number)
         return self._plan(number, needs)
 
-    def with_store(self, found: Findings, num_bytes: int) -> Findings:
+    def with_store(self, found: SearchResult, num_bytes: int) -> SearchResult:
         """Try what was chosen with a store and, while that keeps the share, with fewer instances that prefill."""
         one = self._try(replace(found.chosen.candidate, store_bytes=num_bytes))
         while one.figures.within >= self.share and max(one.candidate.prefill, one.candidate.both) > 1:
@@ -241,54 +241,54 @@ class Planner:
         """Whether a deployment of `number` instances keeps the share."""
         return any(one.figures.within >= self.share for one in self._try_all(number, needs))
 
-    def _try_all(self, number: int, needs: Estimate) -> list[Tried]:
+    def _try_all(self, number: int, needs: Estimate) -> list[DeploymentResult]:
         chosen = candidates(number, needs, self.times)
         if not chosen:  # the best of both kinds, to say how far off they are
             plain = Candidate(both=number, chunk=max(self.times.max_num_seqs, PREFILL_CHUNK))
             chosen = [plain, *_splits(number, needs, self.times)[:1]]
         return [self._try(one) for one in chosen]
 
-    def _try(self, candidate: Candidate) -> Tried:
+    def _try(self, candidate: Candidate) -> DeploymentResult:
         if candidate not in self.tried:
             replay = TraceReplay(self.world_of(candidate), self.arrivals, seed=self.seed)
             figures = replay.run(self.targets, lambda done: self.on_progress(str(candidate), done))
-            self.tried[candidate] = Tried(candidate, figures, tuple(replay.answered))
+            self.tried[candidate] = DeploymentResult(candidate, figures, tuple(replay.answered))
         return self.tried[candidate]
 
-    def _plan(self, number: int, needs: Estimate) -> Findings:
+    def _plan(self, number: int, needs: Estimate) -> SearchResult:
         at = [one for one in self._try_all(number, needs) if one.candidate.num_instances == number]
         plain = self._best(one for one in at if not one.candidate.is_split)
         split = self._best(one for one in at if one.candidate.is_split)
-        found = Findings(self.targets, self.share, needs, plain, split)
+        found = SearchResult(self.targets, self.share, needs, plain, split)
         by_router = [found.by_kind, *(self._try(one) for one in self._others(found.by_kind.candidate))]
         return replace(found, by_router=by_router, tried=sorted(self.tried.values(), key=_order))
 
-    def _best(self, found: Iterable[Tried]) -> Tried | None:
+    def _best(self, found: Iterable[DeploymentResult]) -> DeploymentResult | None:
         return max(found, key=lambda one: (one.figures.within, -one.tail(self.targets)), default=None)
 
 
-def _order(one: Tried) -> tuple[int, bool, Candidate]:
+def _order(one: DeploymentResult) -> tuple[int, bool, Candidate]:
     return one.candidate.num_instances, one.candidate.is_split, one.candidate
 
 
 @dataclass(frozen=True)
-class Findings:
+class SearchResult:
     """What a search found: the best plain and the best split deployment of the chosen number of instances."""
 
     targets: Targets
     share: float
     needs: Estimate
-    plain: Tried | None
-    split: Tried | None
-    by_router: list[Tried] = field(default_factory=list)
+    plain: DeploymentResult | None
+    split: DeploymentResult | None
+    by_router: list[DeploymentResult] = field(default_factory=list)
     """Try the better of the two also with other settings of the router."""
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[DeploymentResult] = field(default_factory=list)
     """All deployments that were simulated, by their number of instances."""
-    with_store: Tried | None = None
+    with_store: DeploymentResult | None = None
     """The chosen one with a store, and with as few instances as that needs; None: no store was tried."""
 
     @property
-    def chosen(self) -> Tried:
+    def chosen(self) -> DeploymentResult:
         """What to run: with a store only if that needs fewer instances, or is clearly better."""
         one, before = self.with_store, self.without_store
         if one is None:
@@ -297,7 +297,7 @@ class Findings:
         return one if is_smaller or self._is_better(one, before) else before
 
     @property
-    def without_store(self) -> Tried:
+    def without_store(self) -> DeploymentResult:
         """What to run without a store: other settings of the router only if they are clearly better than its own."""
         best = self.by_kind
         for one in self.by_router[1:]:
@@ -306,7 +306,7 @@ class Findings:
         return best
 
     @property
-    def by_kind(self) -> Tried:
+    def by_kind(self) -> DeploymentResult:
         """The better one, plain or split, with the router's own settings."""
         if self.plain is None or self.split is None:
             found = self.split or self.plain
@@ -314,7 +314,7 @@ class Findings:
             return found
         return self.split if self._is_better(self.split, self.plain) else self.plain
 
-    def _is_better(self, one: Tried, other: Tried) -> bool:
+    def _is_better(self, one: DeploymentResult, other: DeploymentResult) -> bool:
         gain = one.figures.within - other.figures.within
         keeps = one.figures.within >= self.share
         if keeps != (other.figures.within >= self.share):
@@ -358,12 +358,12 @@ class Findings:
         head = "a store" if self.chosen is self.with_store else "no store"
         return f"{head}: {self._about(self.with_store)}; without, {self._about(self.without_store)}"
 
-    def _by_router(self, one: Tried) -> str:
+    def _by_router(self, one: DeploymentResult) -> str:
         figures, flags = one.figures, " ".join(one.candidate.router.flags()) or "its own settings"
         times = f"P99 {figures.ttft.p99 * 1e3:.0f} ms and {figures.itl.p99 * 1e3:.1f} ms"
         return f"{flags} ({percent(figures.within)}%, {times})"
 
-    def _about(self, one: Tried) -> str:
+    def _about(self, one: DeploymentResult) -> str:
         figures = one.figures
         if not one.answered:
             return f"{one.candidate} answer no request ({', '.join(figures.reasons)})"

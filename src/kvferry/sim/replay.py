@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import Decided
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.sim.engine import Role, SimInstance
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.loop import EPOCH_S, SimProcess
@@ -25,10 +25,10 @@ _LOOK_EVERY_S = 0.1
 """Virtual seconds between two looks at how full the KV caches are, and between two reports of progress."""
 _REASONS = 3
 _OF_STORES = ("stored", "loaded", "evicted")
-_LONGEST_REASON = 200
+_MAX_REASON = 200
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Percentiles in seconds, by the nearest rank; 0 where there was nothing."""
 
     p50: float = 0.0
@@ -37,7 +37,7 @@ class Spread(msgspec.Struct, frozen=True):
     mean: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Percentiles:
         """The quantiles of values in any order."""
         if not values:
             return cls()
@@ -75,9 +75,9 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     refused: int
     broken: int
     duration_s: float
-    ttft: Spread
-    itl: Spread
-    e2e: Spread
+    ttft: Percentiles
+    itl: Percentiles
+    e2e: Percentiles
     within: float
     goodput: float
     hand_offs: int
@@ -96,7 +96,7 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Answered:
+class CompletedRequest:
     """One request that was answered completely: when it arrived, and its times."""
 
     at_s: float
@@ -155,7 +155,7 @@ class TraceReplay:
         arrivals: Sequence[Arrival],
         *,
         seed: int = 0,
-        fleet: WantedFleet | None = None,
+        fleet: DesiredFleet | None = None,
         on_look: Callable[[World], None] = lambda _: None,
     ) -> None:
         self._spec, self._arrivals, self._seed, self._fleet = spec, arrivals, seed, fleet
@@ -164,7 +164,7 @@ class TraceReplay:
         self._most = 0
         self._before: dict[SimProcess, dict[str, float]] = {}
         """What each process had counted when that was last added to its role's."""
-        self.answered: list[Answered] = []
+        self.answered: list[CompletedRequest] = []
         self.gaps_s: Sequence[float] = ()
 
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
@@ -183,7 +183,7 @@ class TraceReplay:
         self.gaps_s = world.gaps_s
         for one in world.results:
             if one.outcome == "complete" and one.first_s is not None and one.end_s is not None:
-                self.answered.append(Answered(one.spec.at_s - first_s, one.first_s, one.end_s, one.num_tokens))
+                self.answered.append(CompletedRequest(one.spec.at_s - first_s, one.first_s, one.end_s, one.num_tokens))
         met = sum(targets.met_by(one.ttft_s, one.e2e_s, one.num_tokens) for one in self.answered)
         results = world.results
         return ReplayFigures(
@@ -192,9 +192,9 @@ class TraceReplay:
             refused=sum(one.outcome == "refused" for one in results),
             broken=sum(one.outcome not in ("complete", "refused") for one in results),
             duration_s=duration_s,
-            ttft=Spread.of([one.ttft_s for one in self.answered]),
-            itl=Spread.of(world.gaps_s),
-            e2e=Spread.of([one.e2e_s for one in self.answered]),
+            ttft=Percentiles.of([one.ttft_s for one in self.answered]),
+            itl=Percentiles.of(world.gaps_s),
+            e2e=Percentiles.of([one.e2e_s for one in self.answered]),
             within=met / len(results),
             goodput=met / duration_s,
             hand_offs=self._counted("hand_offs"),
@@ -291,6 +291,6 @@ def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for one in results:
         if one.outcome != "complete":
-            reason = f"{one.outcome or 'never ended'} {one.status or ''} {one.why[:_LONGEST_REASON]}".strip()
+            reason = f"{one.outcome or 'never ended'} {one.status or ''} {one.why[:_MAX_REASON]}".strip()
             counts[reason] = counts.get(reason, 0) + 1
     return dict(sorted(counts.items(), key=lambda one: -one[1])[:_REASONS])

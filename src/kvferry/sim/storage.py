@@ -192,8 +192,8 @@ class SimDisk(Disk):
             if len(piece) < len(view):
                 raise CorruptBlock("the file is too short")
 
-    def head(self, descriptor: SimFile, most_bytes: int) -> bytes:  # type: ignore[override]
-        return descriptor.content[:most_bytes]
+    def head(self, descriptor: SimFile, max_bytes: int) -> bytes:  # type: ignore[override]
+        return descriptor.content[:max_bytes]
 
     def touch_open(self, descriptor: SimFile) -> None:  # type: ignore[override]
         if self._process.simulation.wall() - descriptor.modified_s > TOUCH_S:

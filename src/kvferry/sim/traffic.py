@@ -34,8 +34,8 @@ BLOCK_TOKENS = 512
 MAX_PAUSE_S = 86_400.0
 """Seconds without a request, at most."""
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOST_TOKENS = 2**31
-_LONGEST_LINE = _BEGIN = 4096
+_MAX_TOKENS = 2**31
+_MAX_LINE = _BEGIN = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
     def lines() -> Iterator[str]:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            while line := file.readline(_LONGEST_LINE):
+            while line := file.readline(_MAX_LINE):
                 yield line
 
     try:
@@ -169,10 +169,10 @@ def _tokens(where: str, column: str, text: str) -> int:
 
 
 def _arrival(where: str, at_s: float, prompt: int, answer: int, blocks: tuple[int, ...] = ()) -> Arrival:
-    if not 1 <= prompt <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: a prompt of {prompt} tokens; it must have 1 to {_MOST_TOKENS}")
-    if not 0 <= answer <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: an answer of {answer} tokens; it must have 0 to {_MOST_TOKENS}")
+    if not 1 <= prompt <= _MAX_TOKENS:
+        raise ConfigError(f"{where}: a prompt of {prompt} tokens; it must have 1 to {_MAX_TOKENS}")
+    if not 0 <= answer <= _MAX_TOKENS:
+        raise ConfigError(f"{where}: an answer of {answer} tokens; it must have 0 to {_MAX_TOKENS}")
     return Arrival(at_s, prompt, max(1, answer), blocks)
 
 

@@ -24,7 +24,7 @@ from kvferry.transport.lookup_buffer.base import LookupBufferContext
 from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
 
-_MOST_UNREAD_BYTES = 256 * 1024
+_MAX_UNREAD_BYTES = 256 * 1024
 _LOOK_AGAIN_S = 0.05
 """How often a read looks whether hosts that are cut off from each other see each other again."""
 
@@ -74,7 +74,7 @@ class _Frames(asyncio.Protocol):
             self.frames.append(bytes(self._buffer[HEADER_BYTES : HEADER_BYTES + length]))
             self._num_unread += length
             del self._buffer[: HEADER_BYTES + length]
-        if self._num_unread > _MOST_UNREAD_BYTES:
+        if self._num_unread > _MAX_UNREAD_BYTES:
             self.transport.pause_reading()
         self._wake()
 
@@ -102,7 +102,7 @@ class _Frames(asyncio.Protocol):
             await self._waiter
         frame = self.frames.popleft()
         self._num_unread -= len(frame)
-        if self._num_unread <= _MOST_UNREAD_BYTES:
+        if self._num_unread <= _MAX_UNREAD_BYTES:
             self.transport.resume_reading()
         return frame
 

@@ -221,10 +221,10 @@ class World:
     # Time.
 
     def run_until(self, done: Any, within_s: float) -> bool:
-        """Let time pass until `done`, at most `within_s`. Returns whether it is. Raises `Stuck`."""
+        """Let time pass until `done`, at most `within_s`. Returns whether it is. Raises `Deadlock`."""
         until = self.simulation.now + within_s
         while not done() and self.simulation.now < until:
-            if self.simulation.run_until(done, until=until, most_callbacks=_COLLECT_EVERY):
+            if self.simulation.run_until(done, until=until, max_callbacks=_COLLECT_EVERY):
                 gc.collect()
         return bool(done())
 

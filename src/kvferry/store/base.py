@@ -24,7 +24,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
-from kvferry.core.settings.bounds import MOST_BYTES, MOST_SECONDS
+from kvferry.core.settings.bounds import MAX_BYTES, MAX_SECONDS
 from kvferry.store.codecs.table import make_codec
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.record import LayerViews, RecordFormat
@@ -72,7 +72,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """`num_blocks` consecutive blocks that are in the same tier; tier 0 is the fastest."""
 
     tier: int
@@ -84,7 +84,7 @@ class StoreFull(StoreError):
     which answers `Put.DROPPED`."""
 
 
-StoreBytes = Annotated[int, msgspec.Meta(gt=0, le=MOST_BYTES - 1)]
+StoreBytes = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES - 1)]
 StoreThreads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
@@ -93,7 +93,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     codec: str = "none"
     """How blocks are encoded: a name of `codecs.table`."""
-    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 0.25
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 0.25
     """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier without an answer by then
     is not asked any more, until it answers again."""
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
@@ -164,10 +164,10 @@ class KVStore(ABC):
         """How many of the blocks, from the first on, are there. They are not read, so `get` may still find one
         damaged."""
 
-    async def runs(self, hashes: Sequence[BlockHash]) -> list[Run]:
+    async def runs(self, hashes: Sequence[BlockHash]) -> list[BlockRun]:
         """Like `match`, by tier."""
         num_blocks = await self.match(hashes)
-        return [Run(0, num_blocks)] if num_blocks else []
+        return [BlockRun(0, num_blocks)] if num_blocks else []
 
     @abstractmethod
     async def get(self, reads: Sequence[Read]) -> list[bool]:
@@ -289,22 +289,22 @@ def require_short_note(content: bytes, most: int = MAX_NOTE_BYTES) -> None:
         raise StoreError(f"a note of {len(content)} bytes; at most {most} are accepted")
 
 
-def part_of(runs: Sequence[Run], first: int, last: int) -> list[Run]:
+def part_of(runs: Sequence[BlockRun], first: int, last: int) -> list[BlockRun]:
     """The part of `runs` that holds blocks `[first, last)`, counted from the first block of `runs`."""
     found, start = [], 0
     for run in runs:
         begin, end = max(first, start), min(last, start + run.num_blocks)
         if begin < end:
-            found.append(Run(run.tier, end - begin))
+            found.append(BlockRun(run.tier, end - begin))
         start += run.num_blocks
     return found
 
 
-def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+def joined(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
     """The same runs, with neighbours in one tier joined."""
-    found: list[Run] = []
+    found: list[BlockRun] = []
     for run in runs:
         if found and found[-1].tier == run.tier:
-            run = Run(run.tier, found.pop().num_blocks + run.num_blocks)
+            run = BlockRun(run.tier, found.pop().num_blocks + run.num_blocks)
         found.append(run)
     return tuple(found)

@@ -14,7 +14,7 @@ from kvferry.core.errors import KvferryError
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 2.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
 """Seconds between two probes; the pause doubles with each that fails."""
 PROBE_S = 10.0
 """Most seconds for one probe; whether it was too late is known only afterwards."""
@@ -55,7 +55,7 @@ class Breaker:
         pause_s = FIRST_PAUSE_S
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             try:
                 async with asyncio.timeout(PROBE_S):
                     await self._probe()

@@ -92,9 +92,9 @@ class Disk:
         """Fill all views from `offset` on. Raises `CorruptBlock` if the file is too short."""
         read_exactly(descriptor, views, offset)
 
-    def head(self, descriptor: int, most_bytes: int) -> bytes:
+    def head(self, descriptor: int, max_bytes: int) -> bytes:
         """The beginning of an open file."""
-        return os.read(descriptor, most_bytes)
+        return os.read(descriptor, max_bytes)
 
     def touch_open(self, descriptor: int) -> None:
         """Renew an open file's modification time if it is older than `TOUCH_S`. Errors are ignored: who may only read a

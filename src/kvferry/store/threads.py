@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """Most seconds that `close` waits for running calls."""
-MOST_LEFT = 16
+MAX_LEFT = 16
 """Most threads that may be left behind in calls; while there are that many, no other call is made."""
 Result = TypeVar("Result")
 
@@ -84,7 +84,7 @@ class Threads:
         not return, and what the function raises."""
         call = ThreadCall(function)
         with self._changed:
-            if self._is_closed or self._num_left >= MOST_LEFT:
+            if self._is_closed or self._num_left >= MAX_LEFT:
                 state = "is closed" if self._is_closed else f"has {self._num_left} calls that do not return"
                 raise StoreError(f"the store {state}")
             self._calls.append(call)
@@ -137,14 +137,14 @@ class Threads:
         """The next call; None: this thread is not needed any more."""
         with self._changed:
             self._num_idle += 1
-            self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_one_too_many)
+            self._changed.wait_for(lambda: self._calls or self._is_closed or self._has_excess_thread)
             self._num_idle -= 1
-            if self._calls and not self._has_one_too_many:
+            if self._calls and not self._has_excess_thread:
                 return self._calls.popleft()
             self._num_threads -= 1
             self._changed.notify_all()
             return None
 
     @property
-    def _has_one_too_many(self) -> bool:
+    def _has_excess_thread(self) -> bool:
         return self._num_threads - self._num_left > self._number

@@ -35,7 +35,7 @@ FOUND_S = 0.002
 """Seconds to find one block, as on a disk with cold caches, in addition to the deadline."""
 SILENT_SHARE = 0.25
 """Part of the deadline after which a tier that is busy with blocks gets a small request, to detect one that hangs."""
-MOST_PROBED = 32
+MAX_PROBED = 32
 """Blocks that are read again to find out whether the tier is still too slow."""
 APART_S = 1.0
 """How long `close` waits for a separate loop to end; one that is in a call that does not return is left behind."""
@@ -149,7 +149,7 @@ class Tier:
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """`KVStore.get`; all False where `ask` returns `otherwise`."""
-        self._read_last = [read.block_hash for read in reads[:MOST_PROBED]]
+        self._read_last = [read.block_hash for read in reads[:MAX_PROBED]]
         num_bytes = self.store.layout.block_bytes * len(reads)
         apart = [] if self.store.ends_calls else [Read(read.block_hash, _alike(read.into)) for read in reads]
         call = partial(self.store.get, apart or reads)

@@ -26,7 +26,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
-from kvferry.store.base import Block, Changes, KVStore, Put, Read, Run, StoreOptions
+from kvferry.store.base import Block, BlockRun, Changes, KVStore, Put, Read, StoreOptions
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
 from kvferry.store.tier import Tier
@@ -104,18 +104,18 @@ class TieredStore(KVStore):
         """How many blocks, from the first on, are in any tier; each may be in a different one."""
         return sum(run.num_blocks for run in await self.runs(hashes))
 
-    async def runs(self, hashes: Sequence[BlockHash]) -> list[Run]:
+    async def runs(self, hashes: Sequence[BlockHash]) -> list[BlockRun]:
         """Like `match`, by tier. The tiers are asked in turn, each for the blocks behind what was found, until no tier
         has the next block."""
         self._require_any()
-        found: list[Run] = []
+        found: list[BlockRun] = []
         count, before = 0, -1
         while before < count < len(hashes):
             before = count
             for level, tier in enumerate(self.tiers):
                 more = await tier.match(hashes[count:]) if count < len(hashes) else 0
                 if more:
-                    found.append(Run(level, more))
+                    found.append(BlockRun(level, more))
                     count += more
             if len(self.tiers) == 1:
                 break

@@ -23,7 +23,7 @@ PINNED_S = 10 * 365 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class FoundKey:
+class KeyEntry:
     """A key in a store. `record`: that of the first rank; `names`: the beginnings of the hashes of all its blocks."""
 
     record: KeyRecord
@@ -37,7 +37,7 @@ class KeyFolder:
         self._root, self._tenant, self._notes = root, tenant, KeyNotes(token)
         self._files = NoteFiles(root / "notes", access_of(root / "notes", root))
 
-    def find(self, key: str) -> FoundKey:
+    def find(self, key: str) -> KeyEntry:
         """The key. Raises `ConfigError` if there is none that can be read."""
         record = self._record(key, 0)
         if record is None:
@@ -50,15 +50,15 @@ class KeyFolder:
             name = self._notes.name(self._tenant, key, 0, page)
             note = self._files.read(name)
             names += self._notes.open_page(name, note, record) if note is not None else []
-        return FoundKey(record, frozenset(names))
+        return KeyEntry(record, frozenset(names))
 
-    def blocks(self, found: FoundKey) -> Iterator[Entry]:
+    def blocks(self, found: KeyEntry) -> Iterator[Entry]:
         """The blocks that are there, of all ranks, and of every codec."""
         digits = 2 * NAME_BYTES
         wanted = {name.hex() for name in found.names}
         return (entry for entry in entries(self._root) if entry.name[:digits] in wanted)
 
-    def set_pinned(self, key: str, found: FoundKey, pinned: bool, ttl_s: float) -> int:
+    def set_pinned(self, key: str, found: KeyEntry, pinned: bool, ttl_s: float) -> int:
         """Pin or unpin the key's blocks, and let the key itself expire after `ttl_s`. Returns the number of blocks.
         Raises `StoreError`."""
         count = 0
@@ -72,7 +72,7 @@ class KeyFolder:
                 self._renew(key, rank, record, now_s + ttl_s)
         return count
 
-    def remove(self, key: str, found: FoundKey, *, pinned_too: bool) -> tuple[int, int]:
+    def remove(self, key: str, found: KeyEntry, *, pinned_too: bool) -> tuple[int, int]:
         """Remove the key's blocks, pinned ones only with `pinned_too`, and the key unless some are left. Returns how
         many blocks were removed, and how many are left."""
         removed = left = 0

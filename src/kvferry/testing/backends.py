@@ -31,7 +31,7 @@ from kvferry.fleet.control.backend import (
     NotStarted,
     backend_class,
 )
-from kvferry.fleet.control.spec import MemberRole, RoleSpec, RouterSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec, RouterSpec
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.process import ProcessSpec, RouterGroup
 
@@ -68,7 +68,7 @@ class Programs:
     """A recipe (`kvferry.fleet.control.backend.Recipe`) of such programs; one ends by itself when there is a file of
     its name in `ends`."""
 
-    fleet: WantedFleet
+    fleet: DesiredFleet
     ends: Path
     cores: Cores = (0,)
     addresses: Sequence[tuple[str, int]] = ()
@@ -97,7 +97,7 @@ class Programs:
         return self.instance(name, "router", 0, ())
 
 
-class UnheardWatcher:
+class NullWatcher:
     """Shows nobody anything."""
 
     def line(self, name: str, text: str) -> None:
@@ -117,9 +117,9 @@ class BackendContract:
 
     # What a backend whose members are something else overrides.
 
-    def fleet(self, name: str = "contract") -> WantedFleet:
+    def fleet(self, name: str = "contract") -> DesiredFleet:
         """A member's specification, and what the backend needs for it."""
-        return WantedFleet(
+        return DesiredFleet(
             name=name, model="m", mode="pooling", role={"both": RoleSpec(count=8)}, router=RouterSpec(count=0)
         )
 
@@ -129,12 +129,12 @@ class BackendContract:
         (folder / "ends").mkdir()
         yield
 
-    def make(self, folder: Path, fleet: WantedFleet) -> FleetBackend:
+    def make(self, folder: Path, fleet: DesiredFleet) -> FleetBackend:
         """A backend that is not opened yet."""
         place = folder / fleet.name
         place.mkdir(mode=0o700, exist_ok=True)
         context = BackendContext(
-            place, lambda wanted: Programs(wanted, folder / "ends"), UnheardWatcher(), token="a token"
+            place, lambda wanted: Programs(wanted, folder / "ends"), NullWatcher(), token="a token"
         )
         return backend_class(self.kind)(context)
 

@@ -27,7 +27,7 @@ LAYERS = (LayerLayout(2, 8, 8), LayerLayout(1, 6, 3), LayerLayout(3, 5, 0))
 """Heads, and the sizes of keys and values: several, equal and different, and keys alone."""
 
 
-def there_and_back(codec: Codec, span: bytes, layer: int) -> bytes:
+def round_trip(codec: Codec, span: bytes, layer: int) -> bytes:
     """What a span is after it was encoded and decoded."""
     encoded = bytes(codec.encode(memoryview(span), layer))
     assert len(encoded) <= codec.max_encoded_bytes(layer)
@@ -85,7 +85,7 @@ class CodecContract:
             for layer in range(layout.num_layers):
                 pattern = dice.randbytes(dice.choice([1, 2, 7, 64, 4096]))
                 span = (pattern * layout.span_bytes(layer))[: layout.span_bytes(layer)]
-                decoded = there_and_back(codec, span, layer)
+                decoded = round_trip(codec, span, layer)
                 assert decoded == span or not codec.lossless
 
     @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 300.0, 1e30])
@@ -99,7 +99,7 @@ class CodecContract:
                 )
                 span = to_bytes(drawn, layout.dtype)
                 exact = to_numbers(span, layout.dtype)
-                found = to_numbers(there_and_back(codec, span, layer), layout.dtype)
+                found = to_numbers(round_trip(codec, span, layer), layout.dtype)
                 assert np.isfinite(found).all()
                 assert np.abs(found - exact).max() <= self.worst * np.abs(exact).max()
 

@@ -37,7 +37,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.models.random_model import make_random_model
-from kvferry.testing.stepping import Rest
+from kvferry.testing.stepping import IdleWait
 from kvferry.testing.tickets import early_ticket
 
 BLOCK_SIZE = 4
@@ -87,7 +87,7 @@ class EnginePair:
             raise
         self.prefill, self.decode = self._joined[0], self._joined[-1]
         self.alone, self._engines = alone, [*self._joined, alone]
-        self._rest = Rest(*self._engines)
+        self._rest = IdleWait(*self._engines)
         self.outputs: dict[str, list[EngineOutput]] = {}
         self._figures: dict[tuple[int, str], float] = {}
         self._is_watched = False
@@ -233,7 +233,7 @@ class EnginePair:
                 assert is_gauge or value >= before, f"{name} fell from {before} to {value}; add it to `gauges`"
 
 
-def one_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
+def single_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
     """Hand a request from one engine to another with a connector, for tests of what a connector moves KV with. Fails
     unless the KV arrived and the answer is that of one engine alone."""
     model = make_random_model(folder / "model")

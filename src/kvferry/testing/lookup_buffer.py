@@ -60,37 +60,37 @@ class LookupBufferContract:
         return buffer, Source(address.get("host", ""), address.get("port", 0), identity.engine_id)
 
     @pytest_asyncio.fixture
-    async def ends(self) -> AsyncIterator[Ends]:
+    async def ends(self) -> AsyncIterator[BufferEnds]:
         """A producer and a consumer."""
-        ends = Ends(self)
+        ends = BufferEnds(self)
         await ends.open()
         yield ends
         for end in (ends.producer, ends.consumer):
             end.table.check()
         await ends.close()
 
-    async def test_what_is_inserted_arrives(self, ends: Ends) -> None:
+    async def test_what_is_inserted_arrives(self, ends: BufferEnds) -> None:
         ends.produce("k", [4, 2, 9])
         taken = await ends.fetch("k", [7, 8, 0])
         assert (taken.meta, taken.num_bytes) == (b"meta", 3 * ends.theirs.memory.layout.block_bytes)
         assert ends.ours.blocks([7, 8, 0]) == ends.theirs.blocks([4, 2, 9])
         await ends.until_ended("k", "taken")
 
-    async def test_the_meta_is_known_with_the_seal(self, ends: Ends) -> None:
+    async def test_the_meta_is_known_with_the_seal(self, ends: BufferEnds) -> None:
         known: list[bytes] = []
         ends.produce("k", [4])
         await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=known.append))
         assert known == [b"meta"]
         await ends.until_ended("k", "taken")
 
-    async def test_by_key_not_by_order(self, ends: Ends) -> None:
+    async def test_by_key_not_by_order(self, ends: BufferEnds) -> None:
         for key, block in [("a", 1), ("b", 2), ("c", 3)]:
             ends.produce(key, [block])
         for key, block in [("c", 3), ("a", 1), ("b", 2)]:
             await ends.fetch(key, [block])
             assert ends.ours.blocks([block]) == ends.theirs.blocks([block])
 
-    async def test_layers_flow_while_the_producer_computes(self, ends: Ends) -> None:
+    async def test_layers_flow_while_the_producer_computes(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0, 1])
         await asyncio.sleep(0)
         ends.producer.table.open("k")
@@ -102,7 +102,7 @@ class LookupBufferContract:
         ends.producer.table.seal("k", b"meta")
         assert (await fetching).meta == b"meta"
 
-    async def test_blocks_that_are_here_already_are_left_alone(self, ends: Ends) -> None:
+    async def test_blocks_that_are_here_already_are_left_alone(self, ends: BufferEnds) -> None:
         before = ends.ours.blocks([7, 8])
         ends.producer.table.open("k")
         ends.insert("k", 0, [4])
@@ -113,12 +113,12 @@ class LookupBufferContract:
         assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([9, 3])
         assert taken.num_bytes == 2 * ends.theirs.memory.layout.block_bytes
 
-    async def test_all_blocks_are_here_already(self, ends: Ends) -> None:
+    async def test_all_blocks_are_here_already(self, ends: BufferEnds) -> None:
         ends.produce("k", [4, 5])
         assert (await ends.fetch("k", [7, 8], skip_blocks=2)).num_bytes == 0
         await ends.until_ended("k", "taken")
 
-    async def test_a_reset_begins_again(self, ends: Ends) -> None:
+    async def test_a_reset_begins_again(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0, 1])
         ends.producer.table.open("k")
         ends.insert("k", 0, [5, 6])
@@ -131,7 +131,7 @@ class LookupBufferContract:
         assert (await fetching).meta == b"again"
         assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([10, 11])
 
-    async def test_a_drop_after_everything_was_read_is_no_take(self, ends: Ends) -> None:
+    async def test_a_drop_after_everything_was_read_is_no_take(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0])
         ends.producer.table.open("k")
         ends.insert("k", 0, [5])
@@ -141,7 +141,7 @@ class LookupBufferContract:
             await fetching
         assert ends.producer.table.why_over("k") == "dropped"
 
-    async def test_one_of_two_consumers_has_it(self, ends: Ends) -> None:
+    async def test_one_of_two_consumers_has_it(self, ends: BufferEnds) -> None:
         region, other = await ends.another_consumer()
         ends.produce("k", [4])
         fetches = [
@@ -153,7 +153,7 @@ class LookupBufferContract:
         winner = ends.ours if isinstance(results[0], Taken) else region
         assert winner.blocks([0]) == ends.theirs.blocks([4])
 
-    async def test_too_late(self, ends: Ends) -> None:
+    async def test_too_late(self, ends: BufferEnds) -> None:
         ends.produce("k", [4])
         ends.clock.advance(BOUNDS.lease_s)
         with pytest.raises(LeaseEnded, match="lease"):
@@ -162,12 +162,12 @@ class LookupBufferContract:
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
 
-    async def test_a_key_that_never_comes(self, ends: Ends) -> None:
+    async def test_a_key_that_never_comes(self, ends: BufferEnds) -> None:
         with pytest.raises(TransferTimeout):
             await ends.fetch("k", [0], seconds=0.05)
 
     @pytest.mark.parametrize("order", ["asked before", "asked after"])
-    async def test_a_key_of_which_is_said_that_it_never_comes(self, ends: Ends, order: str) -> None:
+    async def test_a_key_of_which_is_said_that_it_never_comes(self, ends: BufferEnds, order: str) -> None:
         fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
         await asyncio.sleep(0)
         ends.producer.table.drop("dropped")
@@ -179,7 +179,7 @@ class LookupBufferContract:
         assert "released" in str(found[1])
         ends.producer.table.check()
 
-    async def test_who_gives_up_leaves_the_key_to_others(self, ends: Ends) -> None:
+    async def test_who_gives_up_leaves_the_key_to_others(self, ends: BufferEnds) -> None:
         ends.producer.table.open("k")
         ends.insert("k", 0, [4])
         giving_up = ends.fetch("k", [0])
@@ -191,21 +191,21 @@ class LookupBufferContract:
         await ends.fetch("k", [1])
         assert ends.ours.blocks([1]) == ends.theirs.blocks([4])
 
-    async def test_a_release_ends_the_lease_at_once(self, ends: Ends) -> None:
+    async def test_a_release_ends_the_lease_at_once(self, ends: BufferEnds) -> None:
         ends.produce("k", [4])
         await ends.consumer.release("k", ends.source, deadline=soon())
         await ends.until_ended("k", "released", "taken")
         with pytest.raises(LeaseEnded, match="released"):
             await ends.fetch("k", [0])
 
-    async def test_the_producer_ends_a_lease_itself(self, ends: Ends) -> None:
+    async def test_the_producer_ends_a_lease_itself(self, ends: BufferEnds) -> None:
         ends.produce("k", [4])
         assert ends.producer.table.release("k")
         assert not ends.producer.table.release("k")
         with pytest.raises(LeaseEnded, match="released"):
             await ends.fetch("k", [0])
 
-    async def test_a_full_buffer_says_so_to_both(self, ends: Ends) -> None:
+    async def test_a_full_buffer_says_so_to_both(self, ends: BufferEnds) -> None:
         for index in range(BOUNDS.max_keys):
             assert ends.producer.table.open(f"k{index}")
         assert not ends.producer.table.open("more")
@@ -216,7 +216,7 @@ class LookupBufferContract:
         for index in range(BOUNDS.max_keys):
             ends.producer.table.drop(f"k{index}")
 
-    async def test_blocks_that_were_never_announced_are_missed(self, ends: Ends) -> None:
+    async def test_blocks_that_were_never_announced_are_missed(self, ends: BufferEnds) -> None:
         ends.producer.table.open("k")
         ends.insert("k", 0, [4])
         ends.insert("k", 1, [5], range(2))
@@ -225,7 +225,7 @@ class LookupBufferContract:
             await ends.fetch("k", [0, 1])
         ends.producer.table.drop("k")
 
-    async def test_more_blocks_than_expected_are_not_written_anywhere(self, ends: Ends) -> None:
+    async def test_more_blocks_than_expected_are_not_written_anywhere(self, ends: BufferEnds) -> None:
         before = ends.ours.bytes.copy()
         ends.produce("k", [4, 5, 6])
         with pytest.raises(ProtocolError, match="prompt must be the same"):
@@ -233,7 +233,7 @@ class LookupBufferContract:
         assert (ends.ours.bytes == before).all()
         ends.producer.table.drop("k")
 
-    async def test_many_at_once(self, ends: Ends) -> None:
+    async def test_many_at_once(self, ends: BufferEnds) -> None:
         fetches = {f"k{index}": ends.fetch(f"k{index}", [index]) for index in range(BOUNDS.max_keys)}
         for index in reversed(range(BOUNDS.max_keys)):
             ends.produce(f"k{index}", [15 - index])
@@ -241,7 +241,7 @@ class LookupBufferContract:
         for index in range(BOUNDS.max_keys):
             assert ends.ours.blocks([index]) == ends.theirs.blocks([15 - index])
 
-    async def test_a_producer_on_another_thread(self, ends: Ends) -> None:
+    async def test_a_producer_on_another_thread(self, ends: BufferEnds) -> None:
         fetching = ends.fetch("k", [0, 1])
 
         def produce() -> None:
@@ -255,7 +255,7 @@ class LookupBufferContract:
         assert ends.ours.blocks([0, 1]) == ends.theirs.blocks([8, 3])
 
 
-class Ends:
+class BufferEnds:
     """A producer, and as many consumers as a test wants, on one loop; the test controls the producer's clock."""
 
     def __init__(self, contract: LookupBufferContract) -> None:

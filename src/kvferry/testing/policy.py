@@ -22,32 +22,32 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.disaggregation import Threshold
-from kvferry.router.choice.policies.base import Asked, Choice, Options, Policy, PolicyContext
+from kvferry.router.choice.policies.base import Choice, Options, Policy, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.table import find_policy, make_policy, read_settings
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import Prefix
-from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.load import InstanceLoad, LoadTable
+from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 
 @dataclass(eq=False)
-class One:
+class PolicyInstance:
     """An instance, as a policy sees it."""
 
     name: str
     load: InstanceLoad = field(default_factory=InstanceLoad)
 
 
-def instances(role: str, number: int) -> list[One]:
+def instances(role: str, number: int) -> list[PolicyInstance]:
     """A number of instances that a router would have in one pool."""
     loads = LoadTable()
-    return [One(f"{role}-{place}", InstanceLoad(loads)) for place in range(number)]
+    return [PolicyInstance(f"{role}-{place}", InstanceLoad(loads)) for place in range(number)]
 
 
-def prompt(*keys: int, session: str | None = None) -> Asked:
+def prompt(*keys: int, session: str | None = None) -> PromptTraits:
     """The question to a policy: a prompt of blocks of 100 tokens, each identified by a key."""
     ends = [100.0 * (place + 1) for place in range(len(keys))]
-    return Asked(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
+    return PromptTraits(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
 
 
 class Fleet:
@@ -58,14 +58,14 @@ class Fleet:
         self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
     ) -> None:
         self.clock, self.index, self.estimates = ManualClock(), PrefixIndex(), Estimates()
-        self.directions = Directions()
+        self.directions = SharedFleetPlan()
         self.threshold = Threshold(self.estimates, self.index, fixed, self.directions)
         context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
         self.policy: Policy = make_policy(policy, context, options)
         self.prefills, self.decodes = instances("prefill", num_prefill), instances("decode", num_decode)
         self.chosen: Counter[str] = Counter()
 
-    def choose(self, asked: Asked, options: Options[One] | None = None) -> Choice[One]:
+    def choose(self, asked: PromptTraits, options: Options[PolicyInstance] | None = None) -> Choice[PolicyInstance]:
         """Let the policy choose, and record its choice as the router does."""
         choice = self.policy.choose(asked, options or Options(self.prefills, self.decodes))
         cached = self.index.match(asked.prefix)
@@ -110,7 +110,7 @@ class PolicyContract:
         """Here only instances of the same number can read each other's KV."""
         fleet = self.fleet(3, 3)
 
-        def can_pair(prefill: One, decode: One) -> bool:
+        def can_pair(prefill: PolicyInstance, decode: PolicyInstance) -> bool:
             return prefill.name[-1] == decode.name[-1]
 
         for number in range(60):

@@ -10,7 +10,7 @@ IDLE_S = 0.005
 """Most seconds between two steps of engines that wait, because leases and deadlines depend on the clock."""
 
 
-class Rest:
+class IdleWait:
     """Waits between steps. Call it after a step of each engine: while all of them only wait for transfers, it waits
     too, because steps that find nothing to do would take the time that the transfers need."""
 

@@ -171,7 +171,7 @@ def test_what_was_seen_last_is_not_shown_as_what_is_there_now(state: Path, capsy
     ledger.want(read_fleet(state.parent / "chat.toml"))
     both = RoleStatus(desired=1, ready=1, updated=1, starting=0, draining=0)
     seen = FleetStatus(1.0, pid, 1, "http://127.0.0.1:9", {"both": both}, (), settled=True, started=started_at(pid))
-    lease = ledger.try_to_act()
+    lease = ledger.try_acquire()
     assert lease is not None
     ledger.write_status(seen)
     assert main(["fleet", "status", "chat"]) == 0
@@ -195,7 +195,7 @@ async def test_a_change_is_waited_for_while_what_runs_the_members_does_not_answe
 ) -> None:
     ledger = Ledger(state / "fleets" / "chat")
     number = ledger.want(read_fleet(state.parent / "chat.toml")).number + 1
-    lease = ledger.try_to_act()
+    lease = ledger.try_acquire()
     assert lease is not None
     pid = os.getpid()
     seen = FleetStatus(1.0, pid, number, "http://127.0.0.1:9", roles={}, members=(), started=started_at(pid))

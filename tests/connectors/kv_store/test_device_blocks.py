@@ -121,7 +121,7 @@ def test_blocks_for_which_there_is_no_pinned_memory_are_neither_saved_nor_loaded
 
 def test_many_pieces_and_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are divided, and begun in parts."""
-    monkeypatch.setattr(copies, "MOST_PIECES", 7)
+    monkeypatch.setattr(copies, "MAX_PIECES", 7)
     monkeypatch.setattr(copies, "PIECE_BYTES", 48)
     region = BlockRegion(make_layout(), 64, seed=3)
     blocks = DeviceBlocks(region.memory, None, HostCopies, lambda num_bytes: memoryview(bytearray(num_bytes)))

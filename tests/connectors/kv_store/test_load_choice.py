@@ -10,14 +10,14 @@ from kv_support import make_layout
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, ScheduledChunk, StepView
 from kvferry.connectors.kv_store.load_choice import LoadChoice
-from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
+from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadMode, LoadPolicy
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.store.base import Run
+from kvferry.store.base import BlockRun
 
-RUNS = (Run(0, 4),)
+RUNS = (BlockRun(0, 4),)
 PROMPT = list(range(19))
 
 
@@ -90,8 +90,8 @@ def test_a_decision_to_compute_counts_once_and_when_it_is_carried_out(
 ) -> None:
     """It may be asked for many times, and another connector may load the blocks."""
 
-    def decide(self: LoadPolicy, runs: Sequence[Run], *arguments: object, **named: object) -> LoadDecision:
-        return LoadDecision(Way.RECOMPUTE, 0, 0)
+    def decide(self: LoadPolicy, runs: Sequence[BlockRun], *arguments: object, **named: object) -> LoadDecision:
+        return LoadDecision(LoadMode.RECOMPUTE, 0, 0)
 
     monkeypatch.setattr(LoadPolicy, "decide", decide)
     for _ in range(3):

@@ -25,7 +25,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.core.errors import StoreError, TransferTimeout
 from kvferry.core.messages.hand_off import PrefillResult
 from kvferry.store.arena import Arena
-from kvferry.store.base import Block, KVStore, Put, Read, Run, StoreOptions
+from kvferry.store.base import Block, BlockRun, KVStore, Put, Read, StoreOptions
 from kvferry.store.table import find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
@@ -471,14 +471,14 @@ def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> No
     prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()), StoredKeys("secret"))
     prober.ask("r", StoreQuestion(names))
 
-    def runs() -> tuple[Run, ...] | None:
+    def runs() -> tuple[BlockRun, ...] | None:
         answer = prober.answer("r")
         return None if answer is None else answer.runs
 
     try:
         until(lambda: runs() is not None)
-        assert runs() in ((Run(0, 3),), (Run(1, 3),)), "at once, or so soon"
-        until(lambda: runs() == (Run(0, 3),))
+        assert runs() in ((BlockRun(0, 3),), (BlockRun(1, 3),)), "at once, or so soon"
+        until(lambda: runs() == (BlockRun(0, 3),))
     finally:
         prober.close()
 
@@ -500,7 +500,7 @@ def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_read
     asyncio.run(fill())
     prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()), StoredKeys("secret"))
     parts: list[int] = []
-    seen: list[tuple[Run, ...]] = []
+    seen: list[tuple[BlockRun, ...]] = []
     prefetch = TieredStore.prefetch
 
     async def noted(store: TieredStore, hashes: Sequence[bytes]) -> None:
@@ -517,7 +517,7 @@ def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_read
     try:
         until(lambda: len(parts) == 2 and not prober._ahead)
         assert parts == [16, 16]
-        assert seen == [(Run(0, 16), Run(1, 24))]
+        assert seen == [(BlockRun(0, 16), BlockRun(1, 24))]
         assert prober.num_kept() == 0
     finally:
         prober.close()

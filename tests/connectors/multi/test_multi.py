@@ -377,7 +377,7 @@ def test_a_load_that_fails_leaves_nothing_wrong_in_the_other_s_store(
     make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `auto` too, where a connector alone would load layer by layer."""
-    monkeypatch.setattr(LoadPolicy, "sooner_by_layers", lambda *arguments, **named: True)
+    monkeypatch.setattr(LoadPolicy, "prefers_layerwise", lambda *arguments, **named: True)
     alone = make("kv_both", storage(tmp_path / "a"))
     alone.run(FakeRequest("a", PROMPT))
     settle(alone, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.files import MOST_BYTES, read_whole, require_writable
+from kvferry.core.settings.files import MAX_BYTES, read_whole, require_writable
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
@@ -26,8 +26,8 @@ def test_a_pipe_that_nothing_writes_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_more_is_read_than_is_allowed(tmp_path: Path) -> None:
-    (tmp_path / "whole").write_bytes(b"x" * MOST_BYTES)
-    assert len(read_whole(tmp_path / "whole")) == MOST_BYTES
+    (tmp_path / "whole").write_bytes(b"x" * MAX_BYTES)
+    assert len(read_whole(tmp_path / "whole")) == MAX_BYTES
     with pytest.raises(ConfigError, match="zero has more than 16 MiB"):
         read_whole(Path("/dev/zero"))
 

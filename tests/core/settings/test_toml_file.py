@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.files import MOST_BYTES
+from kvferry.core.settings.files import MAX_BYTES
 from kvferry.core.settings.toml_file import read_toml, to_toml
 
 
@@ -35,7 +35,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         (b"a = '\xff'", "is not valid TOML: 'utf-8' codec"),
         (b"a = " + b"[" * 100_000, "is not valid TOML: its lists or tables are nested too deeply"),
         (b"a = " + b"9" * 10_000, "is not valid TOML: Exceeds the limit"),
-        (b"#" * (MOST_BYTES + 1), "has more than 16 MiB"),
+        (b"#" * (MAX_BYTES + 1), "has more than 16 MiB"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, content: bytes, why: str) -> None:

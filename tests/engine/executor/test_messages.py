@@ -19,15 +19,15 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import messages
 from kvferry.engine.executor.messages import (
-    Ask,
     Check,
     Close,
     Done,
-    Here,
     LoadModel,
     ModelLoaded,
     OpenCache,
     Opened,
+    Ping,
+    Pong,
     Proceed,
     RankFailed,
     RankStep,
@@ -59,7 +59,7 @@ COMMANDS = [
     RankStep(StepInputs([1, 2], [2], [5], [5], [[0, 9]], [1]), [b"late", b"plan"], 7, 1),
     RankStep(None, [], 0, 0),
     Proceed(),
-    Ask(),
+    Ping(),
     Check(),
     Close(),
     TableAnswer(has_all=True, value=b"\0"),
@@ -81,7 +81,7 @@ def test_commands_arrive_as_they_were(command: Any, ends: tuple[Pipe, Pipe]) -> 
         Done(b"x", 4, "why"),
         RankFailed("E", "why"),
         LOOK,
-        Here(),
+        Pong(),
     ],
 )
 def test_messages_arrive_as_they_were(message: Any, ends: tuple[Pipe, Pipe]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.executor.link import Link
-from kvferry.engine.executor.messages import Ask, Check, Here, Proceed
+from kvferry.engine.executor.messages import Check, Ping, Pong, Proceed
 from kvferry.engine.executor.rank_main import RankProcessMain, _Woken
 
 
@@ -32,6 +32,6 @@ def test_a_rank_says_that_it_runs_also_while_it_carries_out_a_command() -> None:
     pipe: Any = SimpleNamespace(receive=told.get, send=said.put)
     main = RankProcessMain(Link(pipe, "rank 0", "127.0.0.1"), "")  # nobody takes what it is told
     told.put(Check())
-    told.put(Ask())
-    assert said.get(timeout=10) == Here()
+    told.put(Ping())
+    assert said.get(timeout=10) == Pong()
     assert main._inbox.take(10) == Check()

@@ -20,7 +20,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.model.attention import ATTENTION_NAME, probe_layers, register_attention
 from kvferry.engine.model.loader import load_model
 from kvferry.engine.model.masks import window_of
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from support.families import Case, make_model
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_other_masks_are_refused(kind: str) -> None:
 def probe(folder: Path) -> tuple[int | None, ...]:
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    return probe_layers(model.eval(), CPU, Place()).windows
+    return probe_layers(model.eval(), CPU, RankPlacement()).windows
 
 
 def test_a_window_that_is_in_the_mask_only_is_found(tmp_path: Path) -> None:

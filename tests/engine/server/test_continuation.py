@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.core.messages.continuation import PROGRESS_HEADER, Mark, decode_mark, is_last
+from kvferry.core.messages.continuation import PROGRESS_HEADER, StreamMark, decode_mark, is_last
 
 from .fake_engine import DeterministicEngine
 from .running import running
@@ -32,7 +32,7 @@ class Broken:
             self.events.append(event)
             self.marks.append(mark)
 
-    def so_far(self, num_events: int) -> tuple[Mark, list[int]]:
+    def so_far(self, num_events: int) -> tuple[StreamMark, list[int]]:
         """The first mark, and the tokens of so many events."""
         marks = [decode_mark(mark) for mark in self.marks[:num_events] if mark is not None]
         return marks[0], [token for mark in marks for token in mark.tokens]
@@ -67,7 +67,7 @@ async def asker(tokenizer: Any) -> AsyncIterator[Asker]:
         yield Asker(client, engine)
 
 
-def continuing(body: dict[str, Any], first: Mark, tokens: list[int]) -> dict[str, Any]:
+def continuing(body: dict[str, Any], first: StreamMark, tokens: list[int]) -> dict[str, Any]:
     told = {"token_ids": tokens, "seed": first.seed, "created": first.created, "answer": first.answer}
     return {**body, "kv_transfer_params": {"continue_from": {**told, "num_cached_tokens": first.num_cached_tokens}}}
 

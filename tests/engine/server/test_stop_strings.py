@@ -5,51 +5,51 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.server.assembly import Passed, StopStrings
+from kvferry.engine.server.assembly import SendableText, StopStrings
 from support.examples import examples
 
 
 def test_text_without_stop_strings_passes_at_once() -> None:
-    assert StopStrings(()).feed("anything") == Passed("anything")
+    assert StopStrings(()).feed("anything") == SendableText("anything")
 
 
 def test_only_a_possible_beginning_is_held_back() -> None:
     stops = StopStrings(["END"])
-    assert stops.feed("abcE") == Passed("abc")
-    assert stops.feed("x") == Passed("Ex")
-    assert stops.feed("yEN") == Passed("y")
+    assert stops.feed("abcE") == SendableText("abc")
+    assert stops.feed("x") == SendableText("Ex")
+    assert stops.feed("yEN") == SendableText("y")
     assert stops.flush() == "EN"
     assert stops.flush() == ""
 
 
 def test_a_match_over_pieces_ends_the_text_before_it() -> None:
     stops = StopStrings(["END"])
-    assert stops.feed("abE") == Passed("ab")
-    assert stops.feed("N") == Passed("")
-    assert stops.feed("Dxyz") == Passed("", "END")
+    assert stops.feed("abE") == SendableText("ab")
+    assert stops.feed("N") == SendableText("")
+    assert stops.feed("Dxyz") == SendableText("", "END")
 
 
 def test_a_match_can_stay_in_the_text() -> None:
     stops = StopStrings(["END"], include=True)
-    assert stops.feed("abEN") == Passed("ab")
-    assert stops.feed("Dxyz") == Passed("END", "END")
+    assert stops.feed("abEN") == SendableText("ab")
+    assert stops.feed("Dxyz") == SendableText("END", "END")
 
 
 def test_the_one_complete_first_counts() -> None:
-    assert StopStrings(["bcde", "cd"]).feed("abcdef") == Passed("ab", "cd")
-    assert StopStrings(["x", "b"]).feed("abx") == Passed("a", "b")
+    assert StopStrings(["bcde", "cd"]).feed("abcdef") == SendableText("ab", "cd")
+    assert StopStrings(["x", "b"]).feed("abx") == SendableText("a", "b")
 
 
 def test_overlapping_beginnings() -> None:
     stops = StopStrings(["aab"])
-    assert stops.feed("aaa") == Passed("a")
-    assert stops.feed("b") == Passed("", "aab")
+    assert stops.feed("aaa") == SendableText("a")
+    assert stops.feed("b") == SendableText("", "aab")
 
 
 def test_before_it_may_stop_a_match_is_text_but_a_beginning_is_kept() -> None:
     stops = StopStrings(["END"])
-    assert stops.feed("xENDyE", may_stop=False) == Passed("xENDy")
-    assert stops.feed("ND") == Passed("", "END")
+    assert stops.feed("xENDyE", may_stop=False) == SendableText("xENDy")
+    assert stops.feed("ND") == SendableText("", "END")
 
 
 @settings(max_examples=examples(500), deadline=None)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec
-from kvferry.fleet.control.spec import Backend, WantedFleet
+from kvferry.fleet.control.spec import Backend, DesiredFleet
 from kvferry.testing.backends import BackendContract
 
 
@@ -24,7 +24,7 @@ class TestKubernetes(BackendContract):
 
     kind = "kubernetes"
 
-    def fleet(self, name: str = "contract") -> WantedFleet:
+    def fleet(self, name: str = "contract") -> DesiredFleet:
         backend = Backend(kind="kubernetes", kubernetes=KubernetesSpec(image="kvferry:tests", namespace="llm"))
         return msgspec.structs.replace(super().fleet(name), backend=backend)
 

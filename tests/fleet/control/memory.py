@@ -10,8 +10,8 @@ from dataclasses import replace
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.front import Front, View
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.router_client import RouterClient, View
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 
 
 class MemoryBackend(FleetBackend):
@@ -26,7 +26,7 @@ class MemoryBackend(FleetBackend):
         self.starts: list[tuple[str, float]] = []
         self.stops: list[tuple[str, float]] = []
         self.assigned: list[tuple[str, MemberRole]] = []
-        self.used: list[WantedFleet] = []
+        self.used: list[DesiredFleet] = []
         self.serves_at_once = True
         self.cannot_start: set[MemberRole] = set()
         self.cannot_run: set[str] = set()
@@ -41,7 +41,7 @@ class MemoryBackend(FleetBackend):
     def trouble(self) -> str:
         return self.trouble_now
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         if fleet.stamp in self.cannot_run:
             raise ConfigError("it cannot be run here")
         self.used.append(fleet)
@@ -103,7 +103,7 @@ class MemoryBackend(FleetBackend):
         return sorted(one.name for one in self.here.values() if one.state is MemberState.SERVING)
 
 
-class MemoryFront(Front):
+class MemoryFront(RouterClient):
     """Routers that believe what is declared. `busy`: instances with requests; the others are drained at once."""
 
     def __init__(self) -> None:

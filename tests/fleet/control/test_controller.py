@@ -17,17 +17,17 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import MemberSpec
-from kvferry.fleet.control.controller import Controller, End, EndAsked, FleetFailed, LetGo
-from kvferry.fleet.control.front import View
+from kvferry.fleet.control.controller import Controller, End, FleetFailed, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.router_client import View
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 
 HANGS_S = 60.0
 FAST = {"backoff": ["10ms", "50ms"], "hang": "0s"}
 ROUTER, PREFILL, DECODE = "router-0", "prefill-0", "decode-0"
 
 
-def pooling(prefill: int = 1, decode: int = 1, *, routers: int = 1, stamp: str = "", **more: Any) -> WantedFleet:
+def pooling(prefill: int = 1, decode: int = 1, *, routers: int = 1, stamp: str = "", **more: Any) -> DesiredFleet:
     told: dict[str, Any] = {
         "name": "f",
         "model": "m",
@@ -41,7 +41,7 @@ def pooling(prefill: int = 1, decode: int = 1, *, routers: int = 1, stamp: str =
     return fleet_from(told)
 
 
-def replica(units: int, *, stamp: str = "") -> WantedFleet:
+def replica(units: int, *, stamp: str = "") -> DesiredFleet:
     unit = {"members": {"prefill": 1, "decode": 1}, "count": units}
     told = {"name": "f", "model": "m", "mode": "replica", "unit": unit, "failure": FAST, "stamp": stamp}
     return fleet_from({**told, "router": {"count": 1}})
@@ -50,7 +50,7 @@ def replica(units: int, *, stamp: str = "") -> WantedFleet:
 class Controlled:
     """A fleet in memory, and one controller at a time."""
 
-    def __init__(self, folder: Path, fleet: WantedFleet) -> None:
+    def __init__(self, folder: Path, fleet: DesiredFleet) -> None:
         self.ledger, self.backend, self.front = Ledger(folder / "f"), MemoryBackend(), MemoryFront()
         self.display = RecordingDisplay()
         self.ledger.want(fleet)
@@ -419,7 +419,7 @@ async def test_an_operator_drains_an_instance_at_a_router_and_it_is_replaced(tmp
 
 
 async def test_an_instance_changes_its_role_and_is_not_restarted(tmp_path: Path) -> None:
-    def fleet(prefill: int, decode: int) -> WantedFleet:
+    def fleet(prefill: int, decode: int) -> DesiredFleet:
         roles = {"prefill": {"count": prefill, "can_be": ["decode"]}, "decode": {"count": decode}}
         return pooling(role=roles)
 
@@ -610,7 +610,7 @@ async def test_a_fleet_that_is_deleted_ends_routers_first(tmp_path: Path) -> Non
     async with asyncio.timeout(HANGS_S):
         await made.settled()
         made.ledger.delete()
-        assert await task == EndAsked()
+        assert await task == ShutdownRequested()
         await controller.bring_down()
         controller.close()
     assert made.backend.here == {}

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.control.lease import HUNG_S, Holder, Lease, holder, is_held, locked
+from kvferry.fleet.control.lease import HUNG_S, Lease, LeaseHolder, holder, is_held, locked
 from kvferry.fleet.started import started_at
 
 HOLDS = """
@@ -103,8 +103,8 @@ def test_a_process_that_hangs_is_ended(path: Path) -> None:
 
 def test_a_process_that_has_its_number_by_now_is_left_alone(path: Path) -> None:
     with another_process(path) as process:
-        Holder(process.pid, started_at(process.pid) - 1, beat=0.0).kill()
-        Holder(2**22 + 1, 1, beat=0.0).kill()  # there is none
+        LeaseHolder(process.pid, started_at(process.pid) - 1, beat=0.0).kill()
+        LeaseHolder(2**22 + 1, 1, beat=0.0).kill()  # there is none
         assert process.poll() is None
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control import ledger as module
-from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.ledger import DesiredState, FleetStatus, Ledger
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 
 
-def fleet(count: int = 1, seed: int = 0, history: int = 10) -> WantedFleet:
+def fleet(count: int = 1, seed: int = 0, history: int = 10) -> DesiredFleet:
     """`seed` makes the revision."""
     return fleet_from(
         {
@@ -89,7 +89,7 @@ def test_what_cannot_be_read_is_said(ledger: Ledger) -> None:
 
 def test_bytes_that_are_no_text_are_what_cannot_be_read(ledger: Ledger) -> None:
     ledger.want(fleet())
-    lease = ledger.try_to_act()
+    lease = ledger.try_acquire()
     assert lease is not None
     ledger.note("start", "both-0")
     for name, text in {
@@ -120,7 +120,7 @@ def test_the_history_is_in_order_and_lines_that_are_torn_are_passed_over(ledger:
 
 
 def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_HISTORY_BYTES", 2000)
+    monkeypatch.setattr(module, "_MAX_HISTORY_BYTES", 2000)
     ledger.want(fleet())
     for number in range(500):
         ledger.note("start", f"both-{number}")
@@ -131,7 +131,7 @@ def test_the_history_is_bounded_and_keeps_the_newest(ledger: Ledger, monkeypatch
 
 
 def test_one_line_that_is_longer_than_all_that_is_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_HISTORY_BYTES", 200)
+    monkeypatch.setattr(module, "_MAX_HISTORY_BYTES", 200)
     ledger.want(fleet())
     ledger.note("failed", "both-0", "x" * 1000)
     ledger.note("start", "both-0")
@@ -150,13 +150,13 @@ def test_status(ledger: Ledger) -> None:
 def test_one_controller_acts_at_a_time(ledger: Ledger) -> None:
     assert not ledger.has_controller
     assert not ledger.folder.exists()  # whoever only looks makes nothing
-    first = ledger.try_to_act()
+    first = ledger.try_acquire()
     assert first is not None
-    assert ledger.try_to_act() is None
+    assert ledger.try_acquire() is None
     assert Ledger(ledger.folder).has_controller
     first.close()
     assert not ledger.has_controller
-    second = ledger.try_to_act()
+    second = ledger.try_acquire()
     assert second is not None
     second.close()
 
@@ -165,7 +165,7 @@ def test_changes_that_follow_from_what_is_are_made_one_after_the_other(ledger: L
     """Two `kvferry fleet scale` at once both count."""
     ledger.want(fleet(0))
 
-    def one_more(wanted: Wanted) -> WantedFleet:
+    def one_more(wanted: DesiredState) -> DesiredFleet:
         return fleet(wanted.fleet.role["both"].count + 1)
 
     with ThreadPoolExecutor(8) as pool:
@@ -188,7 +188,7 @@ def test_a_fleet_is_forgotten_once_it_has_ended_and_nobody_wants_it(ledger: Ledg
     ledger.want(fleet())
     assert not ledger.forget(other)
     ledger.delete()
-    lease = ledger.try_to_act()
+    lease = ledger.try_acquire()
     assert lease is not None
     assert not ledger.forget(other)
     lease.close()
@@ -249,5 +249,5 @@ def test_who_reads_never_sees_half_of_a_file(ledger: Ledger) -> None:
     ledger.want(fleet())
     with (ledger.folder / "wanted.json").open("rb") as reader:
         ledger.want(fleet(count=5))
-        assert msgspec.json.decode(reader.read(), type=module.Wanted).number == 1
+        assert msgspec.json.decode(reader.read(), type=module.DesiredState).number == 1
     assert not [one.name for one in ledger.folder.iterdir() if str(os.getpid()) in one.name]

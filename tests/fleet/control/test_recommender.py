@@ -17,8 +17,8 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.core.settings.toml_file import to_toml
-from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.control.scaling.recommender import REGISTERS_S, Recommender, read_recommended
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.router.app import Router
@@ -29,7 +29,7 @@ from router.test_registrations import HTTP, SOON, a_decode, a_prefill, registeri
 ROLES = {"prefill": {"count": 2, "min": 1, "max": 6}, "decode": {"count": 2, "min": 1, "max": 6}}
 
 
-class Told(Front):
+class FleetSettings(RouterClient):
     """Real but for what routers measure, which a test says."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def told(routers: list[Router]) -> list[FleetPlan | None]:
 
 
 async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
-    clock, front = ManualClock(1e6), Told()
+    clock, front = ManualClock(1e6), FleetSettings()
     async with two_routers() as (routers, urls), front:
         made = Recommender(
             SpecFile(spec(tmp_path), read_recommended), [*urls, "http://127.0.0.1:9"], Ledger(tmp_path), front, clock
@@ -92,7 +92,7 @@ async def test_all_routers_say_what_the_requests_need(tmp_path: Path) -> None:
 
 
 async def test_one_that_begins_goes_on_from_what_was_told(tmp_path: Path) -> None:
-    async with two_routers() as (routers, urls), Told() as front:
+    async with two_routers() as (routers, urls), FleetSettings() as front:
         await front.tell(urls[1], FleetPlan({"prefill": 5, "decode": 3}))
         made = Recommender(SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
@@ -104,7 +104,7 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
     """With the same folder, or, on another machine, without it."""
     path = spec(tmp_path, scale={**SCALE, "recommend": recommend})
     clock = ManualClock(1e6)
-    async with two_routers() as (routers, urls), Told() as front:
+    async with two_routers() as (routers, urls), FleetSettings() as front:
 
         async def looks(folder: Path) -> FleetPlan:
             file = SpecFile(path, read_recommended)
@@ -129,7 +129,7 @@ async def test_one_that_begins_keeps_what_was_decided_before(tmp_path: Path, rec
 
 
 async def test_a_router_that_does_not_answer_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with Told() as front:
+    async with FleetSettings() as front:
         file = SpecFile(spec(tmp_path), read_recommended)
         made = Recommender(file, ["http://127.0.0.1:9"], Ledger(tmp_path), front, ManualClock(1e6))
         await made.look()
@@ -138,7 +138,7 @@ async def test_a_router_that_does_not_answer_is_said_once(tmp_path: Path, caplog
 
 
 async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> None:
-    async with two_routers() as (routers, urls), Front("another token of tests") as front:
+    async with two_routers() as (routers, urls), RouterClient("another token of tests") as front:
         made = Recommender(
             SpecFile(spec(tmp_path), read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0
         )
@@ -149,7 +149,7 @@ async def test_a_router_with_another_token_is_none_of_ours(tmp_path: Path) -> No
 
 async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock(1e6)
-    async with two_routers() as (routers, urls), Told() as front:
+    async with two_routers() as (routers, urls), FleetSettings() as front:
         file = SpecFile(spec(tmp_path), read_recommended)
         made = Recommender(file, urls, Ledger(tmp_path), front, clock, registers_s=0)
         await made.look()
@@ -165,7 +165,7 @@ async def test_a_spec_is_followed_and_a_wrong_one_is_not(tmp_path: Path, caplog:
 
 
 async def test_a_recommendation_only_begins_with_those_that_are_there(tmp_path: Path) -> None:
-    async with two_routers() as (routers, urls), Told() as front:
+    async with two_routers() as (routers, urls), FleetSettings() as front:
         path = spec(tmp_path, scale={**SCALE, "recommend": True})
         made = Recommender(
             SpecFile(path, read_recommended), urls, Ledger(tmp_path), front, ManualClock(1e6), registers_s=0
@@ -196,7 +196,7 @@ def test_one_recommends_for_a_fleet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVFERRY_STATE_DIR", str(tmp_path))
-    lease = Ledger(tmp_path / "recommended" / "chat").try_to_act()
+    lease = Ledger(tmp_path / "recommended" / "chat").try_acquire()
     assert lease is not None
     assert main(["fleet", "recommend", str(spec(tmp_path)), "--router", "http://127.0.0.1:9"]) == 2
     assert f"process {os.getpid()} recommends for chat on this machine already" in capsys.readouterr().err

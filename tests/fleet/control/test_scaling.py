@@ -18,7 +18,7 @@ from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.controller import LetGo
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.scaling.counts import rules_of
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.fleet.scaling.predictor import Topology
 from kvferry.fleet.scaling.traffic import PhaseTimes
 
@@ -33,7 +33,7 @@ SCALE = {
 }
 
 
-def scaled(prefill: int = 1, decode: int = 1, *, can_be: bool = False, least: int = 1, **more: Any) -> WantedFleet:
+def scaled(prefill: int = 1, decode: int = 1, *, can_be: bool = False, least: int = 1, **more: Any) -> DesiredFleet:
     role: dict[str, Any] = {
         "prefill": {"count": prefill, "min": least, "max": 6, "can_be": ["decode"] if can_be else []},
         "decode": {"count": decode, "min": least, "max": 6, "can_be": ["prefill"] if can_be else []},

@@ -90,7 +90,7 @@ class DecodeInstance:
     def begin(self, now: float) -> None:
         """A step, if there is anything to do."""
         times = self.times
-        while self.waiting and len(self.running) < times.most_sequences:
+        while self.waiting and len(self.running) < times.max_sequences:
             self.running.append(self.waiting.pop(0))
         self.computing, seconds = 0.0, 0.0
         if self.running:

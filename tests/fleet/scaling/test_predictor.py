@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fleet.scaling.exact import even, observed, poisson, simulate
-from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_of
 from kvferry.fleet.scaling.predictor import ALL_WHOLE, LatencyTargets, Predictor, Topology, waits
-from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic import DecodeCapacity, PhaseTimes, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.traffic_meter import phase_times, share_within, workload_of
 
-TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
+TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, max_sequences=64, chunk_tokens=512)
 TARGETS = LatencyTargets(ttft_s=1.0, itl_s=0.045)
 
 
@@ -84,7 +84,7 @@ def test_what_one_division_shows_tells_what_others_attain(rate: float, seen_with
     targets = LatencyTargets(ttft_s=1.0, itl_s=0.04)
     requests = poisson(6, rate, 1000, prompt=2000, output=100)
     known = observed(TIMES, seen_with, requests, 0.0)
-    times = phase_times(known, Room(sequences=TIMES.most_sequences))
+    times = phase_times(known, DecodeCapacity(sequences=TIMES.max_sequences))
     assert times is not None
     predictor = Predictor(workload_of(known, times, 0.0, requests[-1][0]), times, targets)
     for topology in (Topology(1, 3), Topology(2, 2), Topology(3, 1)):
@@ -196,7 +196,7 @@ def test_memory_bounds_how_many_answers_run() -> None:
     """Kept of KV on each decode instance; what prefill instances have is of no help."""
     workload = even(4.0, [(100.0, 200.0)])
     roomy, tight = (
-        Predictor(workload, PhaseTimes(0.01, 1e-5, 0.02, 1e-4, most_sequences=most), LatencyTargets(1.0, 0.05))
+        Predictor(workload, PhaseTimes(0.01, 1e-5, 0.02, 1e-4, max_sequences=most), LatencyTargets(1.0, 0.05))
         for most in (64, 8)
     )
     assert roomy.predict(Topology(1, 1)).attained > 0.99

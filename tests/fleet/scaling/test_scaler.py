@@ -12,16 +12,24 @@ import pytest
 from fleet.scaling.exact import even, poisson, simulate
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
-from kvferry.fleet.scaling.measuring import Measuring
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
-from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
-from kvferry.fleet.scaling.scaler import Attained, Measured, Outlook, ScalingDecision, ScalingMemory, Situation, decide
-from kvferry.fleet.scaling.traffic import PhaseTimes, Room, Workload
+from kvferry.fleet.scaling.scaler import (
+    FleetSnapshot,
+    Forecast,
+    MeasuredTraffic,
+    ScalingDecision,
+    ScalingMemory,
+    TargetShare,
+    decide,
+)
+from kvferry.fleet.scaling.scaling_rules import NOTHING, Counts, ScalingRules
+from kvferry.fleet.scaling.traffic import DecodeCapacity, PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic_meter import TrafficMeter
 
-TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=64, chunk_tokens=512)
+TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, max_sequences=64, chunk_tokens=512)
 LENGTHS = [(prompt, output) for _, prompt, output in poisson(1, 1.0, 300, prompt=2000, output=150)]
 SWITCHES = frozenset({("prefill", "decode"), ("decode", "prefill")})
-RULES = Rules(
+RULES = ScalingRules(
     targets=LatencyTargets(ttft_s=1.5, itl_s=0.045),
     least=Counts(1, 1),
     most=Counts(8, 8),
@@ -33,9 +41,9 @@ RULES = Rules(
 LONG_AGO = -1e6
 
 
-def measured(rate: float, lengths: Any = LENGTHS, times: PhaseTimes = TIMES, for_s: float = 300.0) -> Measured:
+def measured(rate: float, lengths: Any = LENGTHS, times: PhaseTimes = TIMES, for_s: float = 300.0) -> MeasuredTraffic:
     demand = Demand([round(rate * 5)] * round(for_s / 5), 5.0)
-    return Measured(demand, num_known=200, workload=even(rate, lengths, 1500), times=times)
+    return MeasuredTraffic(demand, num_known=200, workload=even(rate, lengths, 1500), times=times)
 
 
 def memory(prefill: int, decode: int, **more: Any) -> ScalingMemory:
@@ -43,12 +51,12 @@ def memory(prefill: int, decode: int, **more: Any) -> ScalingMemory:
 
 
 def settled(
-    rules: Rules, state: ScalingMemory, told: Measured, now: float = 0.0, most: int = 20
+    rules: ScalingRules, state: ScalingMemory, told: MeasuredTraffic, now: float = 0.0, most: int = 20
 ) -> list[ScalingDecision]:
     """Decisions until nothing changes any more; what is wanted is there at once."""
     found = []
     for _ in range(most):
-        found.append(decide(rules, state, told, Situation(state.counts), now))
+        found.append(decide(rules, state, told, FleetSnapshot(state.counts), now))
         if found[-1].memory.counts == state.counts:
             return found
         state, now = found[-1].memory, now + 2 * rules.cool_down_s
@@ -85,17 +93,17 @@ def test_nothing_is_started_for_prompts_that_decode_computes_in_time() -> None:
 def test_of_as_cheap_ones_that_change_as_much_the_one_that_attains_most_is_taken() -> None:
     rules = replace(RULES, deflect=False, overflows=True, goal=0.85)
     told, here = measured(4.0), memory(1, 1)
-    outlook = Outlook(rules, [even(4.0, LENGTHS, 1500)], TIMES)
+    outlook = Forecast(rules, [even(4.0, LENGTHS, 1500)], TIMES)
     other, best = outlook.best(Counts(1, 2)).attained, outlook.best(Counts(2, 1)).attained
     assert rules.goal <= other < best
-    assert decide(rules, here, told, Situation(Counts(1, 1)), 0.0).memory.counts == Counts(2, 1)
+    assert decide(rules, here, told, FleetSnapshot(Counts(1, 1)), 0.0).memory.counts == Counts(2, 1)
 
 
 def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
     rules = replace(RULES, switches=SWITCHES)
     state, taken, now = memory(1, 2), [], 0.0
     for rate in (3.2, 5.5, 9.0, 9.0, 1.0):
-        made = decide(rules, state, measured(rate), Situation(state.counts), now)
+        made = decide(rules, state, measured(rate), FleetSnapshot(state.counts), now)
         taken.append(made.what)
         state, now = made.memory, now + 1000.0
     assert taken == ["deflect", "role", "start", "hold", "release"]
@@ -103,36 +111,36 @@ def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
 
 def test_a_prompt_is_deflected_before_anything_is_started() -> None:
     rate = 3.2
-    outlook = Outlook(RULES, [even(rate, LENGTHS, 1500)], TIMES)
+    outlook = Forecast(RULES, [even(rate, LENGTHS, 1500)], TIMES)
     here = Counts(1, 2)
     assert outlook.at(here, 0.0).attained < RULES.goal <= outlook.best(here).attained
-    made = decide(RULES, memory(1, 2), measured(rate), Situation(here), 0.0)
+    made = decide(RULES, memory(1, 2), measured(rate), FleetSnapshot(here), 0.0)
     assert (made.what, made.memory.counts) == ("deflect", here)
     assert made.memory.from_tokens
     assert made.memory.from_tokens > 0
-    again = decide(RULES, made.memory, measured(rate), Situation(here), 10.0)
+    again = decide(RULES, made.memory, measured(rate), FleetSnapshot(here), 10.0)
     assert (again.what, again.memory) == ("hold", made.memory), "nothing new is decided from the same facts"
-    calm = decide(RULES, made.memory, measured(0.5), Situation(here), 20.0)
+    calm = decide(RULES, made.memory, measured(0.5), FleetSnapshot(here), 20.0)
     assert calm.memory.from_tokens is None, "nobody needs it any more"
-    never = decide(replace(RULES, deflect=False), memory(1, 2), measured(rate), Situation(here), 0.0)
+    never = decide(replace(RULES, deflect=False), memory(1, 2), measured(rate), FleetSnapshot(here), 0.0)
     assert (never.what, never.memory.from_tokens) == ("start", None)
 
 
 def test_an_instance_changes_its_role_before_one_is_started() -> None:
     """Only where it can, and where that costs nothing that is needed."""
     rules = replace(RULES, deflect=False, switches=SWITCHES)
-    made = decide(rules, memory(1, 3), measured(6.0), Situation(Counts(1, 3)), 0.0)
+    made = decide(rules, memory(1, 3), measured(6.0), FleetSnapshot(Counts(1, 3)), 0.0)
     assert (made.what, made.memory.counts) == ("role", Counts(2, 2))
-    fixed = decide(replace(rules, switches=frozenset()), memory(1, 3), measured(6.0), Situation(Counts(1, 3)), 0.0)
+    fixed = decide(replace(rules, switches=frozenset()), memory(1, 3), measured(6.0), FleetSnapshot(Counts(1, 3)), 0.0)
     assert (fixed.what, fixed.memory.counts) == ("start", Counts(2, 3))
 
 
 def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
     """What is predicted knows nothing of prompts that decode instances compute; what was measured does."""
-    rules, here = replace(RULES, deflect=False, switches=SWITCHES), Situation(Counts(1, 3))
+    rules, here = replace(RULES, deflect=False, switches=SWITCHES), FleetSnapshot(Counts(1, 3))
 
     def what(share: float, num: int = 500) -> str:
-        return decide(rules, memory(1, 3), replace(measured(6.0), attained=Attained(share, num)), here, 0.0).what
+        return decide(rules, memory(1, 3), replace(measured(6.0), attained=TargetShare(share, num)), here, 0.0).what
 
     assert what(0.5) == "role"
     assert what(0.93) == "start"  # the goal is 95 %, and no change of a role is clearly better
@@ -142,10 +150,10 @@ def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
 
 def test_what_starts_counts_as_there_and_is_not_started_twice() -> None:
     rules = replace(RULES, deflect=False)
-    first = decide(rules, memory(1, 1), measured(8.0), Situation(Counts(1, 1)), 0.0)
+    first = decide(rules, memory(1, 1), measured(8.0), FleetSnapshot(Counts(1, 1)), 0.0)
     assert first.what == "start"
     for now in (5.0, 10.0, 15.0):
-        again = decide(rules, first.memory, measured(8.0), Situation(Counts(1, 1)), now)
+        again = decide(rules, first.memory, measured(8.0), FleetSnapshot(Counts(1, 1)), now)
         assert (again.what, again.memory) == ("hold", first.memory)
 
 
@@ -154,8 +162,8 @@ def test_more_is_started_for_what_will_have_come_when_it_has_started() -> None:
     growing = Demand([20 + number for number in range(40)], 5.0)
     assert growing.growth(60.0, 60.0) > growing.growth(60.0, 5.0) > 1.0
     told = replace(measured(5.0), demand=growing)
-    slow = decide(RULES, memory(2, 2), told, Situation(Counts(2, 2), starts_s=120.0), 0.0).memory.counts
-    quick = decide(RULES, memory(2, 2), told, Situation(Counts(2, 2), starts_s=1.0), 0.0).memory.counts
+    slow = decide(RULES, memory(2, 2), told, FleetSnapshot(Counts(2, 2), starts_s=120.0), 0.0).memory.counts
+    quick = decide(RULES, memory(2, 2), told, FleetSnapshot(Counts(2, 2), starts_s=1.0), 0.0).memory.counts
     assert slow.total > quick.total
 
 
@@ -188,13 +196,13 @@ def test_capacity_for_bursts_is_held_while_they_recur() -> None:
     needed = settled(rules, memory(1, 1), told)[-1].memory.counts
     assert needed.total > settled(rules, memory(1, 1), measured(1.0))[-1].memory.counts.total
     state = memory(needed.prefill, needed.decode)
-    assert decide(rules, state, told, Situation(needed), 0.0).what == "hold"
+    assert decide(rules, state, told, FleetSnapshot(needed), 0.0).what == "hold"
     later = replace(told, workload=both.last(calm.lasts_s))
-    assert decide(rules, state, later, Situation(needed), 0.0).what == "release"
+    assert decide(rules, state, later, FleetSnapshot(needed), 0.0).what == "release"
     young = replace(later, demand=Demand([5] * 6, 5.0))
-    assert decide(rules, state, young, Situation(needed), 0.0).what == "hold", "who knows what was needed before"
+    assert decide(rules, state, young, FleetSnapshot(needed), 0.0).what == "hold", "who knows what was needed before"
     soon_after = memory(needed.prefill, needed.decode, changed_at=-30.0)
-    assert decide(rules, soon_after, later, Situation(needed), 0.0).what == "hold"
+    assert decide(rules, soon_after, later, FleetSnapshot(needed), 0.0).what == "hold"
 
 
 def test_no_decision_flaps_while_the_same_comes() -> None:
@@ -213,9 +221,9 @@ def test_those_that_stay_have_to_serve_what_the_released_one_served() -> None:
     for rate in (1.0, 2.0, 4.0, 6.0, 8.0):
         told = measured(rate)
         assert told.times is not None
-        outlook = Outlook(rules, [even(rate, LENGTHS, 1500)], told.times)
+        outlook = Forecast(rules, [even(rate, LENGTHS, 1500)], told.times)
         for here in (Counts(2, 2), Counts(3, 2), Counts(4, 3)):
-            made = decide(rules, memory(here.prefill, here.decode), told, Situation(here), 0.0)
+            made = decide(rules, memory(here.prefill, here.decode), told, FleetSnapshot(here), 0.0)
             if made.what == "release":
                 there = made.memory.counts
                 before, after = outlook.at(here, 0.0), outlook.at(there, 0.0)
@@ -226,7 +234,7 @@ def test_those_that_stay_have_to_serve_what_the_released_one_served() -> None:
 def test_cold_samples_decide_nothing() -> None:
     """dynamo #12430: the first requests of a fleet are slow, and few."""
     cold = replace(measured(8.0), num_known=RULES.least_requests - 1)
-    made = decide(RULES, memory(1, 1), cold, Situation(Counts(1, 1)), 0.0)
+    made = decide(RULES, memory(1, 1), cold, FleetSnapshot(Counts(1, 1)), 0.0)
     assert (made.what, made.memory.counts, made.attained) == ("measure", Counts(1, 1), None)
 
 
@@ -240,9 +248,9 @@ def test_demand_counts_although_nothing_is_finished() -> None:
         for one in range(40)
     ]  # fmt: skip
     stuck = [RequestObservation(-60.0 + one / 8, 2000, 2000, **times, first_s=0.3) for one in range(480)]
-    known = Measuring(5.0, -200.0)
+    known = TrafficMeter(5.0, -200.0)
     known.note({"router": TrafficReport(0.0, 520, 0, [*ended, *stuck])}, {}, 0.0, 0.0)
-    made = decide(RULES, memory(1, 1), known.measured(Room(), 0.0), Situation(Counts(1, 1)), 0.0)
+    made = decide(RULES, memory(1, 1), known.measured(DecodeCapacity(), 0.0), FleetSnapshot(Counts(1, 1)), 0.0)
     assert made.what in ("start", "role")
 
 
@@ -284,9 +292,9 @@ def test_one_role_is_no_measure_of_the_other() -> None:
 def test_nothing_is_released_while_something_drains_or_starts() -> None:
     """kthena #1589: what drains still has tickets that others need."""
     here = Counts(3, 3)
-    assert decide(RULES, memory(3, 3), measured(1.0), Situation(here), 0.0).what == "release"
-    assert decide(RULES, memory(3, 3), measured(1.0), Situation(here, draining=1), 0.0).what == "hold"
-    assert decide(RULES, memory(3, 3), measured(1.0), Situation(Counts(2, 3)), 0.0).what == "hold"
+    assert decide(RULES, memory(3, 3), measured(1.0), FleetSnapshot(here), 0.0).what == "release"
+    assert decide(RULES, memory(3, 3), measured(1.0), FleetSnapshot(here, draining=1), 0.0).what == "hold"
+    assert decide(RULES, memory(3, 3), measured(1.0), FleetSnapshot(Counts(2, 3)), 0.0).what == "hold"
 
 
 def test_no_role_is_without_the_other() -> None:
@@ -297,14 +305,14 @@ def test_no_role_is_without_the_other() -> None:
             counts = made.memory.counts
             assert (counts.prefill > 0) == (counts.decode > 0)
     idle = replace(measured(0.01), idle_s=301.0)
-    made = decide(rules, memory(2, 1), idle, Situation(Counts(2, 1)), 0.0)
+    made = decide(rules, memory(2, 1), idle, FleetSnapshot(Counts(2, 1)), 0.0)
     assert (made.what, made.memory.counts) == ("zero", NOTHING)
-    asleep = decide(rules, made.memory, idle, Situation(NOTHING), 10.0)
+    asleep = decide(rules, made.memory, idle, FleetSnapshot(NOTHING), 10.0)
     assert (asleep.what, asleep.memory.counts) == ("hold", NOTHING)
-    woken = decide(rules, made.memory, replace(idle, idle_s=0.0, num_waiting=1), Situation(NOTHING), 20.0)
+    woken = decide(rules, made.memory, replace(idle, idle_s=0.0, num_waiting=1), FleetSnapshot(NOTHING), 20.0)
     assert (woken.what, woken.memory.counts) == ("wake", Counts(1, 1))
     kept = replace(rules, least=Counts(0, 1))
-    assert decide(kept, memory(1, 1), idle, Situation(Counts(1, 1)), 0.0).memory.counts != NOTHING
+    assert decide(kept, memory(1, 1), idle, FleetSnapshot(Counts(1, 1)), 0.0).memory.counts != NOTHING
 
 
 # Limits.
@@ -323,7 +331,7 @@ def test_ratios_costs_and_units_are_kept() -> None:
 
 def test_counts_beyond_changed_limits_come_back_within() -> None:
     rules = replace(RULES, most=Counts(2, 2))
-    made = decide(rules, memory(5, 1), measured(1.0), Situation(Counts(5, 1)), 0.0)
+    made = decide(rules, memory(5, 1), measured(1.0), FleetSnapshot(Counts(5, 1)), 0.0)
     assert (made.what, made.memory.counts) == ("limits", Counts(2, 1))
 
 
@@ -337,7 +345,7 @@ def test_instances_for_both_phases_are_scaled_alone() -> None:
 
 
 def test_a_line_says_what_and_why() -> None:
-    made = decide(RULES, memory(1, 1), measured(8.0), Situation(Counts(1, 1)), 0.0)
+    made = decide(RULES, memory(1, 1), measured(8.0), FleetSnapshot(Counts(1, 1)), 0.0)
     assert "\n" not in made.why
     assert made.why.startswith("1 P + 1 D → ")
     for part in ("TTFT 1.5 s", "ITL 45 ms", "requests/s with 3 P + 2 D", "%"):

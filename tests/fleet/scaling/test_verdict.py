@@ -7,12 +7,12 @@ import pytest
 from fleet.scaling.exact import observed, poisson, simulate
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
-from kvferry.fleet.scaling.rules import Counts
+from kvferry.fleet.scaling.scaling_rules import Counts
 from kvferry.fleet.scaling.traffic import PhaseTimes
 from kvferry.fleet.scaling.verdict import Verdict, judge
 
 NOW = 1_000_000.0
-TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, most_sequences=256, chunk_tokens=2048)
+TIMES = PhaseTimes(0.02, 1e-4, 0.02, 5e-4, max_sequences=256, chunk_tokens=2048)
 
 
 def report(

@@ -18,7 +18,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.cpu import Cores, cores_of
-from kvferry.fleet.process import Foreign, ProcessSpec, RouterGroup
+from kvferry.fleet.process import ExternalServer, ProcessSpec, RouterGroup
 from kvferry.fleet.recipe import LocalRecipe
 from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.fleet.vllm import environment, instances
@@ -83,7 +83,7 @@ def test_each_server_has_a_role_and_ports_and_cores_of_its_own() -> None:
         assert spec.command[-3:] == ("--dtype", "float32", "-O3")
         assert flag(spec, "--host") == "127.0.0.1"
         assert flag(spec, "--served-model-name") == "some/model"
-        assert isinstance(spec.foreign, Foreign)
+        assert isinstance(spec.foreign, ExternalServer)
         assert spec.foreign.url == f"http://127.0.0.1:{flag(spec, '--port')}"
         assert spec.environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, cores))
         assert spec.environment["OMP_NUM_THREADS"] == str(len(cores))
@@ -293,7 +293,7 @@ def test_a_port_that_was_given_out_does_not_come_up_again_soon() -> None:
 
 def test_vllms_log_tells_how_far_its_start_is() -> None:
     """The log of a vLLM 0.32 server on a CPU, shortened."""
-    seen = [Foreign("", START).progress_of(line) for line in LOG.read_text().splitlines()]
+    seen = [ExternalServer("", START).progress_of(line) for line in LOG.read_text().splitlines()]
     told = [progress for progress in seen if progress is not None]
     assert [progress.progress for progress in told] == sorted({progress.progress for progress in told})
     assert len(told) >= 6

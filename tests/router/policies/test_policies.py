@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvferry.core.errors import ConfigError, UnknownName
-from kvferry.router.choice.policies.base import Asked, Choice, LegPolicy, Options, Policy, PolicyContext
+from kvferry.router.choice.policies.base import Choice, LegPolicy, Options, Policy, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.table import POLICIES, find_policy, make_policy, policy_names, read_settings
-from kvferry.testing.policy import Fleet, One, PolicyContract, prompt
+from kvferry.testing.policy import Fleet, PolicyContract, PolicyInstance, prompt
 
 
 @pytest.fixture(params=sorted(POLICIES))
@@ -133,14 +133,14 @@ def test_cost_spreads_answers_over_decode_instances() -> None:
 class Last(LegPolicy):
     """A policy of somebody else's."""
 
-    def score(self, asked: Asked, leg: str, targets: list[One]) -> list[float]:  # type: ignore[override]
+    def score(self, asked: PromptTraits, leg: str, targets: list[PolicyInstance]) -> list[float]:  # type: ignore[override]
         return [-float(place) for place in range(len(targets))]
 
 
 def test_a_policy_of_ones_own_goes_by_module_and_class() -> None:
     assert isinstance(Last, type)
     fleet = Fleet(f"{__name__}:Last", 2, 2)
-    choice: Choice[One] = fleet.choose(prompt(1))
+    choice: Choice[PolicyInstance] = fleet.choose(prompt(1))
     assert (choice.prefill, choice.decode) == (fleet.prefills[1], fleet.decodes[1])
 
 
@@ -157,13 +157,13 @@ def test_all_names_are_found_and_others_told_of_the_nearest() -> None:
 class Patient(Last):
     @dataclass(frozen=True)
     class Settings:
-        most_s: float = float("inf")
+        max_s: float = float("inf")
 
 
 def test_a_policy_s_own_defaults_are_its_own_affair() -> None:
-    assert read_settings("x", Patient, []).most_s == float("inf")
-    with pytest.raises(ConfigError, match="most_s must be"):
-        read_settings("x", Patient, ["most_s=inf"])
+    assert read_settings("x", Patient, []).max_s == float("inf")
+    with pytest.raises(ConfigError, match="max_s must be"):
+        read_settings("x", Patient, ["max_s=inf"])
 
 
 def test_options_are_checked() -> None:

@@ -12,7 +12,7 @@ from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
 from kvferry.store.codecs.base import CodecError
 from kvferry.store.codecs.table import BUILTIN, make_codec
-from kvferry.testing.codecs import LAYERS, CodecContract, there_and_back, to_bytes, to_numbers
+from kvferry.testing.codecs import LAYERS, CodecContract, round_trip, to_bytes, to_numbers
 from support.examples import examples
 
 LOSSY = ["fp8", "int8", "int4"]
@@ -47,7 +47,7 @@ def test_lossy_is_near(name: str, dtype: str, seed: int, scale: float, shift: fl
         )
         span = to_bytes(numbers, dtype)
         exact = to_numbers(span, dtype).reshape(spec.num_kv_heads, -1)
-        found = to_numbers(there_and_back(make_codec(name, layout), span, layer), dtype).reshape(exact.shape)
+        found = to_numbers(round_trip(make_codec(name, layout), span, layer), dtype).reshape(exact.shape)
         border = 16 * spec.key_dim
         for part, axis in ((slice(0, border), 1), (slice(border, None), 2)):
             shape = (spec.num_kv_heads, 16, -1)
@@ -67,7 +67,7 @@ def test_what_is_finite_stays_finite(name: str, dtype: str, seed: int, share: fl
     size = layout.span_bytes(0) // (4 if dtype == "float32" else 2)
     numbers = np.random.default_rng(seed).uniform(-1, 1, size) * share * LARGEST[dtype]
     span = to_bytes(numbers, dtype)
-    found = to_numbers(there_and_back(make_codec(name, layout), span, 0), dtype)
+    found = to_numbers(round_trip(make_codec(name, layout), span, 0), dtype)
     assert np.isfinite(found).all()
     assert np.abs(found / LARGEST[dtype] - to_numbers(span, dtype) / LARGEST[dtype]).max() < 2 * WORST[name]
 
@@ -87,10 +87,10 @@ def test_decoding_what_was_decoded_once_changes_little(name: str) -> None:
     layout = layout_of("bfloat16")
     span = to_bytes(np.random.default_rng(3).normal(size=layout.span_bytes(0) // 2), "bfloat16")
     codec = make_codec(name, layout)
-    once = there_and_back(codec, span, 0)
+    once = round_trip(codec, span, 0)
     many = once
     for _ in range(8):
-        many = there_and_back(codec, many, 0)
+        many = round_trip(codec, many, 0)
     exact, first, last = (to_numbers(one, "bfloat16") for one in (span, once, many))
     assert np.abs(last - exact).mean() < 3 * np.abs(first - exact).mean()
 

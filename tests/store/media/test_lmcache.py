@@ -15,7 +15,7 @@ from kvferry.core.errors import ConfigError, StoreError
 from kvferry.store.base import Put
 from kvferry.store.media.lmcache import LMCacheStore
 from kvferry.store.media.lmcache_client import DamagedValue, LMCacheClient, _request
-from kvferry.store.media.lmcache_sets import MAX_INDEX_BYTES, LMCachePlace, PlaceAddress
+from kvferry.store.media.lmcache_sets import MAX_INDEX_BYTES, LMCacheSlot, SlotAddress
 from kvferry.store.table import find_store, find_stores
 from kvferry.store.tiers import TieredStore
 from kvferry.testing.stores import LAYOUT, StoreContract, block_of, fetch, name_of, names_of
@@ -166,8 +166,8 @@ async def test_a_place_that_another_block_has_is_a_miss(port: int) -> None:
     async with store_at(port, "?max_bytes=20004") as store:
         await store.put([block_of(0), block_of(1)])
         sets = await store.sets.read([name_of(0)])
-        sets[0] = [LMCachePlace(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
-        sets[0][0] = LMCachePlace(name_of(7), 1.0)
+        sets[0] = [LMCacheSlot(name_of(1), place.used_s) if place.block_hash else place for place in sets[0]]
+        sets[0][0] = LMCacheSlot(name_of(7), 1.0)
         await store.client.put(store.sets.encoded(sets))
         assert await fetch(store, [7]) == [False]
         assert store.statistics().get("corrupt_blocks", 0.0) == 0
@@ -207,7 +207,7 @@ def test_every_place_has_a_key_of_its_own() -> None:
     """That LMCache can read: five parts, a hexadecimal number in the fourth."""
     store = find_store("lmcache://h:1?max_bytes=1MiB&codec=lossless").make(LAYOUT)
     assert isinstance(store, LMCacheStore)
-    places = [PlaceAddress(number, way) for number in range(store.sets.num_sets) for way in range(store.sets.ways)]
+    places = [SlotAddress(number, way) for number in range(store.sets.num_sets) for way in range(store.sets.ways)]
     keys = sorted(
         [store.sets.place_key(at) for at in places] + [store.sets.index_key(n) for n in range(store.sets.num_sets)]
     )

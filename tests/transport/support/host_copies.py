@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kvferry.transport.cuda.copies import MOST_PIECES, CudaCopies
+from kvferry.transport.cuda.copies import MAX_PIECES, CudaCopies
 from kvferry.transport.memory import Pieces
 
 
@@ -18,7 +18,7 @@ class HostCopies(CudaCopies):
 
     def begin(self, pieces: Pieces) -> None:
         assert self.is_open
-        assert len(pieces) <= MOST_PIECES
+        assert len(pieces) <= MAX_PIECES
         self.wait()
         self.begun = list(pieces.rows())
 

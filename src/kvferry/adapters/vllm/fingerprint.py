@@ -90,7 +90,7 @@ def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
         changes=_settings(vllm_config),
         weights=weights,
         before=None if weights else before_loading(model),
-        on_progress=_tell,
+        on_progress=_show_progress,
     )
 
 
@@ -126,5 +126,5 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return None if field.default is dataclasses.MISSING else plain(field.default)
 
 
-def _tell(done: int, total: int) -> None:
+def _show_progress(done: int, total: int) -> None:
     log.info("naming the checkpoint by its content: %.1f of %.1f GB read", done / 1e9, total / 1e9)

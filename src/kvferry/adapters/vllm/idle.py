@@ -18,18 +18,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_S = 0.001
-LONGEST_S = 0.02
+MAX_S = 0.02
 NUM_EMPTY_STEPS = 2
 """Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are still to
 come."""
 
 
 class IdlePause:
-    """The pauses of one engine, which double from `FIRST_S` up to `longest_s`; 0: no pauses. Used from vLLM's scheduler
+    """The pauses of one engine, which double from `FIRST_S` up to `max_s`; 0: no pauses. Used from vLLM's scheduler
     thread only."""
 
-    def __init__(self, longest_s: float = LONGEST_S, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.longest_s, self._sleep = longest_s, sleep
+    def __init__(self, max_s: float = MAX_S, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.max_s, self._sleep = max_s, sleep
         self._num_empty = 0
         self._users: set[str] = set()
         self._reports: dict[str, bool] = {}
@@ -50,13 +50,13 @@ class IdlePause:
             self._step(has_work=is_work)
 
     def _step(self, *, has_work: bool) -> None:
-        if has_work or not self.longest_s:
+        if has_work or not self.max_s:
             self._num_empty = 0
             return
         self._num_empty += 1
         doublings = self._num_empty - NUM_EMPTY_STEPS - 1
         if doublings >= 0:
-            self._sleep(min(FIRST_S * 2 ** min(doublings, 16), self.longest_s))
+            self._sleep(min(FIRST_S * 2 ** min(doublings, 16), self.max_s))
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class PauseUser:
     name: str
 
     @property
-    def longest_s(self) -> float:
+    def max_s(self) -> float:
         """How long a step without work may be delayed; 0: not at all."""
-        return self.pause.longest_s
+        return self.pause.max_s
 
     def step(self, *, has_work: bool) -> None:
         """Report a step; called last in it. May sleep."""

@@ -65,7 +65,7 @@ class RequestAdapter:
     def look(self) -> None:
         """Note it if the LoRA adapter is no longer known to be what it was when the request came."""
         if self.unnamed is None and self.request.lora_request is not None:
-            self.unnamed = self._salts.doubt(self.request.lora_request)
+            self.unnamed = self._salts.uncertainty(self.request.lora_request)
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

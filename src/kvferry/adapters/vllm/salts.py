@@ -57,7 +57,7 @@ class Salts:
         except InvalidRequest as why:
             return self._log_once(why)
 
-    def doubt(self, lora: Any) -> InvalidRequest | None:
+    def uncertainty(self, lora: Any) -> InvalidRequest | None:
         """Why it is uncertain which content of its adapter vLLM uses for a request; None if it is certain."""
         try:
             self._adapters.content(lora)

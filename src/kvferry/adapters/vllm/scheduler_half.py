@@ -243,7 +243,7 @@ class SchedulerHalf:
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
-        metadata.wait_s = 0.0 if metadata.computes or not self._only_waits else self._idle.longest_s
+        metadata.wait_s = 0.0 if metadata.computes or not self._only_waits else self._idle.max_s
         self._expect_events(metadata.plan)
         self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata

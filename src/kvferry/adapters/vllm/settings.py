@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core.keys import shared_token
-from kvferry.core.settings.bounds import MOST_BYTES
+from kvferry.core.settings.bounds import MAX_BYTES
 from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig
 
@@ -24,7 +24,7 @@ class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_ip: str = "127.0.0.1"
     """Address to listen on, as other instances reach it. The default can be reached from this machine only."""
 
-    kv_buffer_size: Annotated[float, Meta(gt=0, le=MOST_BYTES)] = 1e9
+    kv_buffer_size: Annotated[float, Meta(gt=0, le=MAX_BYTES)] = 1e9
     """Most bytes of blocks that P keeps for others; further prefills wait."""
 
     shared_memory: bool = True

@@ -48,9 +48,9 @@ def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
-def pause_user(settings: AdapterSettings, longest_s: float) -> PauseUser:
+def pause_user(settings: AdapterSettings, max_s: float) -> PauseUser:
     """A scheduler half's share of the engine's pause."""
-    return _pauses.setdefault(settings.transfer.engine_id, IdlePause(longest_s)).user(settings.key)
+    return _pauses.setdefault(settings.transfer.engine_id, IdlePause(max_s)).user(settings.key)
 
 
 def salts(settings: AdapterSettings, lora_config: object) -> Salts:

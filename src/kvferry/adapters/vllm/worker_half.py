@@ -25,7 +25,7 @@ import torch
 
 from kvferry.adapters.vllm.fingerprint import model_fingerprint
 from kvferry.adapters.vllm.kv_cache import pool
-from kvferry.adapters.vllm.kv_cache.device import Device, DeviceMark, Host, device_of
+from kvferry.adapters.vllm.kv_cache.device import CpuDevice, Device, DeviceMark, device_of
 from kvferry.adapters.vllm.kv_cache.layout import KVCacheShape, allocation, block_memory, kv_layout
 from kvferry.adapters.vllm.loads import Loads, StepResults
 from kvferry.adapters.vllm.messages import RankReport, StepMetadata, WorkerFacts
@@ -76,7 +76,7 @@ class WorkerHalf:
         self._slots = _Slots(shape)
         self._loads = Loads(shape.block_size, len(shape.groups))
         self._progress: _Progress | None = None
-        self._device: Device = Host()
+        self._device: Device = CpuDevice()
         self._segment: pool.PooledSegment | None = None
         self._events: StoresBlocks | None = None
         self._news = threading.Event()

@@ -13,7 +13,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import read_whole
 
-LONGEST_LINE = 256 * 2**20
+MAX_LINE = 256 * 2**20
 """Most bytes that are read as one line of a .jsonl file."""
 STANDARD_INPUT = "-"
 
@@ -65,7 +65,7 @@ def _read_lines(path: str) -> Iterator[Document]:
     try:
         with Path(path).open("rb") as file:
             number = 0
-            while line := file.readline(LONGEST_LINE):
+            while line := file.readline(MAX_LINE):
                 number += 1
                 if line.strip():
                     yield Document(f"{path}:{number}", _request_of(line, f"{path}:{number}"))

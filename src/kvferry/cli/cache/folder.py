@@ -25,7 +25,7 @@ from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.media.file_room import path_of
 from kvferry.store.table import BUILTIN
-from kvferry.store.upkeep_keys import PINNED_S, FoundKey, KeyFolder
+from kvferry.store.upkeep_keys import PINNED_S, KeyEntry, KeyFolder
 
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
@@ -67,7 +67,7 @@ def list_blocks(
     _list(blocks, json=json)
 
 
-def _find_key(root: Path, prefix: str, key: str, cache_salt: str) -> tuple[KeyFolder, FoundKey]:
+def _find_key(root: Path, prefix: str, key: str, cache_salt: str) -> tuple[KeyFolder, KeyEntry]:
     if prefix:
         raise ConfigError("kvferry cache: give the beginning of block hashes or --key, not both")
     folder = KeyFolder(root, shared_token(), cache_salt)

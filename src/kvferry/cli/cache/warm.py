@@ -22,7 +22,7 @@ from kvferry.cli.cache.documents import Document, read_documents
 from kvferry.cli.cache.warming import Outcome, Server, find_instances, warm_all
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import Told
+from kvferry.cli.fleet_settings import FleetSettings
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.settings.bounds import SECONDS
@@ -155,7 +155,7 @@ def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> Warm
 # An engine of its own.
 
 
-def _told(what: Warm, engine: Any, log: LogConfig) -> Told:
+def _told(what: Warm, engine: Any, log: LogConfig) -> FleetSettings:
     if what.model is None:
         raise ConfigError("kvferry cache warm: give the --url of a running instance or router, or --model and --store")
     if bool(what.store) == (what.kv_transfer_config is not None):
@@ -168,7 +168,7 @@ def _told(what: Warm, engine: Any, log: LogConfig) -> Told:
     )
     check_transfer(text)
     producer = msgspec.json.encode({**msgspec.json.decode(text), "kv_role": "kv_producer"}).decode()
-    return Told(
+    return FleetSettings(
         spec=FleetSpec(),
         engine=complete(EngineConfig, engine, model=what.model),
         instance=InstanceSpec(kv_transfer_config=producer),

@@ -25,16 +25,16 @@ LOOK_EVERY_S = 0.25
 STALLED_S = 10.0
 """After this many seconds without further blocks, no more are expected."""
 ASK_S = 60.0
-MOST_TRIES = 3
+MAX_TRIES = 3
 """How often one document is tried, if the store dropped some of its blocks."""
-LONGEST_ANSWER = 2**30
+MAX_ANSWER = 2**30
 
 
 class NotWarmed(KvferryError):
     """One document cannot be kept; others may be."""
 
 
-class NotThere(NotWarmed):
+class PathNotServed(NotWarmed):
     """The server does not have this path."""
 
 
@@ -78,10 +78,10 @@ class Server:
             timeout_s=timeout_s,
             headers=[JSON],
             body=sent,
-            max_bytes=LONGEST_ANSWER,
+            max_bytes=MAX_ANSWER,
         )
         if status != 200:
-            raise (NotThere if status == 404 else NotWarmed)(_said(self.url, status, content))
+            raise (PathNotServed if status == 404 else NotWarmed)(_said(self.url, status, content))
         try:
             return msgspec.json.decode(content, type=answer_type)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -100,7 +100,7 @@ async def find_instances(server: Server) -> list[Server]:
     """The server itself or, behind a router, its prefill instances, which can keep KV. Raises `NotWarmed`."""
     try:
         found = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
-    except NotThere:
+    except PathNotServed:
         return [server]
     shown = [
         one
@@ -219,7 +219,7 @@ class Warming:
         body = {"tokens": self._tokens, **({} if pin is None else {"pin": pin}), **self._salted()}
         try:
             kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
-        except NotThere as error:
+        except PathNotServed as error:
             raise NotWarmed(
                 f"{self._instance.url} is not an instance of kvferry's engine; only those report what they keep"
             ) from error
@@ -228,7 +228,7 @@ class Warming:
 
     async def _fill(self, kept: KeptBlocks) -> KeptBlocks:
         """Compute until all tiers have it, or no more blocks arrive."""
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             before = kept
             kept = await self._compute()
             if _has_all(kept) or _num_held(kept) <= _num_held(before):

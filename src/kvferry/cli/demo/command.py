@@ -22,15 +22,15 @@ from rich.text import Text
 from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import LOG, LogFlags
-from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
-from kvferry.cli.demo.stalls import STREAM_TOKENS, Characters, draw_stalls, measure_stalls, verdict
+from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
+from kvferry.cli.demo.token_gaps import STREAM_TOKENS, Characters, draw_stalls, measure_stalls, verdict
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import Told, fleet_of, fleet_token, local_recipe
+from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.errors import KvferryError
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.control.spec import RoleSpec, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, RoleSpec
 from kvferry.fleet.display import Display, make_display
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
@@ -45,7 +45,7 @@ LONG_PIECES, LONG_TOKENS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.
 """Files whose beginnings are the long prompts, and how many of their tokens."""
 BAR_WIDTH = 13
 _ROUTER, _PLAIN = "router-0", "plain"
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 """Lines that wait for an answer's end; of more, the last."""
 PHASES = (
     ("queue", "arrived", "prefill_started", "bright_black"),
@@ -75,7 +75,7 @@ def demo(
     set_up_logging(logs, "supervisor")
     DigestCache()  # as in `run_attended`
     console = Console(highlight=False)
-    told = Told(
+    told = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
         # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
@@ -88,7 +88,7 @@ def demo(
     return asyncio.run(_run(told, console, keep))
 
 
-async def _run(told: Told, console: Console, keep: bool) -> int:
+async def _run(told: FleetSettings, console: Console, keep: bool) -> int:
     """Run the fleet, a plain instance and the demo's requests side by side; the first to end ends the others."""
     token = fleet_token()
     watching = _Watching(make_display(told.log))
@@ -120,7 +120,7 @@ async def _run(told: Told, console: Console, keep: bool) -> int:
     return code or max(ended)
 
 
-def _plain(told: Told) -> WantedFleet:
+def _plain(told: FleetSettings) -> DesiredFleet:
     """One more instance of the model, which does both phases and moves no KV, on the cores of the others."""
     alone = replace(told, spec=FleetSpec(), listen=replace(told.listen, port=0))
     return msgspec.structs.replace(fleet_of("plain", alone), role={"both": RoleSpec()})
@@ -142,7 +142,7 @@ class _Watching:
         self.up_beside, self.is_up = asyncio.Event(), asyncio.Event()
         """Whether the plain instance serves, and the fleet."""
         self._printing = False
-        self._waiting: deque[tuple[str, str]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[str, str]] = deque(maxlen=_MAX_WAITING)
 
     @contextmanager
     def printing(self) -> Iterator[None]:
@@ -219,7 +219,9 @@ async def _ask_and_show(watching: _Watching, console: Console) -> int:
     return code
 
 
-async def _show_stalls(endpoints: Mapping[str, Endpoint], short: Piece, console: Console, printing: Printing) -> None:
+async def _show_stalls(
+    endpoints: Mapping[str, Endpoint], short: DemoPrompt, console: Console, printing: Printing
+) -> None:
     """Stream an answer while long prompts arrive, on one endpoint after the other, and draw both."""
     longs = [await endpoints["plain"].cut(name, LONG_TOKENS) for name in LONG_PIECES]
     console.print(
@@ -238,7 +240,7 @@ async def _show_stalls(endpoints: Mapping[str, Endpoint], short: Piece, console:
     console.print(f"\n{text}", style="bold green" if is_shorter else "yellow")
 
 
-async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Printing) -> DemoAnswer:
+async def _show(endpoint: Endpoint, piece: DemoPrompt, console: Console, printing: Printing) -> DemoAnswer:
     """Ask, and print the answer as it comes, after the last lines of its prompt."""
     console.print(f"[bold]{piece.name}[/bold], {len(piece.token_ids)} tokens …")
     with printing():
@@ -251,7 +253,7 @@ async def _show(endpoint: Endpoint, piece: Piece, console: Console, printing: Pr
 # What it shows.
 
 
-def _times(pieces: Sequence[Piece], answers: Sequence[DemoAnswer], console: Console) -> Table:
+def _times(pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], console: Console) -> Table:
     table = Table(box=None, pad_edge=False, title="Where each request's time went, in ms", title_justify="left")
     table.add_column("prompt", no_wrap=True)
     for name in ("queue", "prefill", "transfer", "first token", "decode"):
@@ -295,7 +297,7 @@ def _mark(phase: str, console: Console) -> str:
 
 
 def _compare(
-    pieces: Sequence[Piece], found: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
+    pieces: Sequence[DemoPrompt], found: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
 ) -> int:
     differing = [
         piece.name for piece, one, other in zip(pieces, found, plain, strict=True) if one.token_ids != other.token_ids

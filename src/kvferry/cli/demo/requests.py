@@ -22,11 +22,11 @@ from kvferry.http.client.origin import Origin
 SHOWN_LINES = 4
 ANSWER_S = 60.0
 """The longest wait for the first byte of an answer."""
-_LONGEST_ANSWER = 16 * 2**20
+_MAX_ANSWER = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Piece:
+class DemoPrompt:
     """A prompt: the beginning of a file of Python's own library. `tail` is the text of its last lines."""
 
     name: str
@@ -58,7 +58,7 @@ class Endpoint:
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The whole answer."""
         async with self.posting(path, body) as answer:
-            return msgspec.json.decode(await answer.read(_LONGEST_ANSWER))
+            return msgspec.json.decode(await answer.read(_MAX_ANSWER))
 
     @asynccontextmanager
     async def posting(self, path: str, body: dict[str, Any]) -> AsyncIterator[Call]:
@@ -70,22 +70,22 @@ class Endpoint:
             async with asyncio.timeout(ANSWER_S):
                 await answer.begun()
             if answer.status != 200:
-                reason = (await answer.read(_LONGEST_ANSWER)).decode(errors="replace")
+                reason = (await answer.read(_MAX_ANSWER)).decode(errors="replace")
                 raise Unavailable(f"{self.url} answered {answer.status}: {reason[:300]}")
             yield answer
         finally:
             answer.close()
 
-    async def cut(self, name: str, num_tokens: int) -> Piece:
+    async def cut(self, name: str, num_tokens: int) -> DemoPrompt:
         """The first tokens of a file of the standard library."""
         text = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
         tokens = await self.post("/tokenize", {"prompt": text})
         token_ids = tokens["tokens"][:num_tokens]
         shown = await self.post("/detokenize", {"tokens": token_ids})
-        return Piece(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
+        return DemoPrompt(name, token_ids, "\n".join(shown["prompt"].splitlines()[-SHOWN_LINES:]))
 
     async def ask(
-        self, piece: Piece, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **more: Any
+        self, piece: DemoPrompt, num_tokens: int, on_text: Callable[[str], object] = lambda text: None, **more: Any
     ) -> DemoAnswer:
         """Stream a sampled answer of this many tokens; `on_text` gets each piece of text as it arrives. `more`: further
         fields of the request."""

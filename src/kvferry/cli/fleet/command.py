@@ -81,7 +81,7 @@ for _command in COMMANDS:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class RouterAddress:
     """The router, and the key for it."""
 
     router: str = "http://127.0.0.1:8000"
@@ -95,8 +95,8 @@ class Where:
     """Certificate authorities (PEM) of a router at an https:// URL. Default: the system's authorities."""
 
 
-WhereFlags = Annotated[Where, Parameter(name="*")]
-_HERE = Where()
+WhereFlags = Annotated[RouterAddress, Parameter(name="*")]
+_HERE = RouterAddress()
 RoleArgument = Annotated[Role, Parameter(help="The role in which the router uses the instance.")]
 Name = Annotated[str, Parameter(help="An instance's name or URL, as in `kvferry fleet list`.")]
 
@@ -174,7 +174,7 @@ def _told(answer: _Changed, what: str) -> int:
     return 0
 
 
-def ask(where: Where, method: str, path: str, wanted: type[Answer], body: object = None) -> Answer:
+def ask(where: RouterAddress, method: str, path: str, wanted: type[Answer], body: object = None) -> Answer:
     """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
     router = Origin.parse(where.router, "--router")
     try:
@@ -200,7 +200,7 @@ def _message(content: bytes) -> str:
         return repr(content[:200].decode(errors="replace"))
 
 
-async def _exchange(router: Origin, where: Where, method: str, path: str, body: object) -> tuple[int, bytes]:
+async def _exchange(router: Origin, where: RouterAddress, method: str, path: str, body: object) -> tuple[int, bytes]:
     sent = None if body is None else msgspec.json.encode(body)
     tls = client_context(where.tls_ca) if router.tls else None
     key = where.admin_key

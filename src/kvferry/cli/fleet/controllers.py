@@ -23,12 +23,12 @@ from kvferry.core.keys import shared_token, users_token
 from kvferry.core.process_end import ending_signals
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
-from kvferry.fleet.control.controller import Controller, EndAsked, LetGo, Superseded
-from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.router_client import RouterClient
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import PlainDisplay
-from kvferry.fleet.last_words import ERROR_PREFIX
+from kvferry.fleet.exit_reason import ERROR_PREFIX
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
 from kvferry.fleet.process import PROGRAM
@@ -41,7 +41,7 @@ _BEGIN_S = 20.0
 _KILLED_S = 10.0
 """Seconds to wait for a killed controller to end."""
 _LOG = "controller.log"
-_MOST_LOG_BYTES = 16 * 2**20
+_MAX_LOG_BYTES = 16 * 2**20
 
 Fleet = Annotated[str, Parameter(help="Name of the fleet, as in its spec.")]
 
@@ -59,16 +59,16 @@ def control(
     ledger = existing_ledger(name)
     with suppress(OSError):  # it is gone: paths that begin there are, too
         os.chdir(ledger.wanted().place or ".")
-    return asyncio.run(look_after(ledger, waits=wait))
+    return asyncio.run(reconcile(ledger, waits=wait))
 
 
-async def look_after(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:
+async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:
     """Run a fleet's controller until it is told to end. If it was silent for so long that another may have taken over,
     it begins anew, and waits for that one. `follows`: as in `Controller`; `owner`: of the members, as in
     `BackendContext`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, owner)
-    async with Front(backend.context.token) as front:
+    async with RouterClient(backend.context.token) as front:
         controller = Controller(
             ledger,
             backend,
@@ -84,9 +84,9 @@ async def look_after(ledger: Ledger, *, waits: bool, follows: bool = False, owne
             loop.add_signal_handler(number, controller.end, LetGo())
         try:
             end = await controller.run()
-            if isinstance(end, Superseded):
+            if isinstance(end, LeadershipLost):
                 _begin_anew()
-            if isinstance(end, EndAsked):
+            if isinstance(end, ShutdownRequested):
                 await controller.bring_down()
         finally:
             await backend.close()
@@ -112,7 +112,7 @@ def existing_ledger(name: str) -> Ledger:
     return ledger_of(name)
 
 
-def make_backend(folder: Path, fleet: WantedFleet, owner: str = "") -> FleetBackend:
+def make_backend(folder: Path, fleet: DesiredFleet, owner: str = "") -> FleetBackend:
     """The fleet's backend, not opened yet. `owner`: as in `BackendContext`. Raises `ConfigError` if it cannot run the
     fleet."""
     token = _token()
@@ -138,7 +138,7 @@ def require_controller(ledger: Ledger, name: str) -> None:
     if ledger.has_controller or not ledger.exists:
         return
     path = ledger.folder / _LOG
-    if path.exists() and path.stat().st_size > _MOST_LOG_BYTES:
+    if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
         path.replace(path.with_suffix(".log.old"))
     with open(path, "ab", opener=_private) as log:
         process = subprocess.Popen(

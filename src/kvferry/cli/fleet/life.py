@@ -29,8 +29,8 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS_OR_ZERO
 from kvferry.core.settings.options import read_value, unknown_key
-from kvferry.fleet.control.ledger import Ledger, Wanted
-from kvferry.fleet.control.spec import Number, WantedFleet, check_fleet, read_fleet, what_cannot_roll
+from kvferry.fleet.control.ledger import DesiredState, Ledger
+from kvferry.fleet.control.spec import DesiredFleet, Number, check_fleet, read_fleet, unrollable_part
 from kvferry.fleet.places import ledger_of, running_path
 from kvferry.models.catalog import resolve
 
@@ -65,7 +65,7 @@ def apply(
     make_backend(running_path(ledger), fleet)
     if dry_run:
         return show_steps(ledger, fleet)
-    if (what := what_cannot_roll(fleet)) and fleet.scale is None:
+    if (what := unrollable_part(fleet)) and fleet.scale is None:
         why = f"{what}: with max = count and roll.unavailable = 0, no roll can replace anything"
         sys.stderr.write(f"kvferry: {why}; raise one of max and roll.unavailable to be able to change settings\n")
     _wait_for_end(ledger, wait_s)
@@ -82,7 +82,7 @@ def scale(
     """Change how many instances of a role, or units, there are: `kvferry fleet scale chat prefill=3 decode=2`."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
-    def scaled(wanted: Wanted) -> WantedFleet:
+    def scaled(wanted: DesiredState) -> DesiredFleet:
         fleet = wanted.fleet
         if fleet.scale is not None and not fleet.scale.recommend:
             why = "has a table [scale], which decides about its counts; change min and max in its spec"
@@ -113,7 +113,7 @@ def rollback(
     """Return a fleet to its settings before its last change of revision, or to those of revision --to."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
-    def before(wanted: Wanted) -> WantedFleet:
+    def before(wanted: DesiredState) -> DesiredFleet:
         earlier = {one.revision: one for one in wanted.earlier}
         if not earlier:
             raise ConfigError(f"{name} has no earlier revision to roll back to")
@@ -150,13 +150,13 @@ def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
 
 
 def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
-    def set_pause(wanted: Wanted) -> WantedFleet:
+    def set_pause(wanted: DesiredState) -> DesiredFleet:
         return msgspec.structs.replace(wanted.fleet, roll=msgspec.structs.replace(wanted.fleet.roll, pause=pause))
 
     return _change(name, set_pause, wait_s)
 
 
-def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
+def _scaled(fleet: DesiredFleet, what: str, number: int) -> DesiredFleet:
     if fleet.unit is not None:
         if what != "unit":
             raise ConfigError(f"{fleet.name} is in replica mode, where units are scaled: unit={number}")
@@ -167,13 +167,13 @@ def _scaled(fleet: WantedFleet, what: str, number: int) -> WantedFleet:
     return msgspec.structs.replace(fleet, role={**fleet.role, what: msgspec.structs.replace(role, count=number)})
 
 
-def _change(name: str, how: Callable[[Wanted], WantedFleet], wait_s: float) -> int:
+def _change(name: str, how: Callable[[DesiredState], DesiredFleet], wait_s: float) -> int:
     ledger = existing_ledger(name)
     _require_not_followed(ledger)
     return _pursue(ledger, ledger.change(how), wait_s)
 
 
-def _pursue(ledger: Ledger, wanted: Wanted, wait_s: float) -> int:
+def _pursue(ledger: Ledger, wanted: DesiredState, wait_s: float) -> int:
     """Have a controller carry it out."""
     name, begun = wanted.fleet.name, SYSTEM_CLOCK.wall()
     try:
@@ -204,7 +204,7 @@ def _require_not_followed(ledger: Ledger) -> None:
         )
 
 
-def require_same_place(ledger: Ledger, fleet: WantedFleet) -> None:
+def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
     """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
     try:
         before = ledger.wanted()
@@ -221,7 +221,7 @@ def require_same_place(ledger: Ledger, fleet: WantedFleet) -> None:
             )
 
 
-def _namespace(fleet: WantedFleet) -> str:
+def _namespace(fleet: DesiredFleet) -> str:
     return "" if fleet.backend.kubernetes is None else fleet.backend.kubernetes.namespace
 
 
@@ -237,7 +237,7 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
 # What becomes of it.
 
 
-def _follow(ledger: Ledger, wanted: Wanted, begun: float, wait_s: float) -> int:
+def _follow(ledger: Ledger, wanted: DesiredState, begun: float, wait_s: float) -> int:
     """Show what is done from `begun` on, until the fleet has reached its desired state; exit code 1 if that takes too
     long or is impossible."""
     deadline, fleet = SYSTEM_CLOCK.monotonic() + wait_s, wanted.fleet

@@ -13,8 +13,8 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_end import ending_signals
-from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.control.scaling.recommender import Recommender, read_recommended
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.places import fleets_folder
@@ -55,7 +55,7 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}") from error
     ledger = Ledger(folder)
-    lease = ledger.try_to_act()
+    lease = ledger.try_acquire()
     if lease is None:
         other = ledger.controller
         who = "another process" if other is None else f"process {other.pid}"
@@ -65,7 +65,7 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
 
 
 async def _until_told_to_end(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
-    async with Front(http_secret()) as front:
+    async with RouterClient(http_secret()) as front:
         running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
         for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)

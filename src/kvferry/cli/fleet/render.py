@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.environment import AUTH_TOKEN
-from kvferry.fleet.control.spec import WantedFleet, read_fleet
+from kvferry.fleet.control.spec import DesiredFleet, read_fleet
 
 if TYPE_CHECKING:
     from kvferry.fleet.kubernetes.autoscaling import Autoscaling, Kind
@@ -86,15 +86,15 @@ def render(
 
 
 def _how_to_write(
-    fleet: WantedFleet, controller: str | None, autoscaler: Kind | None, prometheus: str | None
+    fleet: DesiredFleet, controller: str | None, autoscaler: Kind | None, prometheus: str | None
 ) -> Callable[[Values, str], list[Object]]:
     """What gives the objects, for values and a token. Raises `ConfigError` for flags that contradict each other, and
     for what cannot be done so."""
     from kvferry.fleet.kubernetes.autoscaling import Autoscaling, chosen
-    from kvferry.fleet.kubernetes.controller import only_controller_gives, require_plain_pods
+    from kvferry.fleet.kubernetes.controller import key_needing_controller, require_plain_pods
     from kvferry.fleet.kubernetes.render import render, render_controller
 
-    asked_for = only_controller_gives(fleet)
+    asked_for = key_needing_controller(fleet)
     if controller is None and autoscaler is None and asked_for:
         try:
             require_plain_pods(fleet)
@@ -124,7 +124,7 @@ def _url(flag: str, url: str) -> str:
     return url
 
 
-def _say_what_scales(fleet: WantedFleet, autoscaling: Autoscaling) -> None:
+def _say_what_scales(fleet: DesiredFleet, autoscaling: Autoscaling) -> None:
     from kvferry.fleet.kubernetes.autoscaling import why_not
 
     kubernetes = fleet.backend.kubernetes
@@ -137,12 +137,12 @@ def _say_what_scales(fleet: WantedFleet, autoscaling: Autoscaling) -> None:
         sys.stderr.write(f"kvferry: Prometheus must read {what}; pod_monitor = true has its operator do so\n")
 
 
-def _needs_token(fleet: WantedFleet) -> bool:
+def _needs_token(fleet: DesiredFleet) -> bool:
     kubernetes = fleet.backend.kubernetes
     return kubernetes is not None and kubernetes.token_secret is None
 
 
-def _how(fleet: WantedFleet) -> str:
+def _how(fleet: DesiredFleet) -> str:
     assert fleet.backend.kubernetes is not None
     return (
         f"make it: kubectl -n {fleet.backend.kubernetes.namespace} create secret generic {fleet.name}-token"

@@ -11,10 +11,10 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from kvferry.cli.fleet.controllers import look_after, make_backend
+from kvferry.cli.fleet.controllers import make_backend, reconcile
 from kvferry.cli.fleet.life import require_same_place
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_path
@@ -57,7 +57,7 @@ def run(
 async def _run(followed: _Followed, owner: str) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(followed.keep_looking())
-        await look_after(followed.ledger, waits=True, follows=True, owner=owner)
+        await reconcile(followed.ledger, waits=True, follows=True, owner=owner)
         following.cancel()
 
 
@@ -77,7 +77,7 @@ class _Followed:
                 raise
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
-    def _followed_before(self) -> WantedFleet | None:
+    def _followed_before(self) -> DesiredFleet | None:
         """What this file said when it was followed last."""
         for name in fleet_names():
             with suppress(ConfigError):  # another fleet's, which cannot be read
@@ -110,7 +110,7 @@ class _Followed:
             return wanted.source != self._source and not wanted.deleted
         return False
 
-    def _want(self, fleet: WantedFleet) -> None:
+    def _want(self, fleet: DesiredFleet) -> None:
         ledger = self.ledger
         if fleet.name != ledger.folder.name:
             raise ConfigError(f"name cannot be changed from {ledger.folder.name} to {fleet.name}: it is another fleet")

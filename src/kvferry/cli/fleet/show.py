@@ -10,10 +10,19 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.fleet.controllers import existing_ledger, last_error
-from kvferry.fleet.control.facts import Drain, MemberStatus, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.dry_run import dry_run_steps
+from kvferry.fleet.control.facts import (
+    Drain,
+    MemberStatus,
+    ObservedInstance,
+    Phase,
+    Start,
+    Step,
+    StopMember,
+    SwitchRole,
+)
 from kvferry.fleet.control.ledger import Event, Ledger
-from kvferry.fleet.control.rehearsal import rehearse
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.places import fleet_names
 
 
@@ -101,11 +110,11 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
     return lines
 
 
-def show_steps(ledger: Ledger, fleet: WantedFleet) -> int:
+def show_steps(ledger: Ledger, fleet: DesiredFleet) -> int:
     """Print the steps that it would take to make the fleet this; change nothing. Raises `ConfigError`."""
     seen = ledger.current_status()
     members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
-    steps = rehearse(fleet, members)
+    steps = dry_run_steps(fleet, members)
     for step in steps:
         sys.stdout.write(f"{_step(step)}\n")
     if not steps:
@@ -113,8 +122,8 @@ def show_steps(ledger: Ledger, fleet: WantedFleet) -> int:
     return 0
 
 
-def _observed(member: MemberStatus) -> Observed:
-    return Observed(member.name, member.role, member.revision, Phase(member.phase), -member.for_s, member.unit)
+def _observed(member: MemberStatus) -> ObservedInstance:
+    return ObservedInstance(member.name, member.role, member.revision, Phase(member.phase), -member.for_s, member.unit)
 
 
 def _step(step: Step) -> str:

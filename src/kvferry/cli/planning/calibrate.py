@@ -20,8 +20,8 @@ from kvferry.cli.checks import check_before_start
 from kvferry.cli.common import ENGINE, LOG, EngineFlags, LogFlags
 from kvferry.cli.demo.requests import Endpoint
 from kvferry.cli.flags import complete
-from kvferry.cli.fleet_settings import Told
-from kvferry.cli.planning.calibration import Calibration, InstanceLimits, Texts, facts_of
+from kvferry.cli.fleet_settings import FleetSettings
+from kvferry.cli.planning.calibration import Calibration, InstanceLimits, PromptGenerator, facts_of
 from kvferry.cli.planning.simulate import SEED, progress
 from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -125,7 +125,7 @@ def _of_medium(name: str, times: MediumTimes) -> str:
 
 def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> MachineTimes:
     """Measure P and D that are started for this."""
-    told = Told(
+    told = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
         engine=engine,
         instance=InstanceSpec(served_model_name=(_NAME,)),
@@ -180,7 +180,7 @@ async def _measured(
                 None if prefill is None else Endpoint(client, prefill),
                 None if router is None else Endpoint(client, router),
                 InstanceLimits(facts, engine.max_num_seqs, engine.max_num_batched_tokens),
-                await Texts.read(instance, facts.max_model_len, seed),
+                await PromptGenerator.read(instance, facts.max_model_len, seed),
                 on_progress,
                 None if router is None else _cpu_of_routers(),
             )

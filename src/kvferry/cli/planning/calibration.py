@@ -20,7 +20,7 @@ from random import Random
 import msgspec
 
 from kvferry.cli.cache.warming import Server
-from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
+from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 from kvferry.core.blocks.layout import DTYPE_BYTES, KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
@@ -71,14 +71,14 @@ class InstanceLimits:
         return length < facts.max_model_len and number * (length + facts.block_size) < facts.num_kv_tokens
 
 
-class Texts:
+class PromptGenerator:
     """Prompts of any length that share no prefix: tokens of Python's own library, in an order that `seed` decides."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
         self._token_ids, self._random = token_ids, Random(seed)
 
     @classmethod
-    async def read(cls, endpoint: Endpoint, max_model_len: int, seed: int) -> Texts:
+    async def read(cls, endpoint: Endpoint, max_model_len: int, seed: int) -> PromptGenerator:
         """Have the texts made tokens by the model's own tokenizer, in pieces that it takes."""
         token_ids: list[int] = []
         for name in _TEXTS:
@@ -87,9 +87,9 @@ class Texts:
             token_ids += (await endpoint.post("/tokenize", {"prompt": text[:length]}))["tokens"]
         return cls(token_ids, seed)
 
-    def prompt(self, num_tokens: int) -> Piece:
+    def prompt(self, num_tokens: int) -> DemoPrompt:
         """The next prompt."""
-        return Piece("", self._random.choices(self._token_ids, k=num_tokens), "")
+        return DemoPrompt("", self._random.choices(self._token_ids, k=num_tokens), "")
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Calibration:
     prefill: Endpoint | None
     router: Endpoint | None
     limits: InstanceLimits
-    texts: Texts
+    texts: PromptGenerator
     on_progress: Callable[[float], None]
     cpu_s: Callable[[], float] | None = None
     """CPU seconds of the router and of this process, which is its client."""

@@ -37,7 +37,7 @@ from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.units import percent
 from kvferry.fleet.control.spec import fleet_from
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
-from kvferry.sim.planner import Candidate, Findings, Planner, busiest
+from kvferry.sim.planner import Candidate, Planner, SearchResult, busiest
 from kvferry.sim.targets import parse_targets
 from kvferry.sim.times import MachineTimes
 from kvferry.sim.traffic import Arrival
@@ -49,7 +49,7 @@ _KEPT = (
     *("device", "trust_remote_code", "batch_invariant", "prefix_caching", "prefix_cache_eviction"),
 )
 """Settings of the engine that was measured which a plan keeps."""
-_MOST_MEMORY = 2**40
+_MAX_MEMORY = 2**40
 """Bytes of a store that may be in the memory of one machine."""
 _MODEL_COMMENT = '# Put the model that it is to serve in the place of "assumed", or give --model.\n'
 _STORE_COMMENT = """
@@ -178,7 +178,7 @@ def _name(path: Path) -> str:
 def _with_store(candidate: Candidate) -> str:
     """The connectors of a deployment with a store, as `kv_transfer_config` takes them."""
     size = to_size(candidate.store_bytes)
-    url = f"memory:{size}" if candidate.store_bytes <= _MOST_MEMORY else f"file:/var/lib/kvferry?max_bytes={size}"
+    url = f"memory:{size}" if candidate.store_bytes <= _MAX_MEMORY else f"file:/var/lib/kvferry?max_bytes={size}"
     store = {"kv_connector": "KVStoreConnector", "kv_connector_extra_config": {"store": url}}
     both = {"connectors": [{"kv_connector": "P2pConnector"}, store]}
     config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": both} if candidate.is_split else store
@@ -192,7 +192,7 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--write {path}: {error.strerror or error}") from error
 
 
-def _as_json(found: Findings, kv: KVPlan, spec: str) -> dict[str, Any]:
+def _as_json(found: SearchResult, kv: KVPlan, spec: str) -> dict[str, Any]:
     return {
         "holds": found.holds,
         "reason": found.reason(),
@@ -211,7 +211,7 @@ def _as_json(found: Findings, kv: KVPlan, spec: str) -> dict[str, Any]:
 
 
 def _show(
-    found: Findings,
+    found: SearchResult,
     kv: KVPlan,
     arrivals: list[Arrival],
     chosen: list[Arrival],
@@ -249,7 +249,7 @@ def _show(
         console.print(f"\n{spec}", soft_wrap=True, markup=False)
 
 
-def _table(found: Findings) -> Table:
+def _table(found: SearchResult) -> Table:
     title = f"Goodput (requests/s, and for each instance) within {found.targets}; P99 of TTFT and ITL in ms"
     table = Table(title=title, title_justify="left")
     table.add_column("deployment", min_width=18)
@@ -270,7 +270,7 @@ def _table(found: Findings) -> Table:
     return table
 
 
-def _grid(found: Findings) -> Table:
+def _grid(found: SearchResult) -> Table:
     """Shares within multiples of the targets: plain, then split."""
     assert found.plain is not None
     assert found.split is not None
@@ -318,7 +318,7 @@ def _stores(kv: KVPlan) -> Table:
 
 def _break_even(store: StoreUse, times: MachineTimes) -> str:
     known = "were measured" if times.measured else "are assumed"
-    least = _rate(store.least_bandwidth)
+    least = _rate(store.min_bandwidth)
     return (
         f"A store helps an instance only if it reads faster than {least}, which is how fast KV is computed; hand-offs"
         f" {known} at {_rate(times.transfer.bandwidth)}."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvferry.core.errors import ConfigError
-from kvferry.sim.planner import Findings
+from kvferry.sim.planner import SearchResult
 
 
-def plot_grid(found: Findings, path: Path) -> None:
+def plot_grid(found: SearchResult, path: Path) -> None:
     """The share of requests within multiples of the targets, a panel for the plain and for the split deployment.
     Raises `ConfigError`."""
     from matplotlib.figure import Figure

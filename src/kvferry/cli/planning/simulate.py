@@ -20,8 +20,8 @@ from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
 from kvferry.core.settings.units import percent
-from kvferry.fleet.control.spec import WantedFleet, read_fleet, seconds
-from kvferry.sim.replay import ReplayFigures, Spread, TraceReplay
+from kvferry.fleet.control.spec import DesiredFleet, read_fleet, seconds
+from kvferry.sim.replay import Percentiles, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.times import MachineTimes, read_times
 from kvferry.sim.traffic import Arrival, faster, part_of, read_traffic, require_short_pauses
@@ -105,7 +105,7 @@ def simulate(
     return 0
 
 
-def targets_of(fleet: WantedFleet, slo: str | None) -> Targets:
+def targets_of(fleet: DesiredFleet, slo: str | None) -> Targets:
     """The targets by which a fleet is judged. Raises `ConfigError`."""
     if slo is None and fleet.scale is not None:
         return Targets(ttft=seconds(fleet.scale.ttft), itl=seconds(fleet.scale.itl))
@@ -166,7 +166,7 @@ def _latencies(figures: ReplayFigures, targets: Targets) -> Table:
     table.add_column("milliseconds")
     for name in ("P50", "P90", "P99", "mean", "target"):
         table.add_column(name, justify="right")
-    rows: list[tuple[str, Spread, float | None]] = [
+    rows: list[tuple[str, Percentiles, float | None]] = [
         ("time to first token", figures.ttft, targets.ttft),
         ("between two tokens", figures.itl, targets.itl),
         ("to the last token", figures.e2e, targets.e2e),

@@ -16,7 +16,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import DesiredFleet, Role, seconds
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec
@@ -45,14 +45,14 @@ ASSUMED = MachineTimes(
 
 
 _TOKENS_AT_ONCE = 16
-_MOST_BLOCKS = 2**22
+_MAX_BLOCKS = 2**22
 """In the KV cache of an instance; each takes a quarter of a kilobyte here."""
 MAX_INSTANCES = 2048
 MAX_ALL_BLOCKS = 2**26
 """Blocks in the KV caches of all instances together."""
 
 
-def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
+def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
     """The deployment that a spec describes, with these times. Raises `ConfigError` for what is not simulated."""
     _require_simulated(fleet, times)
     told = flags_of_fleet(fleet, serve)
@@ -91,7 +91,7 @@ def world_of(fleet: WantedFleet, times: MachineTimes) -> WorldSpec:
     )
 
 
-def _counts(fleet: WantedFleet) -> dict[Role, int]:
+def _counts(fleet: DesiredFleet) -> dict[Role, int]:
     if fleet.unit is not None:
         counts = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
     else:
@@ -106,7 +106,7 @@ def _require_few(num_instances: int) -> None:
         raise ConfigError(f"the spec has {num_instances} instances; at most {MAX_INSTANCES} are simulated")
 
 
-def _require_simulated(fleet: WantedFleet, times: MachineTimes) -> None:
+def _require_simulated(fleet: DesiredFleet, times: MachineTimes) -> None:
     """Raise `ConfigError` for what the simulator does not have."""
     if fleet.engine.kind != "kvferry":
         raise ConfigError(f'engine.kind = "{fleet.engine.kind}" is not simulated; the simulator runs kvferry\'s engine')
@@ -119,7 +119,7 @@ def _require_simulated(fleet: WantedFleet, times: MachineTimes) -> None:
         )
 
 
-def _transfer(fleet: WantedFleet, layout: SimLayout) -> dict[str, Any]:
+def _transfer(fleet: DesiredFleet, layout: SimLayout) -> dict[str, Any]:
     """The connector's configuration, with what the simulator replaces. Raises `ConfigError`."""
     text = fleet.engine.kv_transfer_config or connectors_json(fleet.engine.connectors)
     given = read_transfer_json(text)
@@ -179,7 +179,7 @@ def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
     return store_url("memory:", {**options, "num_blocks": store.num_slots})
 
 
-def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, role: Role) -> SimInstanceSpec:
+def _instance(fleet: DesiredFleet, engine: EngineConfig, times: MachineTimes, role: Role) -> SimInstanceSpec:
     if times.measured and engine.tensor_parallel_size != times.tensor_parallel_size:
         raise ConfigError(
             f"the times are of {times.tensor_parallel_size} ranks an instance, and the spec has"
@@ -190,9 +190,9 @@ def _instance(fleet: WantedFleet, engine: EngineConfig, times: MachineTimes, rol
     if engine.kv_cache_memory is not None:
         num_tokens = parse_bytes(engine.kv_cache_memory, "--kv-cache-memory") // kv.token_bytes
     num_blocks = max(1, num_tokens // engine.block_size)
-    if num_blocks > _MOST_BLOCKS:
+    if num_blocks > _MAX_BLOCKS:
         raise ConfigError(
-            f"an instance has {num_blocks} KV blocks; {_MOST_BLOCKS} can be simulated: set a smaller --kv-cache-memory"
+            f"an instance has {num_blocks} KV blocks; {_MAX_BLOCKS} can be simulated: set a smaller --kv-cache-memory"
             f" or a larger --block-size for {role}"
         )
     plain = SimInstanceSpec(

@@ -17,7 +17,7 @@ from kvferry.store.base import Block, KVStore, Read
 from kvferry.store.media.file import FileOptions
 from kvferry.store.table import find_store
 
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 ROUNDS = 5
 
 
@@ -34,7 +34,7 @@ async def measure_stores(kv: KVSize, folder: Path) -> StoreTimes:
 async def _measure(url: Callable[[int], str], kv: KVSize, *, threads: int) -> MediumTimes:
     """`threads`: how many read a batch at the same time."""
     half = max(1, kv.token_bytes // kv.num_layers // 4)
-    batch = max(1, min(BATCH_BLOCKS, MOST_BYTES // 2 // (kv.token_bytes * kv.block_size)))
+    batch = max(1, min(BATCH_BLOCKS, MAX_BYTES // 2 // (kv.token_bytes * kv.block_size)))
     tiny = await _opened(url(2 * BATCH_BLOCKS), kv, 1, lambda store: _times(store, ROUNDS, BATCH_BLOCKS))
     whole = await _opened(url(2 * batch), kv, half, lambda store: _times(store, ROUNDS, batch))
     latency_s = statistics.mean(tiny) / BATCH_BLOCKS

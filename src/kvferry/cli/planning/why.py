@@ -9,15 +9,15 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from kvferry.cli.fleet.command import Where, ask
+from kvferry.cli.fleet.command import RouterAddress, ask
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TRAFFIC_PATH, TrafficReport
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import Counts
-from kvferry.fleet.scaling.traffic import Room
-from kvferry.fleet.scaling.verdict import FEWEST_REQUESTS, Arrangement, Verdict, judge
+from kvferry.fleet.scaling.scaling_rules import Counts
+from kvferry.fleet.scaling.traffic import DecodeCapacity
+from kvferry.fleet.scaling.verdict import MIN_REQUESTS, Arrangement, Verdict, judge
 from kvferry.http.client.origin import Origin
 from kvferry.sim.targets import parse_targets
 
@@ -66,17 +66,17 @@ def why(
     if targets.ttft is None or targets.itl is None or targets.e2e is not None:
         raise ConfigError("--slo: give ttft and itl, as in ttft=2s,itl=50ms")
     Origin.parse(url, "URL")
-    router = Where(router=url, admin_key=admin_key, tls_ca=tls_ca)
+    router = RouterAddress(router=url, admin_key=admin_key, tls_ca=tls_ca)
     used = [one for one in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if one.alive]
     report = ask(router, "GET", f"{TRAFFIC_PATH}?seconds={seconds}", TrafficReport)
     counts = Counts(sum(one.role == "prefill" for one in used), sum(one.role == "decode" for one in used))
     facts = [one.facts for one in used if one.role == "decode" and one.facts is not None]
-    room = Room.least((one.num_kv_tokens, one.max_num_seqs) for one in facts)
+    room = DecodeCapacity.least((one.num_kv_tokens, one.max_num_seqs) for one in facts)
     found = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, room)
     if found is None:
         done = sum(one.state == "done" for one in report.requests)
         raise ConfigError(
-            f"too little is known: {done} requests have ended in the last {seconds} s, and it takes {FEWEST_REQUESTS},"
+            f"too little is known: {done} requests have ended in the last {seconds} s, and it takes {MIN_REQUESTS},"
             " with streamed answers among them; ask again when there was more traffic"
         )
     for line in _lines(found):

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 AT_A_TIME = 16
 """Notes of one request that are read or written at the same time."""
-FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.1
+FIRST_POLL_S, MAX_POLL_S = 0.002, 0.1
 """Pauses before missing keys are looked up again: each is twice as long as the one before (s)."""
-LONGEST_SHOWN = 48
+MAX_SHOWN = 48
 Item = TypeVar("Item")
 
 
@@ -144,7 +144,7 @@ class StoredKeys:
         pause_s = FIRST_POLL_S
         while (left_s := question.deadline - self._clock.monotonic()) > 0:
             await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+            pause_s = min(2 * pause_s, MAX_POLL_S)
             if all([await self._is_there(store, question.tenant, key) for store in stores]):
                 return True
         return False
@@ -191,4 +191,4 @@ async def _as_coroutine(call: Callable[[Item], Awaitable[bool]], item: Item) -> 
 
 def _shown(key: str) -> str:
     shown = repr(key)
-    return shown if len(shown) <= LONGEST_SHOWN else shown[: LONGEST_SHOWN - 1] + "…"
+    return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"

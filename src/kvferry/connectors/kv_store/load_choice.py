@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.api import ConnectorContext, Hit, Miss, ScheduledChunk, StepView
-from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadPolicy, Way
+from kvferry.connectors.kv_store.load_policy import LoadDecision, LoadMode, LoadPolicy
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.errors import KvferryError, TransferTimeout
-from kvferry.store.base import Run, part_of
+from kvferry.store.base import BlockRun, part_of
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class _Choice:
     decision: LoadDecision | None = None
     num_blocks: int = 0
     num_tokens: int = 0
-    loads: Sequence[Run] = ()
+    loads: Sequence[BlockRun] = ()
     begun_at: float = 0.0
 
 
@@ -49,29 +49,31 @@ class LoadChoice:
 
     # Deciding.
 
-    def choose(self, request_id: str, runs: Sequence[Run], num_rest_tokens: int, *, may_compute: bool) -> Hit | Miss:
+    def choose(
+        self, request_id: str, runs: Sequence[BlockRun], num_rest_tokens: int, *, may_compute: bool
+    ) -> Hit | Miss:
         """Choose how much to load of these blocks, which `num_rest_tokens` of the prompt follow. `may_compute`: whether
         they need not be loaded. May be called many times."""
         num_blocks = sum(run.num_blocks for run in runs)
-        decision = LoadDecision(Way.LOAD, 0, num_blocks)
+        decision = LoadDecision(LoadMode.LOAD, 0, num_blocks)
         if self._decides and may_compute:
             decision = self._policy.decide(runs, num_rest_tokens, self._clock.monotonic(), can_meet=True)
         num_tokens = num_blocks * self._block_size + num_rest_tokens
         self._choices[request_id] = _Choice(decision, num_blocks, num_tokens)
-        if decision.way is Way.RECOMPUTE:
+        if decision.way is LoadMode.RECOMPUTE:
             return Miss()
         rest = num_rest_tokens + (num_blocks - decision.last) * self._block_size
         by_layers = not decision.first and self._is_by_layers(part_of(runs, 0, decision.last), rest)
         return Hit(decision.last * self._block_size, by_layers, decision.first * self._block_size)
 
-    def _is_by_layers(self, runs: Sequence[Run], num_rest_tokens: int) -> bool:
+    def _is_by_layers(self, runs: Sequence[BlockRun], num_rest_tokens: int) -> bool:
         if self._load == "auto":
-            return self._policy.sooner_by_layers(runs, num_rest_tokens, self._num_in_step)
+            return self._policy.prefers_layerwise(runs, num_rest_tokens, self._num_in_step)
         return self._load == "layerwise"
 
     # Measuring.
 
-    def load_begins(self, request_id: str, runs: Sequence[Run]) -> None:
+    def load_begins(self, request_id: str, runs: Sequence[BlockRun]) -> None:
         """The load that was chosen for the request begins, of these runs."""
         choice = self._choices.setdefault(request_id, _Choice())
         choice.loads, choice.begun_at = runs, self._clock.monotonic()
@@ -113,7 +115,7 @@ class LoadChoice:
         the KV."""
         request_id = chunk.request.request_id
         choice = self._choices.get(request_id)
-        if choice is None or choice.decision is None or choice.decision.way is not Way.RECOMPUTE:
+        if choice is None or choice.decision is None or choice.decision.way is not LoadMode.RECOMPUTE:
             return
         del self._choices[request_id]
         if len(chunk.request.prompt_token_ids) - chunk.start == choice.num_tokens:

@@ -1,7 +1,7 @@
 """Whether a prompt's KV is loaded or computed again, from speeds that were measured: no clock, no tensor, no I/O.
 
 What is known of each medium is how long it took before: some seconds to begin, and a time for each further byte or
-token (`Pace`, newer measurements weigh more). A request then has four ways to its first token; the fastest is taken:
+token (`LinearCost`, newer measurements weigh more). A request then has four ways to its first token; the fastest is taken:
 
     load       all blocks that there are; then compute the rest of the prompt
     prefix     only those of the faster tiers: the tiers below would take longer than the model
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.store.base import Run, part_of
+from kvferry.store.base import BlockRun, part_of
 
 NEWER_WEIGHS = 0.85
 """The weight of a measurement is multiplied by this with each newer one."""
@@ -28,11 +28,11 @@ STALE_S = 60.0
 WORTH_IT = 0.85
 """Another way than to load everything is taken if it takes at most this share of the time, because computing delays
 other requests."""
-FEWEST_TO_MEET = 4
+MIN_TO_MEET = 4
 """With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
 
 
-class Way(Enum):
+class LoadMode(Enum):
     """How a prompt gets its KV: the four ways of the module's docstring."""
 
     LOAD = "load"
@@ -46,13 +46,13 @@ class LoadDecision:
     """Blocks `[first, last)`, counted from the first that could be loaded, are loaded; those before are computed
     meanwhile. `estimated_s`: to the first token; None where too little was measured."""
 
-    way: Way
+    way: LoadMode
     first: int
     last: int
     estimated_s: float | None = None
 
 
-class Pace:
+class LinearCost:
     """Seconds as `begin + each · amount`, fitted to what was measured by least squares."""
 
     def __init__(self) -> None:
@@ -108,9 +108,9 @@ class LoadPolicy:
 
     def __init__(self, block_bytes: int, block_tokens: int) -> None:
         self._block_bytes, self._block_tokens = block_bytes, block_tokens
-        self._prefill = Pace()
-        self._tiers: dict[int, Pace] = {}
-        self._decided: Counter[Way] = Counter()
+        self._prefill = LinearCost()
+        self._tiers: dict[int, LinearCost] = {}
+        self._decided: Counter[LoadMode] = Counter()
         self._num_not_loaded = 0
 
     # What was measured.
@@ -119,7 +119,7 @@ class LoadPolicy:
         """A step of the engine computed `num_tokens` tokens of prompts in `seconds`."""
         self._prefill.measured(num_tokens, seconds, now)
 
-    def loaded(self, runs: Sequence[Run], seconds: float, now: float) -> None:
+    def loaded(self, runs: Sequence[BlockRun], seconds: float, now: float) -> None:
         """Note that these blocks were loaded in `seconds`. If they came from several tiers, the time is divided among
         these in proportion to what was expected."""
         sizes = self._sizes(runs)
@@ -132,7 +132,7 @@ class LoadPolicy:
             share = expected[tier] / total if total else 1 / len(sizes)
             self._pace(tier).measured(size, seconds * share, now)
 
-    def failed(self, runs: Sequence[Run], seconds: float, now: float, *, timed_out: bool) -> None:
+    def failed(self, runs: Sequence[BlockRun], seconds: float, now: float, *, timed_out: bool) -> None:
         """Note that these blocks had not come after `seconds`. This counts as a measurement if they were expected
         sooner, or if they timed out and nothing is known of their tiers."""
         is_known = all(self._pace(run.tier).is_known for run in runs)
@@ -141,14 +141,14 @@ class LoadPolicy:
 
     # What follows.
 
-    def decide(self, runs: Sequence[Run], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
+    def decide(self, runs: Sequence[BlockRun], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
         """Decide for the blocks that could be loaded, in order, and the number of prompt tokens after them."""
         num_blocks = sum(run.num_blocks for run in runs)
-        load_all = LoadDecision(Way.LOAD, 0, num_blocks)
+        load_all = LoadDecision(LoadMode.LOAD, 0, num_blocks)
         if not self._is_sure(runs, now):
             return load_all
         rest_s = self._prefill.seconds(num_rest_tokens)
-        load_all = LoadDecision(Way.LOAD, 0, num_blocks, self._load_s(runs) + rest_s)
+        load_all = LoadDecision(LoadMode.LOAD, 0, num_blocks, self._load_s(runs) + rest_s)
         others = [*self._prefixes(runs, num_rest_tokens), *([self._meeting(runs, rest_s)] if can_meet else [])]
         best = min(others, key=_estimate, default=load_all)
         return best if _estimate(best) <= WORTH_IT * _estimate(load_all) else load_all
@@ -158,7 +158,7 @@ class LoadPolicy:
         self._decided[decision.way] += 1
         self._num_not_loaded += num_blocks - (decision.last - decision.first)
 
-    def sooner_by_layers(self, runs: Sequence[Run], num_rest_tokens: int, num_others: int) -> bool:
+    def prefers_layerwise(self, runs: Sequence[BlockRun], num_rest_tokens: int, num_others: int) -> bool:
         """Whether a load layer by layer brings the first token sooner than it delays `num_others` requests, which wait
         with it for each layer."""
         load_s, rest_s = self._load_s(runs), self._prefill.seconds(num_rest_tokens)
@@ -166,7 +166,7 @@ class LoadPolicy:
 
     def statistics(self) -> dict[str, float]:
         """Decisions, and the speeds that they are from."""
-        found = {f"load_decisions_{way.value}": float(self._decided[way]) for way in Way}
+        found = {f"load_decisions_{way.value}": float(self._decided[way]) for way in LoadMode}
         found["not_loaded_blocks"] = float(self._num_not_loaded)
         if self._prefill.each_s:
             found["prefill_tokens_per_s"] = 1 / self._prefill.each_s
@@ -178,23 +178,23 @@ class LoadPolicy:
 
     # Estimates.
 
-    def _is_sure(self, runs: Sequence[Run], now: float) -> bool:
+    def _is_sure(self, runs: Sequence[BlockRun], now: float) -> bool:
         paces = [self._pace(run.tier) for run in runs]
         return self._prefill.is_known and all(now - pace.measured_at <= STALE_S for pace in paces)
 
-    def _prefixes(self, runs: Sequence[Run], num_rest_tokens: int) -> list[LoadDecision]:
+    def _prefixes(self, runs: Sequence[BlockRun], num_rest_tokens: int) -> list[LoadDecision]:
         """The decisions to load the runs before each border between tiers, and to compute from there on."""
         num_left = sum(run.num_blocks for run in runs)
         found, last = [], 0
         for index, run in enumerate(runs):
             num_tokens = num_left * self._block_tokens + num_rest_tokens
             seconds = self._load_s(runs[:index]) + self._prefill.seconds(num_tokens)
-            found.append(LoadDecision(Way.PREFIX if index else Way.RECOMPUTE, 0, last, seconds))
+            found.append(LoadDecision(LoadMode.PREFIX if index else LoadMode.RECOMPUTE, 0, last, seconds))
             num_left -= run.num_blocks
             last += run.num_blocks
         return found
 
-    def _meeting(self, runs: Sequence[Run], rest_s: float) -> LoadDecision:
+    def _meeting(self, runs: Sequence[BlockRun], rest_s: float) -> LoadDecision:
         """The place at which both ends arrive at the same time. The later it is, the longer the front takes, and the
         shorter the load."""
         num_blocks = sum(run.num_blocks for run in runs)
@@ -205,29 +205,29 @@ class LoadPolicy:
                 low = middle + 1
             else:
                 high = middle
-        if not FEWEST_TO_MEET <= low <= num_blocks - FEWEST_TO_MEET:
-            return LoadDecision(Way.LOAD, 0, num_blocks, float("inf"))
+        if not MIN_TO_MEET <= low <= num_blocks - MIN_TO_MEET:
+            return LoadDecision(LoadMode.LOAD, 0, num_blocks, float("inf"))
         seconds = max(self._front_s(low), self._load_s(_from(runs, low)))
-        return LoadDecision(Way.MEET, low, num_blocks, seconds + rest_s)
+        return LoadDecision(LoadMode.MEET, low, num_blocks, seconds + rest_s)
 
     def _front_s(self, num_blocks: int) -> float:
         return self._prefill.seconds(num_blocks * self._block_tokens)
 
-    def _load_s(self, runs: Sequence[Run]) -> float:
+    def _load_s(self, runs: Sequence[BlockRun]) -> float:
         return sum(self._pace(tier).seconds(size) for tier, size in self._sizes(runs).items())
 
-    def _sizes(self, runs: Sequence[Run]) -> dict[int, int]:
+    def _sizes(self, runs: Sequence[BlockRun]) -> dict[int, int]:
         """The bytes of the runs, by tier."""
         sizes: Counter[int] = Counter()
         for run in runs:
             sizes[run.tier] += run.num_blocks * self._block_bytes
         return dict(sizes)
 
-    def _pace(self, tier: int) -> Pace:
-        return self._tiers.setdefault(tier, Pace())
+    def _pace(self, tier: int) -> LinearCost:
+        return self._tiers.setdefault(tier, LinearCost())
 
 
-def _from(runs: Sequence[Run], first: int) -> list[Run]:
+def _from(runs: Sequence[BlockRun], first: int) -> list[BlockRun]:
     return part_of(runs, first, sum(run.num_blocks for run in runs))
 
 

@@ -13,7 +13,7 @@ from kvferry.connectors.registry import BUILTIN, KV_STORE, find_connector
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.names import resolve
-from kvferry.core.settings.bounds import MOST_SECONDS
+from kvferry.core.settings.bounds import MAX_SECONDS
 from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.core.settings.units import parse_bytes
@@ -78,14 +78,14 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefetch: bool = True
     """Whether blocks in lower tiers are copied to the first one while their request is queued."""
 
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 30.0
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 30.0
     """Most seconds to wait for a hand-off's prefill, and for the blocks of one request."""
 
-    key_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_SECONDS)] = 7 * 24 * 3600.0
+    key_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 7 * 24 * 3600.0
     """Seconds after which a key that a request stored (`kvcache_store_keys`) expires, unless the request says sooner
     (`kvcache_ttl_s`)."""
 
-    key_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] | None = None
+    key_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] | None = None
     """Most seconds to wait for a key that a request loads (`kvcache_load_keys`) and that is not in the store. Default,
     and most: `timeout_s`."""
 

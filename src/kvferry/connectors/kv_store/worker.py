@@ -29,7 +29,7 @@ from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
 from kvferry.connectors.kv_store.plan import SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.settings import read_settings
-from kvferry.connectors.kv_store.writer import LONGEST_WAIT_S, StoreWriter
+from kvferry.connectors.kv_store.writer import MAX_WAIT_S, StoreWriter
 from kvferry.connectors.reports import Reports
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, LeakError, StoreError
@@ -82,7 +82,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         config, layout = self.context.config, self.context.layout
         self._blocks = self._make_blocks(memory, self.context.saves_are_complete)
         self._loop.start()
-        longest_wait_s = LONGEST_WAIT_S if config.kv_role == "kv_producer" else 0.0
+        longest_wait_s = MAX_WAIT_S if config.kv_role == "kv_producer" else 0.0
         self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, longest_wait_s=longest_wait_s)
         if config.produces and any(tier.store.is_shared for tier in self._store.tiers):
             self._producer = MarkerProducer(

@@ -24,7 +24,7 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 1.0
+MAX_WAIT_S = 1.0
 CLOSE_S = 10.0
 WARN_EVERY_S = 10.0
 BATCH_BLOCKS = 32

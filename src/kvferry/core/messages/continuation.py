@@ -1,6 +1,6 @@
 """An answer that one instance has begun and another continues.
 
-A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `Mark`,
+A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `StreamMark`,
 which contains the tokens that the event completes. A client that has all marks can let another instance continue the
 answer: it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the
 answer then arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because
@@ -33,7 +33,7 @@ MARK = b": "
 LAST_MARK = b'"last":true}'
 
 
-class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
+class StreamMark(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What an event contains: token ids, and in a stream's first mark the fields that hold for the whole answer.
     `last`: the finish reason is in this event; what follows (usage, `[DONE]`) has no mark."""
 
@@ -51,10 +51,10 @@ class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Mark)
+_decoder = msgspec.json.Decoder(StreamMark)
 
 
-def decode_mark(line: bytes) -> Mark:
+def decode_mark(line: bytes) -> StreamMark:
     """The mark in a line, given without its newline. Raises `msgspec.MsgspecError`."""
     return _decoder.decode(line[len(MARK) :])
 

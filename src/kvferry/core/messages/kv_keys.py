@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.settings.bounds import MOST_SECONDS
+from kvferry.core.settings.bounds import MAX_SECONDS
 
 MAX_KEY_BYTES = 1024
 """Longest key, in UTF-8."""
@@ -182,9 +182,9 @@ def _seconds(field: str, value: Any, *, above: bool = False) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{field} must be a number of seconds, got {_kind(value)}", param=field)
-    if not 0 <= value <= MOST_SECONDS or (above and not value):
+    if not 0 <= value <= MAX_SECONDS or (above and not value):
         raise InvalidRequest(
-            f"{field} must be {'more than' if above else 'at least'} 0 and at most {MOST_SECONDS:g}", param=field
+            f"{field} must be {'more than' if above else 'at least'} 0 and at most {MAX_SECONDS:g}", param=field
         )
     return float(value)
 

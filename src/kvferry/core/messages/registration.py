@@ -8,7 +8,7 @@ import msgspec
 
 REGISTER_PATH = "/kvferry/instances/register"
 
-LONGEST_MESSAGE = 16 * 1024
+MAX_MESSAGE = 16 * 1024
 """Most bytes of a message on the wire."""
 
 Role = Literal["prefill", "decode"]

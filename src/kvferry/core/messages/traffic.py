@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-MOST_OBSERVED = 4096
+MAX_OBSERVED = 4096
 """Requests that a router remembers."""
 
 TRAFFIC_PATH = "/kvferry/traffic"

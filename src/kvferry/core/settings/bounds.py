@@ -13,11 +13,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from kvferry.core.errors import ConfigError
 
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 """Thirty years. A little more still fits into what clocks, threads and `time_t` can represent."""
 
-MOST_COUNT = 2**31 - 1
-MOST_BYTES = 2**63
+MAX_COUNT = 2**31 - 1
+MAX_BYTES = 2**63
 PORTS = 65535
 
 
@@ -47,10 +47,10 @@ class Bounds:
         return "not be negative" if self.least == 0 else f"be at least {self.least:g}"
 
 
-SECONDS, SECONDS_OR_ZERO = Bounds(0, MOST_SECONDS, above=True), Bounds(0, MOST_SECONDS)
-COUNT, COUNT_OR_ZERO = Bounds(1, MOST_COUNT), Bounds(0, MOST_COUNT)
+SECONDS, SECONDS_OR_ZERO = Bounds(0, MAX_SECONDS, above=True), Bounds(0, MAX_SECONDS)
+COUNT, COUNT_OR_ZERO = Bounds(1, MAX_COUNT), Bounds(0, MAX_COUNT)
 PORT, PORT_OR_ANY = Bounds(1, PORTS), Bounds(0, PORTS)
-_ANY = Bounds(-MOST_BYTES, MOST_BYTES)
+_ANY = Bounds(-MAX_BYTES, MAX_BYTES)
 
 Seconds = Annotated[float, SECONDS]
 SecondsOrZero = Annotated[float, SECONDS_OR_ZERO]
@@ -59,7 +59,7 @@ CountOrZero = Annotated[int, COUNT_OR_ZERO]
 RateOrZero = Annotated[float, Bounds(0, 1e12)]
 Port = Annotated[int, PORT]
 PortOrAny = Annotated[int, PORT_OR_ANY]
-Bytes = Annotated[int, Bounds(1, MOST_BYTES)]
+Bytes = Annotated[int, Bounds(1, MAX_BYTES)]
 Seed = Annotated[int, Bounds(-(2**63), 2**64 - 1)]
 
 

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from kvferry.core.errors import ConfigError
 
-MOST_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
 WAIT_S = 10.0
 """Most seconds for which a pipe has nothing to read, or a file system does not answer."""
 _LATER_S = 5.0
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def read_whole(path: Path, wait_s: float = WAIT_S) -> bytes:
-    """What is in a file of at most `MOST_BYTES`, or comes through a pipe. Raises a `ConfigError` that names it."""
+    """What is in a file of at most `MAX_BYTES`, or comes through a pipe. Raises a `ConfigError` that names it."""
     return within(path, wait_s + _LATER_S, lambda: _read(path, wait_s))
 
 
@@ -133,15 +133,15 @@ def _read(path: Path, wait_s: float) -> bytes:
         with open(path, "rb", buffering=0, opener=_open_at_once) as file:
             poll = select.poll()
             poll.register(file, select.POLLIN)
-            while piece != b"" and len(content) <= MOST_BYTES:
+            while piece != b"" and len(content) <= MAX_BYTES:
                 if not poll.poll(wait_s * 1e3):
                     raise ConfigError(f"{path}: nothing was written to this pipe for {wait_s:g} s")
-                piece = file.read(MOST_BYTES + 1 - len(content))
+                piece = file.read(MAX_BYTES + 1 - len(content))
                 content += piece or b""
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL in it
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"{path} has more than {MOST_BYTES // 2**20} MiB")
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES // 2**20} MiB")
     return content
 
 

@@ -9,12 +9,12 @@ import msgspec
 
 from kvferry.core import entropy
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.bounds import MOST_BYTES, Bounds
+from kvferry.core.settings.bounds import MAX_BYTES, Bounds
 from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.core.strict_json import STRICT
 
 _PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^@\s\"]*:[^@\s\"]+@")
-BUFFER = Bounds(0, MOST_BYTES, above=True)
+BUFFER = Bounds(0, MAX_BYTES, above=True)
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.connectors.api import StepPlan, TransferReport
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.engine.step import Chunk, Sampled
+from kvferry.engine.step import Chunk, SampledToken
 
 if TYPE_CHECKING:
     from kvferry.engine.model.loader import LoadedModel
@@ -23,7 +23,7 @@ class StepResult:
     `failed`: requests whose logits could not be sampled from, with the reason.
     """
 
-    sampled: dict[str, Sampled]
+    sampled: dict[str, SampledToken]
     report: TransferReport
     failed: dict[str, Exception] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_tim
 
 from kvferry.core.errors import ConfigError
 from kvferry.engine.executor.store import MeetingStore
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 
 MEETING_S = 60.0
 """How long the ranks may take to find each other, once all their processes are running."""
@@ -37,7 +37,7 @@ def require_unmet() -> None:
 
 
 @contextmanager
-def meeting(place: Place, device: torch.device, store: MeetingStore, address: str) -> Iterator[None]:
+def meeting(place: RankPlacement, device: torch.device, store: MeetingStore, address: str) -> Iterator[None]:
     """Form the group through `store`; the other ranks reach this one at `address`. The body, which loads the model,
     may take `LOADING_S`; if it raises, the group is left."""
     require_unmet()
@@ -72,7 +72,7 @@ def leave() -> None:
 
 
 @contextmanager
-def _environment(place: Place, address: str) -> Iterator[None]:
+def _environment(place: RankPlacement, address: str) -> Iterator[None]:
     """While the body runs, new groups listen on the interface of the address only, and transformers finds this rank's
     GPU."""
     interface = _interface(address)

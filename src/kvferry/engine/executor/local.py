@@ -8,8 +8,8 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
 from kvferry.engine.model.loader import Progress
-from kvferry.engine.model.place import Place
-from kvferry.engine.model_runner import Drawn, choose_logit_rows, draw, lay_out
+from kvferry.engine.model.rank_placement import RankPlacement
+from kvferry.engine.model_runner import SamplerOutput, choose_logit_rows, draw, lay_out
 from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
@@ -21,7 +21,7 @@ class LocalExecutor(Executor):
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> None:
         """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
-        self._worker = Worker(config, Place(), on_progress)
+        self._worker = Worker(config, RankPlacement(), on_progress)
         self.model, self.layout = self._worker.model, self._worker.layout
         self.max_model_len = self._worker.max_model_len
         self.num_blocks = self._worker.max_num_blocks()
@@ -39,7 +39,7 @@ class LocalExecutor(Executor):
             logits = self._worker.step(inputs, plans.waiting, plans.first, plans.num_late)
         finally:
             plans.begun(self._worker.num_begun)
-        drawn = Drawn() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+        drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids)
         return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
 
     def on_report(self, wake: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
-`RankFailed` are sent unasked, `TableRequest` (`store`) is answered by `TableAnswer`, and `Ask`, at any time, by `Here`.
+`RankFailed` are sent unasked, `TableRequest` (`store`) is answered by `TableAnswer`, and `Ping`, at any time, by `Pong`.
 The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection between machines
 (`link`).
 """
@@ -65,8 +65,8 @@ class Close(wire.Message, frozen=True):
     """Release everything, and exit. Not answered."""
 
 
-class Ask(wire.Message, frozen=True):
-    """Is this process running? Answered by `Here` at once, also in the middle of a step."""
+class Ping(wire.Message, frozen=True):
+    """Is this process running? Answered by `Pong` at once, also in the middle of a step."""
 
 
 class TableAnswer(wire.Message, frozen=True):
@@ -126,7 +126,7 @@ class Reported(wire.Message, frozen=True):
     report: bytes
 
 
-class Here(wire.Message, frozen=True):
+class Pong(wire.Message, frozen=True):
     """Says that this process is running."""
 
 
@@ -148,14 +148,14 @@ class RankFailed(wire.Message, frozen=True):
 
 
 Answer = Started | ModelLoaded | Opened | Done | Statistics | Checked
-Message = Answer | Reported | RankFailed | TableRequest | Here
+Message = Answer | Reported | RankFailed | TableRequest | Pong
 Keys = tuple[bytes, bytes]
 _OPEN: Keys = (b"", b"")
 
 
 def rank_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:
     """The end at which another rank receives commands."""
-    return Pipe(descriptor, Command | TableAnswer | Ask, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
+    return Pipe(descriptor, Command | TableAnswer | Ping, limit=MAX_MESSAGE_BYTES, send_s=SEND_S, keys=keys)
 
 
 def engine_end(descriptor: int, keys: Keys = _OPEN) -> Pipe:

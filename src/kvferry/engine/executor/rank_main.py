@@ -24,18 +24,18 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.executor import group
 from kvferry.engine.executor.link import Link, join
 from kvferry.engine.executor.messages import (
-    Ask,
     Check,
     Checked,
     Close,
     Command,
     Done,
     GetStatistics,
-    Here,
     LoadModel,
     ModelLoaded,
     OpenCache,
     Opened,
+    Ping,
+    Pong,
     Proceed,
     RankFailed,
     RankStep,
@@ -49,7 +49,7 @@ from kvferry.engine.executor.messages import (
 from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import LOOPBACK
 from kvferry.engine.executor.store import MeetingStore
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
 
@@ -106,13 +106,13 @@ class Inbox:
 
     def _read(self) -> None:
         try:
-            command: Command | TableAnswer | Ask | _Gone = self._pipe.receive()
+            command: Command | TableAnswer | Ping | _Gone = self._pipe.receive()
             while not isinstance(command, Close):
                 match command:
                     case TableAnswer():
                         self._stored.put(command)
-                    case Ask():
-                        self._pipe.send(Here())
+                    case Ping():
+                        self._pipe.send(Pong())
                     case _:
                         self._queue.put(command)
                 command = self._pipe.receive()
@@ -165,7 +165,7 @@ class RankProcessMain:
     def _begin(self, load: LoadModel) -> None:
         self._load = load
         transformers_logging.set_verbosity_error()  # rank 0 logs the same
-        place, store = Place.of_rank(load.rank, load.config), MeetingStore(self._inbox.ask_store)
+        place, store = RankPlacement.of_rank(load.rank, load.config), MeetingStore(self._inbox.ask_store)
         self._pipe.send(Started())
         with group.meeting(place, place.choose_device(load.config.device), store, self._link.address):
             self._worker = Worker(load.config, place, lambda what, share: None)

@@ -23,12 +23,12 @@ from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.engine.executor.link import Link
 from kvferry.engine.executor.messages import (
     Answer,
-    Ask,
     Close,
     Command,
     Done,
-    Here,
     Message,
+    Ping,
+    Pong,
     Proceed,
     RankFailed,
     RankStep,
@@ -37,7 +37,7 @@ from kvferry.engine.executor.messages import (
     engine_end,
 )
 from kvferry.engine.executor.store import StoreTable
-from kvferry.engine.model.place import default_num_threads
+from kvferry.engine.model.rank_placement import default_num_threads
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
@@ -49,7 +49,7 @@ END_S = 10.0
 ASK_EVERY_S = 5.0
 """How often a rank is asked whether it is running."""
 LOOPBACK = "127.0.0.1"
-_MOST_UNANSWERED = 6
+_MAX_UNANSWERED = 6
 """Questions that a rank may leave unanswered (`RankWatch`)."""
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
@@ -180,12 +180,12 @@ class RankProcess:
     def ask(self) -> None:
         """Ask whether the process is running, or note its loss when it has left too many of these questions unanswered.
         From any thread."""
-        if self._num_unanswered == _MOST_UNANSWERED:
-            asked = f"{_MOST_UNANSWERED} times, every {ASK_EVERY_S:g} s"
+        if self._num_unanswered == _MAX_UNANSWERED:
+            asked = f"{_MAX_UNANSWERED} times, every {ASK_EVERY_S:g} s"
             self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it was asked {asked}, in vain"))
         self._num_unanswered += 1
         with suppress(PeerLost):  # the listening thread notes it
-            self._pipe.send(Ask())
+            self._pipe.send(Ping())
 
     def wake_waiting(self) -> None:
         """End a wait in `answer`, since a rank is lost."""
@@ -223,17 +223,17 @@ class RankProcess:
     def _listen(self) -> None:
         try:
             while True:
-                self._hear(self._pipe.receive())
+                self._on_message(self._pipe.receive())
         except PeerLost:
             self._note_end()
         except ProtocolError as error:
             self._losses.add(1, RankLost(f"rank {self.rank}: {error}"))
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case Reported(report):
                 self.on_report(self.rank, report)
-            case Here():
+            case Pong():
                 self._num_unanswered = 0
             case TableRequest():
                 with suppress(PeerLost):  # which is noticed when there is nothing more to receive

@@ -58,8 +58,8 @@ from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, RankWatch, start_rank
 from kvferry.engine.executor.store import MeetingStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
-from kvferry.engine.model.place import Place
-from kvferry.engine.model_runner import Drawn, LogitRows, choose_logit_rows, draw, lay_out
+from kvferry.engine.model.rank_placement import RankPlacement
+from kvferry.engine.model_runner import LogitRows, SamplerOutput, choose_logit_rows, draw, lay_out
 from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
@@ -78,7 +78,7 @@ class RanksExecutor(Executor):
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> None:
         """Start the ranks, each of which loads its share. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
-        place = Place.of_rank(0, config)
+        place = RankPlacement.of_rank(0, config)
         _require_possible(config, transfer, place)
         self._wake: Callable[[], None] = lambda: None
         self._losses, self._table = Losses(), StoreTable()
@@ -112,7 +112,7 @@ class RanksExecutor(Executor):
             address = link.address
         return address
 
-    def _load(self, config: EngineConfig, place: Place, address: str, on_progress: Progress) -> None:
+    def _load(self, config: EngineConfig, place: RankPlacement, address: str, on_progress: Progress) -> None:
         with self._losses_explained():
             # First, because gloo's wait for a rank that has not come to it can neither be interrupted nor learn of a
             # loss.
@@ -130,7 +130,7 @@ class RanksExecutor(Executor):
 
     def _open(self, transfer: KVTransferConfig | None, auth_token: str) -> None:
         self._is_open = True
-        self._tell(OpenCache(self.num_blocks))
+        self._send_command(OpenCache(self.num_blocks))
         with self._losses_explained():
             ours = self._rank0.open(self.num_blocks, transfer, auth_token)
             found = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
@@ -153,15 +153,15 @@ class RanksExecutor(Executor):
         inputs = lay_out(chunks, rows.places) if chunks else None
         step = RankStep(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
         self._losses.require_none()  # up to here the other ranks do not know of the step
-        drawn = self._step(step, plans, rows) if chunks or step.plans else Drawn()
+        drawn = self._step(step, plans, rows) if chunks or step.plans else SamplerOutput()
         return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
-    def _step(self, step: RankStep, plans: PlanQueue, rows: LogitRows) -> Drawn:
-        self._tell(step)
+    def _step(self, step: RankStep, plans: PlanQueue, rows: LogitRows) -> SamplerOutput:
+        self._send_command(step)
         begun_at = SYSTEM_CLOCK.monotonic()
         try:
             logits = self._rank0.step(step.inputs, plans.waiting, plans.first, plans.num_late)
-            drawn = Drawn() if logits is None else draw(logits, rows, self.model.eos_token_ids)
+            drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids)
         except (RankLost, ConnectorLost):
             raise
         except Exception as error:
@@ -223,14 +223,14 @@ class RanksExecutor(Executor):
     # Insight and end.
 
     def statistics(self) -> dict[str, float]:
-        self._tell(GetStatistics())
+        self._send_command(GetStatistics())
         total = Counter(self._rank0.statistics())
         for one in self._gather(Statistics, ANSWER_S):
             total.update(one.values)  # adds the values, and keeps zeros
         return dict(total)
 
     def check(self) -> None:
-        self._tell(Check())
+        self._send_command(Check())
         found = [f"rank {process.rank}: {checked.leak}" for process, checked in self._leaks() if checked.leak]
         self._rank0.check()
         self._reports.check()
@@ -263,7 +263,7 @@ class RanksExecutor(Executor):
         assert self._worker is not None, "the executor is closed"
         return self._worker
 
-    def _tell(self, command: Command) -> None:
+    def _send_command(self, command: Command) -> None:
         for process in self._processes:
             process.send(command)
 
@@ -310,7 +310,7 @@ def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iter
     yield from ((link, None) for link in links)
 
 
-def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: Place) -> None:
+def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: RankPlacement) -> None:
     """Raise `ConfigError` or `UnsupportedModel` for what is known to be wrong before any process is started."""
     if importlib.util.find_spec("accelerate") is None:
         raise MissingDependency("--tensor-parallel-size", "accelerate", "tp")

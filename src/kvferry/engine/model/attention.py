@@ -21,7 +21,7 @@ from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import UnsupportedModel
 from kvferry.engine.model.heads import locate_heads
 from kvferry.engine.model.masks import MaskFunction, SeenMasks, window_of
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.ops.attention import paged_attention, write_kv
 from kvferry.engine.ops.batch import AttentionBatch
 
@@ -200,7 +200,7 @@ def _encoder_hint(module: nn.Module) -> str:
     )
 
 
-def probe_layers(model: Any, device: torch.device, place: Place) -> ProbedLayers:
+def probe_layers(model: Any, device: torch.device, place: RankPlacement) -> ProbedLayers:
     """Find what each layer stores on this rank, and what it sees, by running the model once on two tokens. All ranks
     call it together.
 

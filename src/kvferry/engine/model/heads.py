@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvferry.core.blocks.layout import LayerLayout
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 
 TOLERANCE = 1e-2
 """Relative to the largest value: keys of two ranks that differ by less are the same heads, computed twice."""
 
 
-def locate_heads(layers: Sequence[LayerLayout], keys: Sequence[Tensor], place: Place) -> tuple[LayerLayout, ...]:
+def locate_heads(
+    layers: Sequence[LayerLayout], keys: Sequence[Tensor], place: RankPlacement
+) -> tuple[LayerLayout, ...]:
     """The layers with `first_kv_head` and `total_kv_heads` filled in. `keys`: each layer's keys [1, kv_heads, T, dim]
     of the same tokens on all ranks. All ranks call it together."""
     if place.size == 1:
@@ -37,6 +39,6 @@ def _are_equal(keys: Sequence[Tensor]) -> bool:
     return all(bool((other - first).abs().max() <= TOLERANCE * first.abs().max()) for other in keys[1:])
 
 
-def _split(layer: LayerLayout, place: Place) -> LayerLayout:
+def _split(layer: LayerLayout, place: RankPlacement) -> LayerLayout:
     count = layer.num_kv_heads
     return msgspec.structs.replace(layer, first_kv_head=place.rank * count, total_kv_heads=place.size * count)

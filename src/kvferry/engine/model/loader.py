@@ -25,7 +25,7 @@ from kvferry.engine.model.outline import require_cache_fits
 from kvferry.engine.model.own_memory import own_memory
 from kvferry.engine.model.patch import make_patch
 from kvferry.engine.model.patching import apply_patches
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model.rope import install_rope, trained_context
 from kvferry.engine.model.self_check import SelfCheck
 from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
@@ -80,7 +80,7 @@ class ModelSettings:
         return getattr(self.values, "quantization_config", None) is not None
 
 
-def read_settings(config: EngineConfig, place: Place) -> ModelSettings:
+def read_settings(config: EngineConfig, place: RankPlacement) -> ModelSettings:
     """Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model will not run here."""
     source = resolve(config.model)
     with _reading(config.model):
@@ -100,14 +100,14 @@ def _require_length(wanted: int | None, limit: int) -> None:
 
 
 def load_model(
-    config: EngineConfig, place: Place | None = None, on_progress: Progress = lambda what, share: None
+    config: EngineConfig, place: RankPlacement | None = None, on_progress: Progress = lambda what, share: None
 ) -> LoadedModel:
     """Load the weights (this rank's share of them), tokenizer and settings. Minutes for large models. All ranks call it
     together.
 
     Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model would not run exactly.
     """
-    place = place or Place()
+    place = place or RankPlacement()
     device = place.choose_device(config.device)
     with _reading(config.model):
         before = CheckpointFiles.of(str(resolve(config.model)))

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvferry.core.errors import UnsupportedModel
 from kvferry.core.settings import environment
 from kvferry.engine.model.attention import PagedContext, ProbedLayers, attention_context, implementation, probe_layers
-from kvferry.engine.model.place import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.ops.batch import AttentionBatch
 from kvferry.engine.patch_names import FLAG
 
@@ -38,10 +38,10 @@ SMALL_WINDOW = 5
 # 1. Where rounding is amplified (a close choice of experts), transformers' own two attention functions differ as much.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.12, torch.float16: 0.03}
 ROUNDING_MARGIN = 3.0
-MOST_TOKENS = 0.7
+MAX_TOKENS = 0.7
 PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """The same between the model as it was loaded and as it was patched; more where paged attention differed by more."""
-MOST_LENGTHS = 32
+MAX_LENGTHS = 32
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
 """Parts of the names of settings that are lengths beyond which a model may compute differently."""
 
@@ -80,7 +80,7 @@ class SelfCheck:
         self._expected, self._rounding = _compare(model, probed, self._examples, self._border)
         with _small_windows(text) as are_smaller:
             if are_smaller or any(window is not None and window > NUM_TOKENS for window in probed.windows):
-                shrunk = probe_layers(model, self._device, Place())
+                shrunk = probe_layers(model, self._device, RankPlacement())
                 _require_same_windows(model, probed, shrunk)
                 _compare(model, ProbedLayers(probed.layouts, shrunk.windows), self._examples[:2], self._border)
 
@@ -101,14 +101,14 @@ class SelfCheck:
 
 def thresholds(text: Any) -> list[int]:
     """The lengths that a configuration names, at which a model may begin to compute differently, ascending: the last
-    position and the smallest MOST_LENGTHS others."""
+    position and the smallest MAX_LENGTHS others."""
     last = text.max_position_embeddings
     named = {
         value
         for name, value in _numbers(text.to_dict())
         if any(part in name for part in _LENGTHS) and NUM_TOKENS < value <= last
     }
-    return sorted({*sorted(named)[:MOST_LENGTHS], last})
+    return sorted({*sorted(named)[:MAX_LENGTHS], last})
 
 
 def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -255,7 +255,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     apart = (found - expected).double().norm(dim=-1) / spread
     if expected.dtype == torch.float32:
         return float(apart.square().mean().sqrt())
-    return float(apart.quantile(MOST_TOKENS))
+    return float(apart.quantile(MAX_TOKENS))
 
 
 def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> list[Tensor]:

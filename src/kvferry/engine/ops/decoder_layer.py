@@ -46,7 +46,7 @@ class Workspace:
         return self._buffers[key]
 
 
-class Program:
+class KernelProgram:
     """Operations that the kernels run one after the other, on the same number of rows. `is_half`: in bfloat16, else
     float32."""
 
@@ -148,7 +148,7 @@ class FusedDecoderLayer:
         between, qkv = buffer("between", hidden).data_ptr(), self._qkv.data_ptr()
         self._enter = self._norms[0].call(0, normed, row_stride=hidden)
         self._rotation = attention.rotation(self._qkv)
-        self._before = Program(
+        self._before = KernelProgram(
             self._enter,
             attention.qkv.call(normed, qkv),
             *attention.head_norms(self._qkv),
@@ -157,7 +157,7 @@ class FusedDecoderLayer:
         )
         self._join = attention.out.call(0, between)
         self._leave = mlp.down.call(middle, 0, residual=between)
-        self._after = Program(
+        self._after = KernelProgram(
             self._join,
             self._norms[1].call(between, normed, row_stride=hidden),
             mlp.gate_up.call(normed, middle),

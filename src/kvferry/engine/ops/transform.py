@@ -44,7 +44,7 @@ FINAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.8}
 """The same for the logits of the whole model: rounding in bfloat16 may send a token to another expert."""
 
 
-class Fused(Protocol):
+class FusedForward(Protocol):
     """A faster forward method for one module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def attending_part(module: Any) -> Any:
     return getattr(module, "self_attn", module)
 
 
-def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterator[Fused]:
+def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterator[FusedForward]:
     """Faster forward methods to try for `module`."""
     match kind_of(module):
         case "norm":
@@ -229,7 +229,7 @@ def replace(module: nn.Module, found: Record, workspace: Workspace) -> bool:
     return False
 
 
-def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
+def _reproduces(fused: FusedForward, module: nn.Module, found: Record) -> bool:
     try:
         if found.attention is None:
             scales = SCALES[kind_of(module) or ""]
@@ -243,7 +243,7 @@ def _reproduces(fused: Fused, module: nn.Module, found: Record) -> bool:
         return False  # it does not take the original's arguments
 
 
-def _same_scaled(fused: Fused, module: nn.Module, found: Record, scale: float) -> bool:
+def _same_scaled(fused: FusedForward, module: nn.Module, found: Record, scale: float) -> bool:
     args = (found.args[0] * scale, *found.args[1:])
     return _same(fused(*args, **found.kwargs), module(*args, **found.kwargs))
 
@@ -270,7 +270,7 @@ def _same_of_every_expert(fused: FusedExperts, module: Any, found: Record) -> bo
             config._experts_implementation = before
 
 
-def _attends_alike(fused: Fused, attending: Any, found: Record, original: AttentionRecord) -> bool:
+def _attends_alike(fused: FusedForward, attending: Any, found: Record, original: AttentionRecord) -> bool:
     with recorded_attention(attending) as calls:
         output = fused(*found.args, **found.kwargs)
     ours, theirs = (value[0] if isinstance(value, tuple) else value for value in (output, found.output))

@@ -20,10 +20,10 @@ CONTINUED = "kv_transfer_params"
 CONTEXT_TOKENS = 8
 """Tokens of the prompt that are decoded first, so that the answer's first token is decoded in context."""
 
-_LONGEST_CHARACTER = 4
+_MAX_CHARACTER = 4
 """Bytes of the longest UTF-8 character; at most one byte less can be pending, with one byte for each token."""
 
-_MOST_PENDING = 64
+_MAX_PENDING = 64
 """If more tokens than this have no text yet, they are decoded as far as possible: otherwise a run of bytes that are not
 text would be decoded from its beginning with each token."""
 
@@ -38,7 +38,7 @@ class Detokenizer:
         self._pending: list[int] = []
         for token_id in context[-CONTEXT_TOKENS:]:
             self.step(token_id)
-        if len(self._pending) >= _LONGEST_CHARACTER:  # bytes that are not text, or tokens without text
+        if len(self._pending) >= _MAX_CHARACTER:  # bytes that are not text, or tokens without text
             self._stream, self._pending = self._new_stream(), []
 
     def step(self, token_id: int) -> str:
@@ -51,7 +51,7 @@ class Detokenizer:
         if text is not None:
             self._pending.clear()
             return str(text)
-        return self._restart(keep=_LONGEST_CHARACTER - 1) if len(self._pending) > _MOST_PENDING else ""
+        return self._restart(keep=_MAX_CHARACTER - 1) if len(self._pending) > _MAX_PENDING else ""
 
     def flush(self) -> str:
         """The remaining text at the end; replacement characters for bytes that are not text."""
@@ -69,7 +69,7 @@ class Detokenizer:
         return DecodeStream(skip_special_tokens=self._skip_special_tokens)
 
 
-class Passed(msgspec.Struct, frozen=True):
+class SendableText(msgspec.Struct, frozen=True):
     """Text that can be sent. `stop`: the stop string that ended it, if any."""
 
     text: str
@@ -84,31 +84,31 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str, *, may_stop: bool = True) -> Passed:
+    def feed(self, text: str, *, may_stop: bool = True) -> SendableText:
         """What can be sent after `text` has arrived. With `may_stop` false, stop strings are treated as ordinary
         text."""
         if not self._stops:
-            return Passed(text)
+            return SendableText(text)
         text = self._held + text
         if may_stop and (found := self._first(text)) is not None:
             self._held = ""
             return found
         cut = self._cut(text)
         self._held = text[cut:]
-        return Passed(text[:cut])
+        return SendableText(text[:cut])
 
     def flush(self) -> str:
         """The text that was held back because a stop string might have followed."""
         held, self._held = self._held, ""
         return held
 
-    def _first(self, text: str) -> Passed | None:
+    def _first(self, text: str) -> SendableText | None:
         """The stop string that would be complete first if the text arrived letter by letter."""
         ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if not ends:
             return None
         end, stop = min(ends, key=lambda found: found[0])
-        return Passed(text[: end if self._include else end - len(stop)], stop)
+        return SendableText(text[: end if self._include else end - len(stop)], stop)
 
     def _cut(self, text: str) -> int:
         """The index from which on the text must be held back."""
@@ -195,7 +195,7 @@ class ChoiceAssembler:
 
     def _pass_on(self, delta: Delta, text: str) -> str | None:
         self._num_characters += len(text)
-        passed: Passed = self._stop_strings.feed(text, may_stop=self._num_tokens > self._options.min_tokens)
+        passed: SendableText = self._stop_strings.feed(text, may_stop=self._num_tokens > self._options.min_tokens)
         delta.text += passed.text
         return passed.stop
 

@@ -16,12 +16,12 @@ from kvferry.core.messages.continuation import PROGRESS_HEADER
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.off_loop import OffLoop
 from kvferry.engine.server.parameters import promised_transfer_id
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
 from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream, ProgressMarks
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
+from kvferry.engine.server.thread_offload import ThreadOffload
 from kvferry.engine.server.writing import AnswerWriter, ChatWriter, CompletionWriter
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
@@ -126,7 +126,7 @@ def _log_tools() -> None:
     log.warning("a request has tools: %s. vLLM behind the router returns calls", _NO_CALLS)
 
 
-async def _send_whole(writer: AnswerWriter, off_loop: OffLoop, response: Response) -> None:
+async def _send_whole(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:
     deltas: list[list[Delta]] = [[] for _ in writer.generation.children]
 
     async def keep(delta: Delta) -> None:
@@ -147,7 +147,7 @@ def _is_large(*deltas: Delta) -> bool:
 
 
 async def _send_stream(
-    writer: AnswerWriter, off_loop: OffLoop, response: Response, marks: ProgressMarks | None = None
+    writer: AnswerWriter, off_loop: ThreadOffload, response: Response, marks: ProgressMarks | None = None
 ) -> None:
     stream = EventStream(response)
 

@@ -39,14 +39,14 @@ from kvferry.http.tls import client_context
 logger = logging.getLogger(__name__)
 
 _ASK_S = 10.0
-_LONGEST_ANSWER = 64 * 1024
+_MAX_ANSWER = 64 * 1024
 _FIRST_WAIT_S = 0.25
-_MOST_WAIT_S = 3.0
+_MAX_WAIT_S = 3.0
 """Bounds of the wait before a router that did not answer is asked again; it doubles each time."""
 _LOOK_S = 0.25
 """Longest interval between two questions to a router whether the instance is drained."""
 _RENEWALS_PER_LEASE = 3
-_LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.05, 60.0
+_MIN_RENEWAL_S, _MAX_RENEWAL_S = 0.05, 60.0
 """Bounds of the wait between two renewals, whatever lease a router gives."""
 _LAST_WORD_S = 1.0
 _JSON = (b"content-type", b"application/json")
@@ -160,7 +160,7 @@ class Registrar:
         while True:
             state: State = "gone" if router.drained else self._state
             changed = self._changed
-            pause_s = await self._tell(client, router, state)
+            pause_s = await self._notify(client, router, state)
             if state == "gone" or (state == "draining" and router.lost):
                 return
             if not (router.drained and state == "draining"):
@@ -168,12 +168,12 @@ class Registrar:
                     async with asyncio.timeout(pause_s if state == "up" else _LOOK_S):
                         await changed.wait()
 
-    async def _tell(self, client: SignedClient, router: _Router, state: State) -> float:
+    async def _notify(self, client: SignedClient, router: _Router, state: State) -> float:
         """Report to it once; returns the seconds until the next report."""
         try:
             if state == "up" and self._serves is not None and not await self._serves():
                 raise ProtocolError("the instance does not answer at the moment")
-            return router.heard(await self._ask(client, router, state), self._config.role)
+            return router.on_reply(await self._ask(client, router, state), self._config.role)
         except Exception as error:  # noqa: BLE001 - a fault of our own must not end the registration unheard
             return router.failed(error)
 
@@ -198,7 +198,7 @@ class Registrar:
             timeout_s=_ASK_S,
             headers=[_JSON],
             body=msgspec.json.encode(announcement),
-            max_bytes=_LONGEST_ANSWER,
+            max_bytes=_MAX_ANSWER,
         )
         if status == Unavailable.status:
             raise Unavailable(f"it answered {status}: {_complaint(content)}")
@@ -282,13 +282,13 @@ class _Router:
         self._trouble: str | None = ""
         self._wait_s = _FIRST_WAIT_S
 
-    def heard(self, answer: Registered, role: Role) -> float:
+    def on_reply(self, answer: Registered, role: Role) -> float:
         """Note the router's answer; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
         if self._trouble is not None:
             logger.info("registered at %s for %s", self.origin, role)
         self._trouble, self._wait_s = None, _FIRST_WAIT_S
-        return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _LEAST_RENEWAL_S), _MOST_RENEWAL_S)
+        return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _MIN_RENEWAL_S), _MAX_RENEWAL_S)
 
     def failed(self, error: Exception) -> float:
         """Note that it did not answer, or refused, or could not be asked; returns the seconds until the next report."""
@@ -298,7 +298,7 @@ class _Router:
         if trouble != self._trouble:
             logger.warning("not registered at %s: %s", self.origin, trouble, exc_info=None if expected else error)
         self._trouble = trouble
-        self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
+        self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
         return self._wait_s
 
 

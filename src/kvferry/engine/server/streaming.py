@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.core.messages.continuation import Mark
+from kvferry.core.messages.continuation import StreamMark
 from kvferry.core.messages.openai import SSE_DONE, SSE_HEADERS
 from kvferry.engine.server.assembly import Delta
 from kvferry.engine.server.generation import Generation
@@ -65,10 +65,10 @@ class ProgressMarks:
         marks[-1].last = delta.finish_reason is not None
         return [mark.encode() for mark in marks]
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> StreamMark:
         if self._begun:
-            return Mark()
+            return StreamMark()
         self._begun = True
         cached, seed = self._child.num_cached_tokens, self._child.request.sampling.seed
         name = self._generation.answer_name
-        return Mark(seed=seed, created=self._created, num_cached_tokens=cached, answer=name)
+        return StreamMark(seed=seed, created=self._created, num_cached_tokens=cached, answer=name)

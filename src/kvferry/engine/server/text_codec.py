@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvferry.engine.server.off_loop import OffLoop
+from kvferry.engine.server.thread_offload import ThreadOffload
 
 THREAD_ABOVE_CHARACTERS = 4096
 """Longer texts are encoded in a thread; about a millisecond of work."""
@@ -35,7 +35,7 @@ class TextCodec:
     """A tokenizer, used on one event loop and in the threads of `off_loop`."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.off_loop = OffLoop()
+        self.off_loop = ThreadOffload()
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         # Some tokenizer files contain a truncation that was meant for training.

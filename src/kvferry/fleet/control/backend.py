@@ -19,7 +19,7 @@ from typing import Protocol
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import KvferryError
 from kvferry.fleet.control.fleet_lease import FleetLease, LeaseUnknown
-from kvferry.fleet.control.spec import BACKENDS, MemberRole, WantedFleet
+from kvferry.fleet.control.spec import BACKENDS, DesiredFleet, MemberRole
 from kvferry.fleet.cpu import Cores
 from kvferry.fleet.process import ProcessSpec, RouterGroup
 
@@ -123,7 +123,7 @@ class BackendContext:
     belong to and end with, where there is such a thing; what is beside them is then there already."""
 
     folder: Path
-    make_recipe: Callable[[WantedFleet], Recipe]
+    make_recipe: Callable[[DesiredFleet], Recipe]
     watcher: Watcher
     outlives: bool = True
     token: str = field(default="", repr=False)
@@ -150,7 +150,7 @@ class FleetBackend(ABC):
         """How many routers there are to be, where the fleet does not say."""
 
     @abstractmethod
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Set the fleet that is wanted, for which members are started from now on. Called once before `open`, and for
         each change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was
         wanted before holds then."""
@@ -166,7 +166,7 @@ class FleetBackend(ABC):
         `use`. Raises `ConfigError`. By default, all of them are on one machine, where the ledger has that right."""
         return None
 
-    async def try_to_act(self) -> bool:
+    async def try_acquire(self) -> bool:
         """Take the right to act on this fleet, which one controller of all machines has at a time, until `close`;
         False: another one has it. Called after `use` and before `open`, again and again until it says yes. Raises
         `ConfigError`."""
@@ -184,7 +184,7 @@ class FleetBackend(ABC):
         return True
 
     @property
-    def may_act(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this process still has that right; once it has not, the controller does nothing any more. Those that
         never asked for it are alone."""
         return self._lease is None or self._lease.is_held

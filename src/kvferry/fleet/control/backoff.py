@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.fleet.control.facts import Failure, Observed, Phase
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, seconds
 
 SETTLED_S = 60.0
 """How long a member must have served to have recovered: failures before that count no longer."""
 
-_MOST_DOUBLINGS = 64
+_MAX_DOUBLINGS = 64
 """A longer wait than any that can be asked for; beyond 1,023 the float overflows."""
 
 
 @dataclass(frozen=True)
-class HeldBack:
+class StartBackoff:
     """Why no member of a role is started now. `for_good`: nor later, unless something changes."""
 
     why: str
@@ -24,8 +24,8 @@ class HeldBack:
 
 
 def held_back(
-    fleet: WantedFleet, role: MemberRole, members: Iterable[Observed], failures: Iterable[Failure], now: float
-) -> HeldBack | None:
+    fleet: DesiredFleet, role: MemberRole, members: Iterable[ObservedInstance], failures: Iterable[Failure], now: float
+) -> StartBackoff | None:
     """Whether a member of this role may be started now, after failures in a row; None if it may."""
     revision, failing = fleet.revision, fleet.failure
     settled = [
@@ -39,12 +39,12 @@ def held_back(
     if not row:
         return None
     if len(row) >= failing.crash_loop:
-        return HeldBack(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", for_good=True)
+        return StartBackoff(f"failed {_times(len(row))}, and is not started again: {row[-1].reason}", for_good=True)
     first, longest = map(seconds, failing.backoff)
-    wait_s = row[-1].at + min(first * 2.0 ** min(len(row) - 1, _MOST_DOUBLINGS), longest) - now
+    wait_s = row[-1].at + min(first * 2.0 ** min(len(row) - 1, _MAX_DOUBLINGS), longest) - now
     if wait_s <= 0:
         return None
-    return HeldBack(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")
+    return StartBackoff(f"failed {_times(len(row))}, next start in {wait_s:.1f} s: {row[-1].reason}")
 
 
 def remember(failures: list[Failure], one: Failure, most: int) -> None:

@@ -20,25 +20,25 @@ from typing import Any
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.fleet.control.acting import RightToAct
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import remember
 from kvferry.fleet.control.facts import Drain, Failure, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.follower import SpecFollower
-from kvferry.fleet.control.front import Front
 from kvferry.fleet.control.hangs import HangWatch
+from kvferry.fleet.control.leadership import Leadership
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
-from kvferry.fleet.control.report import Sight, StatusReporter, is_hopeless
+from kvferry.fleet.control.report import FleetView, StatusReporter, is_hopeless
 from kvferry.fleet.control.role_switch import NotSwitched, switch_server
+from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.control.scaling.counts import Scaling
 from kvferry.fleet.control.spec import MemberRole, seconds
 from kvferry.fleet.display import Display
 
 logger = logging.getLogger(__name__)
 
-_SETTLED_TICK_S, _BUSY_TICK_S, _LEAST_TICK_S = 0.5, 0.1, 0.02
+_SETTLED_TICK_S, _BUSY_TICK_S, _MIN_TICK_S = 0.5, 0.1, 0.02
 _SOON_S = 1.0
 """How long the end of members is waited for before it is said which ones are."""
 _LEAVE_S = 5.0
@@ -46,7 +46,7 @@ _LEAVE_S = 5.0
 
 
 @dataclass(frozen=True)
-class EndAsked:
+class ShutdownRequested:
     """All is to end: somebody asked for it, by this signal or by a call."""
 
     number: int | None = None
@@ -58,7 +58,7 @@ class LetGo:
 
 
 @dataclass(frozen=True)
-class Superseded:
+class LeadershipLost:
     """Another controller may act by now, as this one was not heard for a while."""
 
 
@@ -71,7 +71,7 @@ class FleetFailed:
     reason: str
 
 
-End = EndAsked | LetGo | Superseded | FleetFailed
+End = ShutdownRequested | LetGo | LeadershipLost | FleetFailed
 
 
 class Steps:
@@ -103,7 +103,7 @@ class Controller:
         self,
         ledger: Ledger,
         backend: FleetBackend,
-        front: Front,
+        front: RouterClient,
         display: Display,
         clock: Clock,
         *,
@@ -121,7 +121,7 @@ class Controller:
         self._follower = SpecFollower(ledger, backend, self._failures)
         self._reporter = StatusReporter(ledger, display, clock)
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._right = RightToAct(ledger, backend, display, self._end, waits=waits, follows=follows)
+        self._right = Leadership(ledger, backend, display, self._end, waits=waits, follows=follows)
 
     # From the beginning to the end.
 
@@ -134,10 +134,10 @@ class Controller:
         try:
             await self._backend.open()
         except ConfigError:
-            if self._backend.may_act:
+            if self._backend.is_leader:
                 raise
-            return Superseded()
-        await self._take_up()
+            return LeadershipLost()
+        await self._adopt()
         async with asyncio.TaskGroup() as group:
             steps = Steps(group)
             looking: asyncio.Future[Any] = group.create_task(self._keep_looking(steps))
@@ -166,14 +166,14 @@ class Controller:
         """Whether everything that is wanted has once served."""
         return self._reporter.is_up
 
-    async def _take_up(self) -> None:
+    async def _adopt(self) -> None:
         found = self._backend.members()
         for one in found:
             self._ledger.note("found", one.name, one.reason)
         if found:
             self._display.note(f"found {', '.join(sorted(one.name for one in found))}")
-            await self._observer.take_up(found)
-            self._scaling.take_up(await self._observer.plan(found))
+            await self._observer.adopt(found)
+            self._scaling.adopt(await self._observer.plan(found))
 
     async def bring_down(self) -> None:
         """End all members: routers first, so that they can finish their answers while instances still serve."""
@@ -210,20 +210,20 @@ class Controller:
                 pause_s = await self._look(steps)
             except (ConfigError, OSError) as error:  # OSError: no room on the disk, or for another file
                 pause_s = _SETTLED_TICK_S
-                self._in_trouble(str(error))
-            await asyncio.sleep(_LEAST_TICK_S)
+                self._log_failure_or_end(str(error))
+            await asyncio.sleep(_MIN_TICK_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, begun + pause_s - self._clock.monotonic())):
                     await self._backend.changed.wait()
 
     async def _look(self, running: Steps) -> float:
         """Do one round; returns how long to wait for the next one."""
-        if not self._backend.may_act:
-            self.end(Superseded())
+        if not self._backend.is_leader:
+            self.end(LeadershipLost())
             return 0.0
         wanted = self._follower.look()
         if wanted.deleted:
-            self.end(EndAsked())
+            self.end(ShutdownRequested())
             return 0.0
         fleet = self._scaling.wanted(wanted.fleet)
         front = fleet.front(self._backend.num_routers)
@@ -247,7 +247,7 @@ class Controller:
         is_moving = any(one.phase in (Phase.STARTING, Phase.DRAINING) for one in seen)
         is_stalled = not (steps or is_moving)
         trouble = self._backend.trouble
-        self._report(Sight(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
+        self._report(FleetView(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
 
     def _note_leaving(self, members: Sequence[Member]) -> None:
@@ -316,7 +316,7 @@ class Controller:
             self._ledger.note("not started", member.name, why)
             if not self._backend.trouble:
                 self._remember(member.role, member.revision, why)
-            self._in_trouble(f"{member.name}: {why}")
+            self._log_failure_or_end(f"{member.name}: {why}")
             self._backend.changed.set()
 
     async def _stop(self, name: str, grace_s: float) -> None:
@@ -380,14 +380,14 @@ class Controller:
         failure = Failure(role, revision, self._clock.monotonic(), why)
         remember(self._failures, failure, self._follower.followed.fleet.failure.crash_loop)
 
-    def _in_trouble(self, text: str) -> None:
+    def _log_failure_or_end(self, text: str) -> None:
         """Log a failure; if somebody waits for the fleet and it has never come up, end it with this failure."""
         if self._attended and not self.is_up:
             self.end(FleetFailed(None, text))
         else:
             logger.warning("%s", text)
 
-    def _report(self, sight: Sight, number: int) -> None:
+    def _report(self, sight: FleetView, number: int) -> None:
         status = self._reporter.status(sight, number, self._follower.refused, self._scaling.told)
         if self._attended and self.is_up and is_hopeless(status):
             self.end(FleetFailed(self._last_failed, "; ".join(status.trouble)))

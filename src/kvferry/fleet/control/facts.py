@@ -22,7 +22,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedInstance:
     """An instance. `since`: when its phase began. `outstanding`: requests and tickets that are not over. `unit`: the
     unit it belongs to, in replica mode."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.facts import Failure
-from kvferry.fleet.control.ledger import Ledger, Wanted
+from kvferry.fleet.control.ledger import DesiredState, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,16 @@ class SpecFollower:
 
     def __init__(self, ledger: Ledger, backend: FleetBackend, failures: list[Failure]) -> None:
         self._ledger, self._backend, self._failures = ledger, backend, failures
-        self._wanted: Wanted | None = None
+        self._wanted: DesiredState | None = None
         self.refused = ChangeRefused()
 
     @property
-    def followed(self) -> Wanted:
+    def followed(self) -> DesiredState:
         """What `look` has found last."""
         assert self._wanted is not None, "the controller looks for changes first"
         return self._wanted
 
-    def look(self) -> Wanted:
+    def look(self) -> DesiredState:
         """What is wanted now. A change that cannot be carried out here is refused, and what was wanted before holds.
         Raises `ConfigError` if nothing was."""
         before = self._wanted
@@ -61,7 +61,7 @@ class SpecFollower:
         self._wanted, self.refused = wanted, ChangeRefused()
         return wanted
 
-    def _refuse(self, number: int, why: str, before: Wanted) -> Wanted:
+    def _refuse(self, number: int, why: str, before: DesiredState) -> DesiredState:
         if self.refused != ChangeRefused(number, why):
             self.refused = ChangeRefused(number, why)
             self._ledger.note("refused", why=why)

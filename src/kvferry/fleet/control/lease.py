@@ -24,7 +24,7 @@ HUNG_S = 20.0
 """Seconds after which a controller that has not looked after its fleet counts as hung."""
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LeaseHolder(msgspec.Struct, frozen=True):
     """The controller that acts. `started`: as in `started_at`. `beat`: when it was last seen, in seconds of the
     monotonic clock, which all processes of a machine share. `follows`: it has the fleet be as a file says."""
 
@@ -64,7 +64,7 @@ class Lease:
 
     @classmethod
     def take(cls, path: Path, *, follows: bool = False) -> Lease | None:
-        """None: another controller has it. `follows`: as in `Holder`. Raises `OSError`."""
+        """None: another controller has it. `follows`: as in `LeaseHolder`. Raises `OSError`."""
         descriptor = locked(path)
         return None if descriptor is None else cls(descriptor, follows=follows)
 
@@ -72,11 +72,11 @@ class Lease:
         """Say that this process looks after the fleet. Always as many bytes in the same place, so that a full disk
         has room for them."""
         now = round(SYSTEM_CLOCK.monotonic(), 3)
-        text = msgspec.json.encode(Holder(os.getpid(), self._started, now, self._follows))
+        text = msgspec.json.encode(LeaseHolder(os.getpid(), self._started, now, self._follows))
         with suppress(OSError):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
-    async def keep_saying(self) -> None:
+    async def heartbeat(self) -> None:
         """Say so again and again, for as long as this process's event loop turns."""
         while True:
             self.say()
@@ -101,12 +101,12 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def holder(path: Path) -> Holder | None:
+def holder(path: Path) -> LeaseHolder | None:
     """The controller that has the right; None: nobody has it, or it has not said yet who it is."""
     if not is_held(path):
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Holder)
+        return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
     except (OSError, ValueError):
         return None
 

@@ -25,25 +25,25 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
-from kvferry.fleet.control.lease import Holder, Lease, holder, is_held, locked
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.lease import Lease, LeaseHolder, holder, is_held, locked
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.scaling.scaler import ScalingMemory
 
 logger = logging.getLogger(__name__)
 
-_MOST_HISTORY_BYTES = 4 * 2**20
+_MAX_HISTORY_BYTES = 4 * 2**20
 """Most bytes of the history; beyond, its older half is forgotten."""
 _LOCKED_S, _TRY_AGAIN_S = 5.0, 0.02
 """How long another process may change what is wanted, which takes milliseconds; and how often this is looked at."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class DesiredState(msgspec.Struct, frozen=True):
     """What the fleet is to be. `earlier`: what it was to be before, the last first. `deleted`: it is to end. `number`
     grows with each change. `source`: the file that a controller follows, as `kvferry fleet run` does. `place`: the
     folder in which paths of the spec begin that do not say where: the one that it was applied in."""
 
-    fleet: WantedFleet
-    earlier: tuple[WantedFleet, ...] = ()
+    fleet: DesiredFleet
+    earlier: tuple[DesiredFleet, ...] = ()
     deleted: bool = False
     number: int = 0
     source: str = ""
@@ -93,10 +93,10 @@ class Ledger:
 
     # What is wanted.
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> DesiredState:
         """What the fleet is to be. Raises `ConfigError` if there is no such fleet, or its file cannot be read."""
         try:
-            return msgspec.json.decode((self.folder / "wanted.json").read_bytes(), type=Wanted)
+            return msgspec.json.decode((self.folder / "wanted.json").read_bytes(), type=DesiredState)
         except FileNotFoundError as error:
             raise ConfigError(f"there is no fleet in {self.folder}; `kvferry fleet apply` makes one") from error
         except (OSError, ValueError) as error:
@@ -104,20 +104,20 @@ class Ledger:
                 f"{self.folder / 'wanted.json'} cannot be read: {error}; apply the fleet's spec again"
             ) from error
 
-    def want(self, fleet: WantedFleet, source: str = "") -> Wanted:
+    def want(self, fleet: DesiredFleet, source: str = "") -> DesiredState:
         """The fleet is to be this from now on. Another revision than before makes that one an earlier one. What was
         wanted before, and cannot be read, is put aside."""
         with self._changing():
             before = self._before()
             if isinstance(before, int) or before.deleted:
-                new = Wanted(fleet, number=1 + (before if isinstance(before, int) else before.number))
+                new = DesiredState(fleet, number=1 + (before if isinstance(before, int) else before.number))
             else:
                 new = _following(before, fleet)
             new = msgspec.structs.replace(new, source=source, place=_here())
             self._replace("wanted.json", new)
         return new
 
-    def change(self, how: Callable[[Wanted], WantedFleet]) -> Wanted:
+    def change(self, how: Callable[[DesiredState], DesiredFleet]) -> DesiredState:
         """The fleet is to be this from now on, as it follows from what it is to be now: nobody else changes it in
         between. Raises `ConfigError` if there is no fleet, or it is to end."""
         with self._changing():
@@ -152,7 +152,7 @@ class Ledger:
                 lease.close()
         return True
 
-    def _before(self) -> Wanted | int:
+    def _before(self) -> DesiredState | int:
         """What was wanted before, or, where nothing was or nobody can read it, the number of its last change."""
         if not self.exists:
             return 0
@@ -180,7 +180,7 @@ class Ledger:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, line)
-            is_long = os.fstat(descriptor).st_size > _MOST_HISTORY_BYTES
+            is_long = os.fstat(descriptor).st_size > _MAX_HISTORY_BYTES
         finally:
             os.close(descriptor)
         if is_long:
@@ -236,9 +236,9 @@ class Ledger:
 
     # Who acts.
 
-    def try_to_act(self, *, follows: bool = False) -> Lease | None:
+    def try_acquire(self, *, follows: bool = False) -> Lease | None:
         """The right to act, which only one controller of this fleet has at a time; None: another one has it.
-        `follows`: as in `Holder`."""
+        `follows`: as in `LeaseHolder`."""
         return Lease.take(self._lease, follows=follows)
 
     @property
@@ -247,7 +247,7 @@ class Ledger:
         return is_held(self._lease)
 
     @property
-    def controller(self) -> Holder | None:
+    def controller(self) -> LeaseHolder | None:
         """The controller that acts, as far as it has said who it is."""
         return holder(self._lease)
 
@@ -284,12 +284,12 @@ class Ledger:
             draft.unlink(missing_ok=True)
 
 
-def _following(before: Wanted, fleet: WantedFleet) -> Wanted:
+def _following(before: DesiredState, fleet: DesiredFleet) -> DesiredState:
     earlier = before.earlier
     if fleet.revision != before.fleet.revision:
         kept = [one for one in earlier if one.revision != fleet.revision]
         earlier = (before.fleet, *kept)[: fleet.roll.history]
-    return Wanted(fleet, earlier, number=before.number + 1, place=before.place)
+    return DesiredState(fleet, earlier, number=before.number + 1, place=before.place)
 
 
 def _here() -> str:

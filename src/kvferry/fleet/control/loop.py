@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.fleet.control.backoff import held_back
-from kvferry.fleet.control.facts import Drain, Failure, Observed, Phase, Start, Step, StopMember, SwitchRole
-from kvferry.fleet.control.spec import MemberRole, RoleSpec, WantedFleet, seconds
+from kvferry.fleet.control.facts import Drain, Failure, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec, seconds
 
 UNIT = "unit"
 _LEAVING = (Phase.DRAINING, Phase.DRAINED, Phase.FAILED)
@@ -39,14 +39,16 @@ class Item:
     revision: str
     phase: Phase
     since: float
-    members: tuple[Observed, ...]
+    members: tuple[ObservedInstance, ...]
 
     @property
     def outstanding(self) -> int:
         return sum([one.outstanding for one in self.members])
 
 
-def plan(fleet: WantedFleet, members: Sequence[Observed], failures: Sequence[Failure], now: float) -> list[Step]:
+def plan(
+    fleet: DesiredFleet, members: Sequence[ObservedInstance], failures: Sequence[Failure], now: float
+) -> list[Step]:
     """The steps to take now; none: everything is as it is to be, or has to be waited for. `failures`: those that are
     remembered, oldest first."""
     tick = _Tick(fleet, members, failures, now)
@@ -65,7 +67,7 @@ class _Tick:
     done, so that the next one counts on it."""
 
     def __init__(
-        self, fleet: WantedFleet, members: Sequence[Observed], failures: Sequence[Failure], now: float
+        self, fleet: DesiredFleet, members: Sequence[ObservedInstance], failures: Sequence[Failure], now: float
     ) -> None:
         self._fleet, self._members, self._failures, self._now = fleet, members, list(failures), now
         self._revision = fleet.revision
@@ -264,7 +266,7 @@ class _Tick:
             else:
                 self.steps.append((StopMember if one.phase is Phase.STARTING else Drain)(one.name, why))
 
-    def _fail(self, member: Observed, why: str) -> None:
+    def _fail(self, member: ObservedInstance, why: str) -> None:
         self.steps.append(StopMember(member.name, why, failed=True))
         self._failures.append(Failure(member.role, member.revision, self._now, why))
 
@@ -325,12 +327,12 @@ class _Ready:
         return all(number[kind] > 0 for kind in self._least)
 
 
-def _items(fleet: WantedFleet, members: Iterable[Observed]) -> Iterator[Item]:
+def _items(fleet: DesiredFleet, members: Iterable[ObservedInstance]) -> Iterator[Item]:
     if fleet.unit is None:
         for one in members:
             yield Item(one.role, one.revision, one.phase, one.since, (one,))
         return
-    units = defaultdict[str, list[Observed]](list)
+    units = defaultdict[str, list[ObservedInstance]](list)
     for one in members:
         units[one.unit].append(one)
     wanted = sum(fleet.unit.members.values())

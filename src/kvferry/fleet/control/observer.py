@@ -11,24 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
-from kvferry.fleet.control.facts import Observed, Phase
-from kvferry.fleet.control.front import Front, View, room_of
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
-from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
-from kvferry.fleet.scaling.traffic import Room
+from kvferry.fleet.control.facts import ObservedInstance, Phase
+from kvferry.fleet.control.router_client import RouterClient, View, capacity_of
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
+from kvferry.fleet.scaling.traffic import DecodeCapacity
+from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
 
 
 class Observer:
     """`starting`, `draining` and `stopping` are the names of members for which a step is being taken; the controller
     writes them."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: RouterClient) -> None:
         self._front = front
         self._views: Mapping[str, View] | None = None
         """How the routers see the fleet's instances, or saw them when one answered last; None: there is no router. What
         operators have added to the routers is not here, although it may be called as a member that is starting."""
         self._since: dict[str, tuple[Phase, float]] = {}
-        self.starting: dict[str, Observed] = {}
+        self.starting: dict[str, ObservedInstance] = {}
         """Members that are being started, and that the backend does not know of yet."""
         self.draining: set[str] = set()
         self.stopping: set[str] = set()
@@ -44,7 +44,7 @@ class Observer:
         """Whether there is a router that serves, although it may not answer at the moment."""
         return self._views is not None
 
-    async def take_up(self, members: Sequence[Member]) -> None:
+    async def adopt(self, members: Sequence[Member]) -> None:
         """Learn from the routers what an earlier controller has told them. Raises `ConfigError` for one that does not
         hold the same token: neither would listen to the other."""
         self._adopted = {one.name for one in members if one.state is MemberState.SERVING}
@@ -59,7 +59,7 @@ class Observer:
                 self.draining = {name for name, view in views.items() if view.draining}
                 return
 
-    async def declare(self, fleet: WantedFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
+    async def declare(self, fleet: DesiredFleet, members: Sequence[Member], plan: FleetPlan | None = None) -> None:
         """Tell the routers which instances serve, which of them are leaving, and what the fleet is to be. While none
         answers, what they said last holds: they may have requests everywhere, and know of no other instances."""
         if routers := routers_of(members):
@@ -80,17 +80,17 @@ class Observer:
     async def traffic(self, members: Sequence[Member]) -> dict[str, TrafficReport]:
         """What the routers that answer have seen of requests, by their URL."""
         routers = routers_of(members)
-        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MOST_ASKED) for one in routers))
+        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MAX_ASKED) for one in routers))
         return {router: one for router, one in zip(routers, reports, strict=True) if one is not None}
 
-    def room(self) -> Room:
+    def room(self) -> DecodeCapacity:
         """What one decode instance takes, as far as they have said so."""
-        return room_of((self._views or {}).values())
+        return capacity_of((self._views or {}).values())
 
     def begin(self, member: MemberSpec, now: float) -> None:
         """Note that a member is being started."""
         self._adopted.discard(member.name)
-        self.starting[member.name] = Observed(
+        self.starting[member.name] = ObservedInstance(
             member.name, member.role, member.revision, Phase.STARTING, now, member.unit
         )
 
@@ -108,7 +108,7 @@ class Observer:
         self._since.pop(name, None)
         self._adopted.discard(name)
 
-    def observe(self, members: Sequence[Member], now: float) -> list[Observed]:
+    def observe(self, members: Sequence[Member], now: float) -> list[ObservedInstance]:
         """All members, those that are being started included."""
         here = {one.name for one in members}
         for name in self.starting.keys() & here:
@@ -118,11 +118,11 @@ class Observer:
         self._since = {one.name: (one.phase, one.since) for one in seen}
         return [*seen, *self.starting.values()]
 
-    def _observed(self, member: Member, now: float) -> Observed:
+    def _observed(self, member: Member, now: float) -> ObservedInstance:
         view = (self._views or {}).get(member.name)
         phase = self._phase(member, view)
         before, since = self._since.get(member.name, (None, now))
-        return Observed(
+        return ObservedInstance(
             name=member.name,
             role=self.switching.get(member.name, member.role),
             revision=member.revision,
@@ -168,7 +168,7 @@ def routers_of(members: Iterable[Member]) -> list[str]:
     return [one.health_url for one in routers if one.health_url]
 
 
-def _admitted(fleet: WantedFleet, members: Sequence[Member], known: set[str]) -> list[Member]:
+def _admitted(fleet: DesiredFleet, members: Sequence[Member], known: set[str]) -> list[Member]:
     """The instances that clients' requests may go to: they serve, and so do all others of their unit, or did."""
     serving = [one for one in members if one.role != "router" and one.state is MemberState.SERVING]
     if fleet.unit is None:

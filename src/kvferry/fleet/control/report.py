@@ -14,11 +14,11 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.fleet.control.backend import Member
 from kvferry.fleet.control.backoff import held_back
-from kvferry.fleet.control.facts import Failure, MemberStatus, Observed, Phase, RoleStatus
+from kvferry.fleet.control.dry_run import explain_blocked_roll
+from kvferry.fleet.control.facts import Failure, MemberStatus, ObservedInstance, Phase, RoleStatus
 from kvferry.fleet.control.follower import ChangeRefused
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.rehearsal import no_way_to_replace
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import Display
 from kvferry.fleet.started import started_at
 
@@ -26,14 +26,14 @@ _ANSWERING = ("decode", "both")
 
 
 @dataclass(frozen=True)
-class Sight:
+class FleetView:
     """What a controller has seen in one round. `instances` and `routers`: what they are to be. `is_stalled`: nothing
     moves, and there is nothing to do. `trouble`: the backend's."""
 
-    instances: WantedFleet
-    routers: WantedFleet
+    instances: DesiredFleet
+    routers: DesiredFleet
     members: Sequence[Member]
-    seen: Sequence[Observed]
+    seen: Sequence[ObservedInstance]
     failures: Sequence[Failure]
     is_stalled: bool
     trouble: str
@@ -60,7 +60,7 @@ class StatusReporter:
         self.is_up = False
         """Whether everything that is wanted has once served."""
 
-    def status(self, sight: Sight, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
+    def status(self, sight: FleetView, number: int, refused: ChangeRefused, decided: str) -> FleetStatus:
         """The status of the fleet; whoever waits for it to be up is told once it is. `number`: of the change that is
         followed; `decided`: by `[scale]`."""
         roles = {
@@ -92,7 +92,7 @@ class StatusReporter:
             self._ledger.write_status(status)
             self._told = status
 
-    def _up(self, sight: Sight) -> None:
+    def _up(self, sight: FleetView) -> None:
         self.is_up = True
         if sight.has_routers and sight.instances.num_instances:
             self._display.members({one.name: one.url for one in sight.members if one.role != "router"})
@@ -108,7 +108,7 @@ def is_hopeless(status: FleetStatus) -> bool:
     return any(one.given_up for role, one in status.roles.items() if role in _ANSWERING)
 
 
-def _role_status(fleet: WantedFleet, sight: Sight) -> dict[str, RoleStatus]:
+def _role_status(fleet: DesiredFleet, sight: FleetView) -> dict[str, RoleStatus]:
     """How many members each role that is wanted has, and what keeps others from being started."""
     if fleet.unit is None:
         desired = {role: one.count for role, one in fleet.role.items()}
@@ -131,7 +131,7 @@ def _role_status(fleet: WantedFleet, sight: Sight) -> dict[str, RoleStatus]:
     return found
 
 
-def _member_status(sight: Sight) -> tuple[MemberStatus, ...]:
+def _member_status(sight: FleetView) -> tuple[MemberStatus, ...]:
     """All members by name."""
     urls = {one.name: one.url for one in sight.members}
     return tuple(
@@ -150,7 +150,7 @@ def _member_status(sight: Sight) -> tuple[MemberStatus, ...]:
     )
 
 
-def _is_settled(sight: Sight, roles: dict[str, RoleStatus]) -> bool:
+def _is_settled(sight: FleetView, roles: dict[str, RoleStatus]) -> bool:
     """Whether everything is as it is to be, and of the revision that is wanted."""
     revisions = {sight.instances.revision, sight.routers.revision}
     return all(one.ready == one.desired for one in roles.values()) and all(
@@ -158,12 +158,12 @@ def _is_settled(sight: Sight, roles: dict[str, RoleStatus]) -> bool:
     )
 
 
-def _why_stalled(sight: Sight) -> list[str]:
+def _why_stalled(sight: FleetView) -> list[str]:
     """Why instances of another revision stay, of a fleet in which nothing moves and nothing can be done; empty if there
     are none, or the fleet is paused."""
     fleet = sight.instances
     old = sorted(one.name for one in sight.seen if one.role != "router" and one.revision != fleet.revision)
-    return [no_way_to_replace(fleet, old)] if sight.is_stalled and old and not fleet.roll.pause else []
+    return [explain_blocked_roll(fleet, old)] if sight.is_stalled and old and not fleet.roll.pause else []
 
 
 def _timeless(status: FleetStatus) -> FleetStatus:

@@ -2,7 +2,7 @@
 
     name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
 
-Every table and key is a field below. `WantedFleet.revision` names what cannot be changed in a running instance: a fleet
+Every table and key is a field below. `DesiredFleet.revision` names what cannot be changed in a running instance: a fleet
 with another one is *rolled*, one with other numbers is *scaled*.
 """
 
@@ -139,7 +139,7 @@ class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the members of one unit are."""
 
 
-class Roll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RollSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[roll]`: how instances of an old revision are replaced."""
 
     surge: Number = 1
@@ -154,7 +154,7 @@ class Roll(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Earlier revisions that can be rolled back to."""
 
 
-class Failing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[failure]`: what happens to instances that end, hang or never serve."""
 
     restart: Literal["instance", "unit"] = "instance"
@@ -236,7 +236,7 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [*pods, *(one for one in (actors, self.options) if one)]
 
 
-class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet. Read it with `read_fleet`, which checks it."""
 
     name: Name
@@ -251,8 +251,8 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: dict[MemberRole, RoleSpec] = {}
     router: RouterSpec = RouterSpec()
     unit: Unit | None = None
-    roll: Roll = Roll()
-    failure: Failing = Failing()
+    roll: RollSpec = RollSpec()
+    failure: FailureSpec = FailureSpec()
     backend: Backend = Backend()
     scale: ScaleSpec | None = None
     stamp: str = ""
@@ -276,13 +276,13 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self.unit.count * sum(self.unit.members.values())
         return sum(one.count for one in self.role.values())
 
-    def front(self, num_routers: int) -> WantedFleet:
+    def front(self, num_routers: int) -> DesiredFleet:
         """The routers as a fleet of their own, which the same loop looks after: a change of the instances rolls no
         router, and the other way round. `num_routers`: where `[router]` does not say how many."""
         router = self.router
         number = num_routers if router.count is None else router.count
         told = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
-        return WantedFleet(
+        return DesiredFleet(
             name=self.name,
             model=self.name,
             mode="pooling",
@@ -294,7 +294,7 @@ class WantedFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-def read_fleet(path: Path) -> WantedFleet:
+def read_fleet(path: Path) -> DesiredFleet:
     """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
     given = read_toml(path)
     try:
@@ -313,15 +313,15 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSpec,
     "router": RouterSpec,
     "unit": Unit,
-    "roll": Roll,
-    "failure": Failing,
+    "roll": RollSpec,
+    "failure": FailureSpec,
     "scale": ScaleSpec,
 }
 
 
-def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
+def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
     """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
-    known = {one.encode_name: one for one in msgspec.structs.fields(WantedFleet)}
+    known = {one.encode_name: one for one in msgspec.structs.fields(DesiredFleet)}
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key not in known:
@@ -342,12 +342,12 @@ def fleet_from(given: Mapping[str, Any]) -> WantedFleet:
     for key in ("name", "model", "mode"):
         if key not in values:
             raise ConfigError(f"{key} is required")
-    fleet = check_fleet(WantedFleet(**values))
+    fleet = check_fleet(DesiredFleet(**values))
     _require_no_keys(fleet)
     return fleet
 
 
-def _require_no_keys(fleet: WantedFleet) -> None:
+def _require_no_keys(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for a key that is written into a spec, which is no secret: in Kubernetes it is a
     ConfigMap."""
     of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
@@ -400,7 +400,7 @@ def _role(name: str) -> Role:
     return name
 
 
-def check_fleet(fleet: WantedFleet) -> WantedFleet:
+def check_fleet(fleet: DesiredFleet) -> DesiredFleet:
     """The fleet. Raises `ConfigError` for tables that contradict each other."""
     if fleet.mode == "replica":
         if fleet.unit is None:
@@ -455,7 +455,7 @@ def check_sglang_transfer(engine: EngineSpec) -> None:
         )
 
 
-def _check_sglang(fleet: WantedFleet) -> None:
+def _check_sglang(fleet: DesiredFleet) -> None:
     check_sglang_transfer(fleet.engine)
     for name, role in fleet.role.items():
         if "both" in (name, *role.can_be) and role.can_be:
@@ -466,7 +466,7 @@ def _check_sglang(fleet: WantedFleet) -> None:
         raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
 
 
-def what_cannot_roll(fleet: WantedFleet) -> str:
+def unrollable_part(fleet: DesiredFleet) -> str:
     """What no roll could replace anything of: a role, or "unit"; empty if there is none."""
     if fleet.roll.unavailable:
         return ""
@@ -476,12 +476,12 @@ def what_cannot_roll(fleet: WantedFleet) -> str:
     return next((kind for kind, one in kinds.items() if one.count and not _has_room(fleet.roll, one)), "")
 
 
-def _has_room(roll: Roll, of: RoleSpec | Unit) -> bool:
+def _has_room(roll: RollSpec, of: RoleSpec | Unit) -> bool:
     """Whether a roll may start any in advance."""
     return bool(roll.surge) and (of.max is None or of.max > of.count)
 
 
-def _check_scale(fleet: WantedFleet, scale: ScaleSpec) -> None:
+def _check_scale(fleet: DesiredFleet, scale: ScaleSpec) -> None:
     roles = set(fleet.role) if fleet.unit is None else set(fleet.unit.members)
     if roles not in ({"prefill", "decode"}, {"both"}):
         raise ConfigError(f"scale: the roles are prefill and decode, or both alone, not {', '.join(sorted(roles))}")
@@ -507,7 +507,7 @@ def _check_scale(fleet: WantedFleet, scale: ScaleSpec) -> None:
         )
 
 
-def _is_possible(fleet: WantedFleet, scale: ScaleSpec) -> bool:
+def _is_possible(fleet: DesiredFleet, scale: ScaleSpec) -> bool:
     """Whether any fleet that serves is within all bounds."""
     budget = math.inf if scale.budget is None else scale.budget
     most_per_decode = math.inf if scale.most_per_decode is None else scale.most_per_decode

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.files import WAIT_S, FileWork, within
-from kvferry.fleet.control.spec import WantedFleet, read_fleet
+from kvferry.fleet.control.spec import DesiredFleet, read_fleet
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class SpecFile:
     raises `ConfigError` for one that cannot be followed. `before`: what it said earlier, to another process."""
 
     def __init__(
-        self, path: Path, read: Callable[[Path], WantedFleet] = read_fleet, before: WantedFleet | None = None
+        self, path: Path, read: Callable[[Path], DesiredFleet] = read_fleet, before: DesiredFleet | None = None
     ) -> None:
         """Raises `ConfigError` if it is wrong and said nothing earlier."""
         self._path, self._read = path, read
@@ -35,7 +35,7 @@ class SpecFile:
             self.fleet = before
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
-    async def follow(self) -> WantedFleet:
+    async def follow(self) -> DesiredFleet:
         """What it says now; as long as that is wrong, or the file is not there or does not answer, what it said
         before."""
         try:
@@ -48,7 +48,7 @@ class SpecFile:
             self._trouble = ""
         return self.fleet
 
-    def _look(self) -> WantedFleet:
+    def _look(self) -> DesiredFleet:
         if (stamp := self._stamp()) == self._seen:
             return self.fleet
         self._seen = stamp
@@ -68,7 +68,7 @@ class SpecFile:
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def to_table(fleet: WantedFleet) -> dict[str, Any]:
+def to_table(fleet: DesiredFleet) -> dict[str, Any]:
     """The tables from which `fleet_from` makes this fleet; what is as by default is left out."""
     return _table(fleet)
 

@@ -16,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import PLAN_PATH
 from kvferry.fleet.arguments import KEY_FIELDS, flag_name, variable_name
 from kvferry.fleet.control.scaling.counts import most_of
-from kvferry.fleet.control.spec import MemberRole, ScaleSpec, WantedFleet, seconds
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, ScaleSpec, seconds
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, Object, kubernetes_of, pod_of
 from kvferry.fleet.kubernetes.values import Values
 
@@ -41,7 +41,7 @@ class Autoscaling:
 NOT_SCALED = Autoscaling()
 
 
-def chosen(fleet: WantedFleet, asked: Kind | None, prometheus: str = "") -> Kind:
+def chosen(fleet: DesiredFleet, asked: Kind | None, prometheus: str = "") -> Kind:
     """The autoscaler that is written. Default: an HPA for a fleet that is to be scaled, and can be. `prometheus`: as in
     `Autoscaling`. Raises `ConfigError` for one that could not do what the spec asks for."""
     why = why_not(fleet)
@@ -64,7 +64,7 @@ def chosen(fleet: WantedFleet, asked: Kind | None, prometheus: str = "") -> Kind
     return asked
 
 
-def _keys_of(fleet: WantedFleet) -> str:
+def _keys_of(fleet: DesiredFleet) -> str:
     """The flag that gives routers keys, or has them answer elsewhere; empty if there is none."""
     flags = [one.partition("=")[0].replace("_", "-") for one in fleet.router.args]
     secrets = pod_of(fleet, "router").secrets
@@ -72,7 +72,7 @@ def _keys_of(fleet: WantedFleet) -> str:
     return next((one for one in flags if one.startswith(("--api-key", "--admin-"))), "")
 
 
-def why_not(fleet: WantedFleet) -> str:
+def why_not(fleet: DesiredFleet) -> str:
     """Why no autoscaler can follow this fleet; empty if one can."""
     if fleet.scale is None:
         return "it follows what [scale] decides, and there is no such table"
@@ -85,7 +85,7 @@ def why_not(fleet: WantedFleet) -> str:
     return ""
 
 
-def _may_end_all(fleet: WantedFleet, scale: ScaleSpec) -> str:
+def _may_end_all(fleet: DesiredFleet, scale: ScaleSpec) -> str:
     """The key by which a role may come to have no instance."""
     if seconds(scale.idle):
         return "scale.idle"
@@ -94,7 +94,7 @@ def _may_end_all(fleet: WantedFleet, scale: ScaleSpec) -> str:
 
 
 def autoscaler(
-    fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling, target: tuple[str, str, str]
+    fleet: DesiredFleet, values: Values, role: MemberRole, told: Autoscaling, target: tuple[str, str, str]
 ) -> tuple[str, str, Object]:
     """Version, kind and spec of what scales a role. `target`: version, kind and name of what has its instances."""
     assert fleet.scale is not None
@@ -117,7 +117,7 @@ def autoscaler(
     }  # fmt: skip
 
 
-def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any, Any], behavior: Object) -> Object:
+def _hpa(fleet: DesiredFleet, role: MemberRole, target: Object, bounds: tuple[Any, Any], behavior: Object) -> Object:
     """An autoscaler's spec: with a mean of one for each pod, as many pods are wanted as the metric says."""
     selector = {"matchLabels": {METRIC_LABEL: fleet.name, "role": role}}
     external = {
@@ -133,7 +133,7 @@ def _hpa(fleet: WantedFleet, role: MemberRole, target: Object, bounds: tuple[Any
     }
 
 
-def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
+def _trigger(fleet: DesiredFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
     """KEDA's trigger. Where nothing is known of the number, nothing is scaled."""
     if told.prometheus:
         return {
@@ -152,7 +152,7 @@ def _trigger(fleet: WantedFleet, values: Values, role: MemberRole, told: Autosca
     return {"type": "metrics-api", "metricType": "AverageValue", "metadata": asked}
 
 
-def _of_prometheus(fleet: WantedFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
+def _of_prometheus(fleet: DesiredFleet, values: Values, role: MemberRole, told: Autoscaling) -> Object:
     """What KEDA asks Prometheus. It would take a metric that is not there for 0."""
     namespace = values.quoted_namespace(kubernetes_of(fleet).namespace)
     labels = f'namespace={namespace},{METRIC_LABEL}="{fleet.name}",role="{role}"'
@@ -176,7 +176,7 @@ def _behavior(most: int) -> Object:
     }
 
 
-def bounded(fleet: WantedFleet) -> WantedFleet:
+def bounded(fleet: DesiredFleet) -> DesiredFleet:
     """The fleet with the bounds of its autoscalers, for who recommends."""
     assert fleet.scale is not None
     roles = {role: msgspec.structs.replace(one, max=most_of(one, fleet.scale)) for role, one in fleet.role.items()}

@@ -8,12 +8,12 @@ from pathlib import Path
 import yaml
 
 from kvferry import __version__
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.kubernetes.pods import Object
 from kvferry.fleet.kubernetes.values import Values, write_values
 
 
-def write_chart(fleet: WantedFleet, folder: Path, render: Callable[[Values], list[Object]]) -> list[Path]:
+def write_chart(fleet: DesiredFleet, folder: Path, render: Callable[[Values], list[Object]]) -> list[Path]:
     """Write the chart of what `render` gives into `folder`; returns its files. Raises `ConfigError` and `OSError`."""
     values = Values(chart=True)
     objects = render(values)

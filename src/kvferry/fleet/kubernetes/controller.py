@@ -12,13 +12,13 @@ from typing import Any
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.toml_file import to_toml
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.control.spec_file import to_table
 from kvferry.fleet.kubernetes.pods import SPEC_FILE, Object, Pods, kubernetes_of, labels_of, member_roles
 from kvferry.fleet.kubernetes.values import Values
 
 
-def only_controller_gives(fleet: WantedFleet) -> str:
+def key_needing_controller(fleet: DesiredFleet) -> str:
     """The key by which a spec asks for what Kubernetes' own controllers do not do; empty if none does."""
     for role, one in fleet.role.items():
         if one.can_be:
@@ -30,7 +30,7 @@ def only_controller_gives(fleet: WantedFleet) -> str:
     return ""
 
 
-def require_plain_pods(fleet: WantedFleet) -> None:
+def require_plain_pods(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for what Kubernetes' own controllers do with pods, and kvferry's does not."""
     told = kubernetes_of(fleet)
     for what, is_asked in (
@@ -44,12 +44,12 @@ def require_plain_pods(fleet: WantedFleet) -> None:
             )
 
 
-def controller_name(fleet: WantedFleet) -> str:
+def controller_name(fleet: DesiredFleet) -> str:
     """The name of all objects of a fleet's controller."""
     return f"{fleet.name}-controller"
 
 
-def spec_text(fleet: WantedFleet, values: Values) -> str:
+def spec_text(fleet: DesiredFleet, values: Values) -> str:
     """The spec as the file that a controller in the cluster follows."""
     table = to_table(fleet)
     kubernetes = table["backend"]["kubernetes"]
@@ -65,7 +65,7 @@ def spec_text(fleet: WantedFleet, values: Values) -> str:
     return values.within(to_toml(table))
 
 
-def rules(fleet: WantedFleet) -> list[dict[str, Any]]:
+def rules(fleet: DesiredFleet) -> list[dict[str, Any]]:
     """What the controller asks of the API server, and no more: it reads the object that its pods belong to, holds the
     Lease, and keeps pods and their budgets."""
     name = controller_name(fleet)
@@ -88,7 +88,7 @@ def rules(fleet: WantedFleet) -> list[dict[str, Any]]:
     ]
 
 
-def controller_objects(fleet: WantedFleet, values: Values) -> Iterator[tuple[str, str, str, Object]]:
+def controller_objects(fleet: DesiredFleet, values: Values) -> Iterator[tuple[str, str, str, Object]]:
     """Version, kind, name and content of all that is the controller's."""
     name = controller_name(fleet)
     namespace = values.namespace(kubernetes_of(fleet).namespace)

@@ -11,7 +11,7 @@ import msgspec
 from kvferry.core.settings.environment import AUTH_TOKEN, STATE_DIR
 from kvferry.fleet.arguments import overridden, variable_name
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
-from kvferry.fleet.control.spec import MemberRole, Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, Role, seconds
 from kvferry.fleet.kubernetes.values import Values
 from kvferry.fleet.variables import flag_variables
 
@@ -31,7 +31,7 @@ _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
 )  # fmt: skip
 
 
-def labels_of(fleet: WantedFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
+def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
     """What selects the pods of a fleet, of a role or the routers in it, and of a unit."""
     found = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
     if part:
@@ -41,18 +41,18 @@ def labels_of(fleet: WantedFleet, part: str = "", unit: int | None = None) -> di
     return found
 
 
-def kubernetes_of(fleet: WantedFleet) -> KubernetesSpec:
+def kubernetes_of(fleet: DesiredFleet) -> KubernetesSpec:
     """The table of a fleet that has one, as `spec` has checked."""
     assert fleet.backend.kubernetes is not None
     return fleet.backend.kubernetes
 
 
-def pod_of(fleet: WantedFleet, role: PodRole) -> PodSpec:
+def pod_of(fleet: DesiredFleet, role: PodRole) -> PodSpec:
     """What a spec says about the pods of a role."""
     return kubernetes_of(fleet).pod.get(role, PodSpec())
 
 
-def member_roles(fleet: WantedFleet) -> list[MemberRole]:
+def member_roles(fleet: DesiredFleet) -> list[MemberRole]:
     """The roles of all its members."""
     return [*(fleet.role if fleet.unit is None else fleet.unit.members), "router"]
 
@@ -75,7 +75,7 @@ LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for numbe
 class Pods:
     """Writes the pods of one fleet."""
 
-    def __init__(self, fleet: WantedFleet, values: Values) -> None:
+    def __init__(self, fleet: DesiredFleet, values: Values) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
         self._drain_s = int(seconds(fleet.failure.drain))
 
@@ -298,12 +298,12 @@ class Pods:
         return template
 
 
-def token_secret(fleet: WantedFleet) -> str:
+def token_secret(fleet: DesiredFleet) -> str:
     """The name of the Secret with the deployment's token."""
     return kubernetes_of(fleet).token_secret or f"{fleet.name}-token"
 
 
-def ranks_service(fleet: WantedFleet) -> str:
+def ranks_service(fleet: DesiredFleet) -> str:
     """The name of the Service through which the pods of one instance find its first."""
     return f"{fleet.name}-ranks"
 
@@ -321,7 +321,7 @@ def transfer_config(connectors: Sequence[str], role: Role) -> str:
     return msgspec.json.encode(told).decode()
 
 
-def _vllm_arguments(fleet: WantedFleet, role: Role, host: InstancePod) -> list[str]:
+def _vllm_arguments(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
     one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
     arguments = list(fleet.engine.args)
     if one is not None:
@@ -331,7 +331,7 @@ def _vllm_arguments(fleet: WantedFleet, role: Role, host: InstancePod) -> list[s
     return arguments
 
 
-def _vllm_worker(fleet: WantedFleet, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+def _vllm_worker(fleet: DesiredFleet, role: Role, started_as: Role, host: InstancePod) -> list[str]:
     """vLLM's own command for further ranks of an instance."""
     role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[started_as]
     transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, started_as)) | {"kv_role": role_of_kv}

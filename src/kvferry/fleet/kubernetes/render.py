@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.spec import Role, WantedFleet, seconds
+from kvferry.fleet.control.spec import DesiredFleet, Role, seconds
 from kvferry.fleet.kubernetes.autoscaling import NOT_SCALED, Autoscaling, autoscaler, bounded
 from kvferry.fleet.kubernetes.controller import controller_objects, require_plain_pods, spec_text
 from kvferry.fleet.kubernetes.pods import (
@@ -44,14 +44,14 @@ _PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 """The label that Prometheus' operator gives the pods which a PodMonitor tells whom to ask."""
 
 
-def render(fleet: WantedFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
+def render(fleet: DesiredFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
     """All objects of a fleet whose pods Kubernetes' own controllers make. `token`: KVFERRY_AUTH_TOKEN for the Secret,
     which is left out without it. `autoscaling`: as `chosen`. Raises `ConfigError` for what pods cannot do."""
     check(fleet)
     return [*_Rendering(fleet, values, autoscaling).objects(token)]
 
 
-def render_controller(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
+def render_controller(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
     """kvferry's controller, which makes the pods, and what pods need beside them. `token`: as for `render`. Raises
     `ConfigError` for what it cannot do."""
     check(fleet)
@@ -59,17 +59,17 @@ def render_controller(fleet: WantedFleet, values: Values, token: str = "") -> li
     return [*_Rendering(fleet, values).controlled(token)]
 
 
-def support(fleet: WantedFleet, values: Values, token: str = "") -> list[Object]:
+def support(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
     """What pods that are made one by one need beside them, but for their budgets. `token`: as for `render`."""
     return [*_Rendering(fleet, values).beside_plain_pods(token)]
 
 
-def budgets(fleet: WantedFleet, values: Values, counts: Mapping[str, int]) -> list[Object]:
+def budgets(fleet: DesiredFleet, values: Values, counts: Mapping[str, int]) -> list[Object]:
     """The PodDisruptionBudgets of pods that are made one by one. `counts`: of each role, how many there are."""
     return [*_Rendering(fleet, values).disruption_budgets(counts)]
 
 
-def check(fleet: WantedFleet) -> None:
+def check(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for a fleet that cannot be rendered."""
     if fleet.backend.kubernetes is None:
         raise ConfigError('there is no table [backend.kubernetes] (with kind = "kubernetes" in [backend])')
@@ -112,7 +112,7 @@ class _Part:
 
 
 class _Rendering:
-    def __init__(self, fleet: WantedFleet, values: Values, autoscaling: Autoscaling = NOT_SCALED) -> None:
+    def __init__(self, fleet: DesiredFleet, values: Values, autoscaling: Autoscaling = NOT_SCALED) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
         self._autoscaling = autoscaling
         self._pods = Pods(fleet, values)

@@ -13,7 +13,7 @@ _TREND_S = 180.0
 """Seconds in which a trend is looked for; at least half of them must be known."""
 _SURE = 3.0
 """Number of standard errors beyond which a slope counts as a trend."""
-_MOST_GROWTH = 2.0
+_MAX_GROWTH = 2.0
 """A trend is followed up to this many times the current rate."""
 
 
@@ -52,7 +52,7 @@ class Demand:
             return 1.0
         ahead = (number - 1) / 2 + within_s / self.bin_s
         expected = (float(counts.mean()) + slope * ahead) / self.bin_s
-        return min(max(1.0, expected / recent), _MOST_GROWTH)
+        return min(max(1.0, expected / recent), _MAX_GROWTH)
 
     def _last(self, for_s: float) -> Sequence[float]:
         return self.counts[-max(1, round(for_s / self.bin_s)) :]

@@ -193,8 +193,8 @@ class Predictor:
     def _decode_load(self, num: int, whole: NDArray[np.bool_]) -> float:
         """Share of the time that steps take in which as many answers run as can, and prompts."""
         times, workload = self.times, self.workload
-        full_s = times.decode_base_s + times.decode_sequence_s * times.most_sequences
-        asked_s = float(workload.output_tokens.sum()) * full_s / times.most_sequences
+        full_s = times.decode_base_s + times.decode_sequence_s * times.max_sequences
+        asked_s = float(workload.output_tokens.sum()) * full_s / times.max_sequences
         asked_s += float(self._prefill_s[whole].sum())
         return asked_s / (workload.lasts_s * num) if num else math.inf
 
@@ -231,7 +231,7 @@ class _Decoding:
     """One decode instance, or `share` of them with the same steps, among which answers are spread evenly."""
 
     def __init__(self, times: PhaseTimes, share: int) -> None:
-        self._times, self._share, self._most = times, share, times.most_sequences * share
+        self._times, self._share, self._most = times, share, times.max_sequences * share
         self._now = self._steps = 0.0
         """Steps until now: each gives each answer that runs a token."""
         self._running: list[tuple[float, int]] = []

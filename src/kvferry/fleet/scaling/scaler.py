@@ -25,7 +25,7 @@ import msgspec
 from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import Prediction, Predictor, Topology, quantiles_of
-from kvferry.fleet.scaling.rules import NOTHING, Counts, Rules
+from kvferry.fleet.scaling.scaling_rules import NOTHING, Counts, ScalingRules
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
 What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero", "wake", "unreachable", "limits"]
@@ -58,13 +58,13 @@ class ScalingMemory(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Attained:
+class TargetShare:
     """The share of some requests that was within both targets. `num`: of how many it is known."""
 
     share: float = 0.0
     num: int = 0
 
-    def is_known(self, rules: Rules) -> bool:
+    def is_known(self, rules: ScalingRules) -> bool:
         """Whether these are enough requests to go by."""
         return self.num >= max(1, rules.least_requests)
 
@@ -75,7 +75,7 @@ class Attained:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTraffic:
     """What is known of the requests. `workload`, `times`: None until `num_known` requests are enough. `idle_s`: since
     the last one came. `num_waiting`: that wait for an instance to start. `attained`: of those that came lately, since
     the counts are what they are."""
@@ -86,11 +86,11 @@ class Measured:
     times: PhaseTimes | None = None
     idle_s: float = 0.0
     num_waiting: int = 0
-    attained: Attained = Attained()
+    attained: TargetShare = TargetShare()
 
 
 @dataclass(frozen=True)
-class Situation:
+class FleetSnapshot:
     """`ready`: instances that serve; `draining`: that are leaving; `starts_s`: how long one takes to start."""
 
     ready: Counts
@@ -109,7 +109,9 @@ class ScalingDecision:
     attained: float | None = None
 
 
-def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, now: float) -> ScalingDecision:
+def decide(
+    rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic, seen: FleetSnapshot, now: float
+) -> ScalingDecision:
     """The decision now, in seconds of the clock of `memory.changed_at`."""
     here = memory.counts
     if here == NOTHING:
@@ -123,7 +125,7 @@ def decide(rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situat
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
         why = f"of the {rules.least_requests} requests that it takes to decide, {measured.num_known} are known"
         return ScalingDecision(memory, "measure", why)
-    outlook = Outlook(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
+    outlook = Forecast(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
     memory, deflects = _threshold(memory, outlook, seen)
     expected = outlook.best(here)
     if expected.attained < rules.goal:
@@ -143,10 +145,10 @@ def expected_workloads(workload: Workload, demand: Demand, starts_s: float) -> l
     return [workload, workload.last(recent_s).faster(demand.growth(recent_s, starts_s))]
 
 
-class Outlook:
+class Forecast:
     """What any counts would attain for each of some workloads, at least."""
 
-    def __init__(self, rules: Rules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
+    def __init__(self, rules: ScalingRules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
         self.rules, self.workload = rules, workloads[-1]
         self._predictors = [Predictor(one, times, rules.targets, rules.overflows) for one in workloads]
         self._best: dict[Counts, float] = {}
@@ -188,7 +190,7 @@ def _rank(one: Prediction) -> tuple[float, float]:
     return round(one.attained, 3), -one.busiest
 
 
-def _threshold(memory: ScalingMemory, outlook: Outlook, seen: Situation) -> tuple[ScalingMemory, str]:
+def _threshold(memory: ScalingMemory, outlook: Forecast, seen: FleetSnapshot) -> tuple[ScalingMemory, str]:
     """Deflect prompts to decode where that helps the instances that serve now; says so if it is new."""
     if not outlook.rules.deflect or not seen.ready.prefill or not seen.ready.decode:
         return replace_from(memory, None), ""
@@ -219,7 +221,12 @@ def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemor
 
 
 def _more(
-    rules: Rules, memory: ScalingMemory, measured: Measured, outlook: Outlook, expected: Prediction, now: float
+    rules: ScalingRules,
+    memory: ScalingMemory,
+    measured: MeasuredTraffic,
+    outlook: Forecast,
+    expected: Prediction,
+    now: float,
 ) -> ScalingDecision:
     """Decide what to do, as the goal is not expected to be kept."""
     here = memory.counts
@@ -257,7 +264,7 @@ def _is_as_near(one: Prediction, most: Prediction) -> bool:
     return one.busiest <= max(0.9, most.busiest + 1e-9)
 
 
-def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: list[Counts]) -> Counts | None:
+def _cheapest_that_holds(rules: ScalingRules, outlook: Forecast, here: Counts, among: list[Counts]) -> Counts | None:
     """The cheapest counts that reach the goal; at the same price, those that change the fewest instances, and then
     those that attain the most."""
     found: list[Counts] = []
@@ -275,7 +282,12 @@ def _cheapest_that_holds(rules: Rules, outlook: Outlook, here: Counts, among: li
 
 
 def _less(
-    rules: Rules, memory: ScalingMemory, measured: Measured, seen: Situation, outlook: Outlook, now: float
+    rules: ScalingRules,
+    memory: ScalingMemory,
+    measured: MeasuredTraffic,
+    seen: FleetSnapshot,
+    outlook: Forecast,
+    now: float,
 ) -> ScalingDecision | None:
     """The goal is kept: maybe with fewer, which would also have kept it for what came lately."""
     here = memory.counts
@@ -293,7 +305,7 @@ def _less(
     return _changed(memory, there, now, "release", why, attained.attained)
 
 
-def _wake(rules: Rules, memory: ScalingMemory, measured: Measured, now: float) -> ScalingDecision:
+def _wake(rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic, now: float) -> ScalingDecision:
     if not measured.num_waiting and measured.idle_s >= min(rules.idle_s or 1e18, 60.0):
         return ScalingDecision(memory, "hold", "no request: nothing is kept")
     first = rules.topologies[0] if rules.topologies else NOTHING

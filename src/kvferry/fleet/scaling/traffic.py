@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 """One number for each of some requests, or states."""
-MOST_SEQUENCES = 256
+MAX_SEQUENCES = 256
 """That a decode instance is taken to run at a time, where nobody says how many it does."""
 _ALIKE = 0.02
 """Lengths that vary by less of their mean say nothing about a slope: all of the time counts as the tokens'."""
-_WAITED, _MOST_FITS = 2.0, 3
+_WAITED, _MAX_FITS = 2.0, 3
 """How many times as long as the quickest quarter the slowest tenth takes if some of them waited; and the most fits."""
 
 
@@ -25,7 +25,7 @@ class PhaseTimes:
     takes `decode_base_s + n · decode_sequence_s` and gives each of them a token. `first_token_s`: what a
     first token takes beside prefill and waiting for it: the router, the network, a hand-off if D samples it.
     `hand_off_s`: how much longer an answer takes than its steps, for its KV to come from P.
-    `most_sequences`: that one decode instance runs at a time, by its limit and by its KV memory. `chunk_tokens`: of a
+    `max_sequences`: that one decode instance runs at a time, by its limit and by its KV memory. `chunk_tokens`: of a
     prompt, computed in one step beside others' decoding."""
 
     prefill_base_s: float
@@ -34,29 +34,29 @@ class PhaseTimes:
     decode_sequence_s: float
     first_token_s: float = 0.0
     hand_off_s: float = 0.0
-    most_sequences: int = MOST_SEQUENCES
+    max_sequences: int = MAX_SEQUENCES
     chunk_tokens: int = 2048
 
 
-class Room(NamedTuple):
+class DecodeCapacity(NamedTuple):
     """What one decode instance takes at a time: tokens in its KV cache, and sequences; 0: not known."""
 
     tokens: int = 0
     sequences: int = 0
 
     @classmethod
-    def least(cls, told: Iterable[tuple[int, int]]) -> Room:
+    def least(cls, told: Iterable[tuple[int, int]]) -> DecodeCapacity:
         """The least that any of these (tokens, sequences) takes, as far as they are known."""
         tokens, sequences = zip(*told, strict=True) if (told := list(told)) else ((), ())
         return cls(min(filter(None, tokens), default=0), min(filter(None, sequences), default=0))
 
     def fits(self, mean_tokens: float) -> int:
-        """How many sequences of so many tokens in the mean; `MOST_SEQUENCES` if nothing is known."""
-        by_tokens = int(self.tokens / mean_tokens) if self.tokens else MOST_SEQUENCES
-        return max(1, min(self.sequences or MOST_SEQUENCES, by_tokens))
+        """How many sequences of so many tokens in the mean; `MAX_SEQUENCES` if nothing is known."""
+        by_tokens = int(self.tokens / mean_tokens) if self.tokens else MAX_SEQUENCES
+        return max(1, min(self.sequences or MAX_SEQUENCES, by_tokens))
 
 
-ROOM_UNKNOWN = Room()
+ROOM_UNKNOWN = DecodeCapacity()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, f
     terms = np.stack([np.ones(len(given)), tokens, tokens * beside], axis=1)
     weight = 1.0 / np.sqrt(np.maximum(tokens, 1.0))
     found = _not_negative(terms, seconds, weight)
-    for _ in range(_MOST_FITS):
+    for _ in range(_MAX_FITS):
         beyond = (seconds - terms @ found) * weight
         if len(given) < 20 or not len(beyond):
             break

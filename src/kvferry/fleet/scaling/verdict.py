@@ -10,15 +10,15 @@ import numpy as np
 
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.core.settings.units import percent
-from kvferry.fleet.scaling.measuring import phase_times, share_within, workload_of
 from kvferry.fleet.scaling.predictor import LatencyTargets, Prediction
-from kvferry.fleet.scaling.rules import Counts, Rules
-from kvferry.fleet.scaling.scaler import Outlook
-from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, PhaseTimes, Room, Workload
+from kvferry.fleet.scaling.scaler import Forecast
+from kvferry.fleet.scaling.scaling_rules import Counts, ScalingRules
+from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, DecodeCapacity, PhaseTimes, Workload
+from kvferry.fleet.scaling.traffic_meter import phase_times, share_within, workload_of
 
 _ALIKE = 0.005
 """Shares that differ by less are the same: then what is simpler is better."""
-FEWEST_REQUESTS = 20
+MIN_REQUESTS = 20
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,22 @@ class Verdict:
 
 
 def judge(
-    report: TrafficReport, counts: Counts, targets: LatencyTargets, goal: float = 0.99, room: Room = ROOM_UNKNOWN
+    report: TrafficReport,
+    counts: Counts,
+    targets: LatencyTargets,
+    goal: float = 0.99,
+    room: DecodeCapacity = ROOM_UNKNOWN,
 ) -> Verdict | None:
-    """Judge by a report's requests; None: fewer than `FEWEST_REQUESTS` ended, or what takes how long is not known."""
+    """Judge by a report's requests; None: fewer than `MIN_REQUESTS` ended, or what takes how long is not known."""
     known = [one for one in report.requests if one.state != "failed"]
     times = phase_times(known, room)
-    if times is None or sum(one.state == "done" for one in known) < FEWEST_REQUESTS:
+    if times is None or sum(one.state == "done" for one in known) < MIN_REQUESTS:
         return None
     workload = workload_of(known, times, min(one.arrived for one in known), report.now)
     total = max(1, counts.total)
     most = max(16, 3 * total)
-    anything = Rules(targets, Counts(0, 1), Counts(most, most), budget=most, goal=goal, aggregate=True)
-    outlook = Outlook(anything, [workload], times)
+    anything = ScalingRules(targets, Counts(0, 1), Counts(most, most), budget=most, goal=goal, aggregate=True)
+    outlook = Forecast(anything, [workload], times)
     stalls = times.prefill_token_s * np.minimum(workload.prompt_tokens, times.chunk_tokens)
     return Verdict(
         targets=targets,
@@ -114,18 +118,18 @@ def judge(
     )
 
 
-def _whole(outlook: Outlook, total: int) -> Arrangement:
+def _whole(outlook: Forecast, total: int) -> Arrangement:
     counts = Counts(0, total)
     return Arrangement(counts, outlook.best(counts))
 
 
-def _best_split(outlook: Outlook, total: int) -> Arrangement | None:
+def _best_split(outlook: Forecast, total: int) -> Arrangement | None:
     forms = [Arrangement(one, outlook.best(one)) for one in (Counts(p, total - p) for p in range(1, total))]
     return max(forms, key=lambda one: (round(one.expected.attained, 4), -one.expected.busiest), default=None)
 
 
 def _least(
-    outlook: Outlook, totals: range, form: Callable[[Outlook, int], Arrangement | None], goal: float
+    outlook: Forecast, totals: range, form: Callable[[Forecast, int], Arrangement | None], goal: float
 ) -> Arrangement | None:
     found = (form(outlook, total) for total in totals)
     return next((one for one in found if one is not None and one.expected.attained >= goal), None)

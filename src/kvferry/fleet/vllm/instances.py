@@ -17,7 +17,7 @@ from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.arguments import refuse_own_flags
 from kvferry.fleet.cpu import Cores, thread_variables
-from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.process import ExternalServer, ProcessSpec
 from kvferry.fleet.spec import EngineChoice, InstanceSpec
 from kvferry.fleet.transfer import InstanceRole
 from kvferry.fleet.vllm.environment import VllmEnvironment, find_vllm
@@ -128,7 +128,7 @@ class VllmInstances:
             command=(*self._command(replace(place, port=port)), *arguments),
             environment={**self._environment(place, bootstrap_port), **place.environment, **key},
             hidden=place.hidden,
-            foreign=Foreign(f"http://{_reachable(host)}:{port}", START),
+            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START),
         )
 
     def _command(self, place: InstancePlace) -> list[str]:

@@ -12,7 +12,7 @@ from kvferry.core.machine import usable_memory
 
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 _MEMORY_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-_MOST_BYTES = 4 * 2**30
+_MAX_BYTES = 4 * 2**30
 """Most KV cache that a server gets by default: vLLM allocates and zeroes it at once."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable with the GPUs that a process may use."""
@@ -27,7 +27,7 @@ def cpu_memory_arguments(arguments: Sequence[str], num_instances: int) -> list[s
     if num_instances < 2 or names & set(_MEMORY_FLAGS) or _MEMORY_VARIABLE in os.environ:
         return []
     share = usable_memory().available // (2 * num_instances)
-    return ["--kv-cache-memory-bytes", str(min(share, _MOST_BYTES))]
+    return ["--kv-cache-memory-bytes", str(min(share, _MAX_BYTES))]
 
 
 def device_variables(index: int, num_instances: int) -> dict[str, str]:

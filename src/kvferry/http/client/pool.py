@@ -16,7 +16,7 @@ from kvferry.core.ordered_set import OrderedSet
 from kvferry.http.client.connection import ClientConnection
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.proof import TokenProof
-from kvferry.http.errors import AnswerTimeout, Unproven, Unreachable
+from kvferry.http.errors import AnswerTimeout, IdentityLost, Unreachable
 from kvferry.http.tls import advice
 
 
@@ -73,7 +73,7 @@ class Pool:
             try:
                 await self._proof.demand(connection, str(self._origin))
             except AuthenticationFailed as error:
-                raise Unproven(
+                raise IdentityLost(
                     f"where {self._origin} has proved to hold the token, another server answers ({error}); if that is"
                     " meant to be, remove the instance and add it again"
                 ) from error

@@ -15,7 +15,7 @@ from kvferry.http.client.connection import AnswerHead, ClientConnection, Outgoin
 from kvferry.http.errors import AnswerTimeout, Overloaded
 from kvferry.http.headers import request_line
 
-_LONGEST_ANSWER = 4096
+_MAX_ANSWER = 4096
 _STRANGER = "it is not a server of kvferry's, or has no token"
 
 
@@ -63,7 +63,7 @@ class _Exchange:
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """Called by the connection."""
         self._body += payload
-        if len(self._body) > _LONGEST_ANSWER:
+        if len(self._body) > _MAX_ANSWER:
             if not self.answer.done():
                 self.answer.set_exception(AuthenticationFailed(_STRANGER))
         elif complete and not self.answer.done():

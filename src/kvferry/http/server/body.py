@@ -117,7 +117,7 @@ def _any_length(num_bytes: int) -> None:
     """Accept any length, for a reader who takes whatever the server accepts."""
 
 
-class AtMost:
+class SizeLimit:
     """A limit for `Body.read`, which refuses what is longer than `what` may be, while it comes."""
 
     def __init__(self, most: int, what: str) -> None:

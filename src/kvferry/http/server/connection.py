@@ -43,7 +43,7 @@ class ServerConnection(asyncio.Protocol):
 
     def __init__(self, service: Service, side: Side, client: str) -> None:
         self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
-        self._parser = RequestParser(service.config.limits, self._head_is_here, self._body_is_here)
+        self._parser = RequestParser(service.config.limits, self._on_head_complete, self._on_body_complete)
         self._writer: ClientWriter
         self._state: State = "handshake"
         self._deadline = inf
@@ -221,7 +221,9 @@ class ServerConnection(asyncio.Protocol):
             self._is_reading = True
             self._writer.transport.resume_reading()
 
-    def _head_is_here(self, method: str, target: bytes, headers: RawHeaders, version: str, keep_alive: bool) -> Body:
+    def _on_head_complete(
+        self, method: str, target: bytes, headers: RawHeaders, version: str, keep_alive: bool
+    ) -> Body:
         """A request begins, though its body may be still to come."""
         now, config, asked = self._service.loop.time(), self._service.config, target.decode("latin-1")
         asked, first = asked if asked.startswith("/") else origin_form(asked), self._parser.first
@@ -239,7 +241,7 @@ class ServerConnection(asyncio.Protocol):
         self._waiting.append(response)
         return body
 
-    def _body_is_here(self) -> None:
+    def _on_body_complete(self) -> None:
         self._enter("running")
 
     def _body_is_wanted(self) -> None:

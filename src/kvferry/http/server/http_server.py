@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError
 from kvferry.core.process_end import ending_signals
+from kvferry.http.server.acceptor import Acceptor
 from kvferry.http.server.config import HttpConfig
-from kvferry.http.server.door import Door
 from kvferry.http.server.keys import Guard, Side
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.listen import listen
@@ -53,7 +53,7 @@ class HttpServer:
         self.lifecycle = lifecycle or Lifecycle()
         self.service = Service(routes, config, self.lifecycle, guard or Guard.from_config(config))
         self._listeners: list[tuple[socket.socket, Side]] = []
-        self._doors: list[Door] = []
+        self._doors: list[Acceptor] = []
         self.ports: tuple[int, ...] = ()
         """The real ports while it serves: the clients', then the admin's if there is one."""
         self._ending, self._aborting = asyncio.Event(), asyncio.Event()
@@ -86,7 +86,7 @@ class HttpServer:
         context = self.config.tls_context()
         if not self._listeners:
             self.listen()
-        self._doors = [Door(self.service, side, listener, context) for listener, side in self._listeners]
+        self._doors = [Acceptor(self.service, side, listener, context) for listener, side in self._listeners]
         self._tick()
         try:
             for door in self._doors:

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from kvferry.core.errors import AuthenticationFailed
-from kvferry.core.keys import SCHEME, Used, Verifier
+from kvferry.core.keys import SCHEME, ReplayGuard, Verifier
 from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.errors import Unauthorized
 from kvferry.http.headers import KEY_HEADERS
@@ -40,7 +40,7 @@ Side = Literal["public", "admin", "all"]
 _API_KEY = KEY_HEADERS[1]
 _ON_BOTH = ("open", "register")
 _OPENED_BY_OPERATORS = ("key", "probe", "operate")
-_LONGEST_NONCE = 128
+_MAX_NONCE = 128
 
 
 class Guard:
@@ -53,7 +53,9 @@ class Guard:
         self._verifier = verifier
 
     @classmethod
-    def from_config(cls, config: HttpConfig, more_api_keys: Iterable[str] = (), used: Used | None = None) -> Guard:
+    def from_config(
+        cls, config: HttpConfig, more_api_keys: Iterable[str] = (), used: ReplayGuard | None = None
+    ) -> Guard:
         """The guard of one server, or of several that are reached by the same name and know together which signed
         requests were `used`. Raises `ConfigError`."""
         verifier = Verifier(config.secret, config.name, used=used) if config.secret else None
@@ -113,7 +115,7 @@ class Guard:
     async def challenge(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""
         nonce = request.parameter("nonce")
-        if self._verifier is None or not 0 < len(nonce) <= _LONGEST_NONCE:
+        if self._verifier is None or not 0 < len(nonce) <= _MAX_NONCE:
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         response.send_json(msgspec.json.encode(self._verifier.answer(nonce)))
 

@@ -13,7 +13,7 @@ from kvferry.http.headers import RawHeaders
 from kvferry.http.server.body import Body
 
 _REQUEST_ID = REQUEST_ID_HEADER.lower().encode()
-_MOST_PARAMETERS, _MOST_DIGITS = 16, 9
+_MAX_PARAMETERS, _MAX_DIGITS = 16, 9
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -60,9 +60,9 @@ class HttpRequest(msgspec.Struct, eq=False):
         if not query:
             return default
         try:
-            values = parse_qs(query, keep_blank_values=True, max_num_fields=_MOST_PARAMETERS).get(name, [default])
+            values = parse_qs(query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS).get(name, [default])
         except ValueError as error:
-            raise InvalidRequest(f"the query has more than {_MOST_PARAMETERS} parameters") from error
+            raise InvalidRequest(f"the query has more than {_MAX_PARAMETERS} parameters") from error
         if len(values) > 1:
             raise InvalidRequest(f"{name} is given {len(values)} times; give it once", param=name)
         return values[0]
@@ -70,7 +70,7 @@ class HttpRequest(msgspec.Struct, eq=False):
     def number(self, name: str, default: int) -> int:
         """The number in a parameter of the query. Raises `InvalidRequest` for anything else, and for one above 10⁹."""
         text = self.parameter(name, str(default))
-        if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
             raise InvalidRequest(f"{name} must be a number, as in ?{name}=100", param=name)
         return int(text)
 

@@ -19,7 +19,7 @@ from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.decisions import Decision, Decisions
 from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.choice.pairing import Pairing
-from kvferry.router.choice.policies.base import Asked, Choice, PolicyContext
+from kvferry.router.choice.policies.base import Choice, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.table import make_policy
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.choice.prompt import is_token_ids, read_token_ids, text_prefix
@@ -32,7 +32,7 @@ from kvferry.router.paths import PROMPT_FIELDS
 logger = logging.getLogger(__name__)
 
 _TELL_AGAIN_S = 60.0
-_LONGEST_SESSION = 256
+_MAX_SESSION = 256
 _PREFIX_INDEX_ENTRIES = 400_000
 """Prefixes that are remembered for all instances together, about 150 bytes each."""
 _BEFORE_THE_PROMPT = ("cache_salt", "tools", "chat_template", "chat_template_kwargs", "documents", "functions")
@@ -57,7 +57,7 @@ class Chooser:
         self.tracer = make_tracer(config.otlp_traces_endpoint, "kvferry-router")
         self._session_header = config.session_header.lower().encode()
 
-    def read(self, path: str, body: RequestBody, headers: Mapping[bytes, bytes]) -> Asked:
+    def read(self, path: str, body: RequestBody, headers: Mapping[bytes, bytes]) -> PromptTraits:
         """What a policy sees of a POST to one of `PROMPT_FIELDS`."""
         text, model, values = body.raw(PROMPT_FIELDS[path]), body.get("model"), body.values
         num_bytes = len(text)
@@ -72,17 +72,17 @@ class Chooser:
         limit = values.get("max_completion_tokens") or values.get("max_tokens")
         session = headers.get(self._session_header)
         named = session.decode("latin-1") if session else values.get("user") and body.get("user")
-        return Asked(
+        return PromptTraits(
             model=model if isinstance(model, str) else "",
             num_tokens=int(num_tokens),
             num_bytes=num_bytes,
             max_tokens=limit if isinstance(limit, int) else None,
             streams=values.get("stream") is True,
-            session=named[:_LONGEST_SESSION] if isinstance(named, str) and named else None,
+            session=named[:_MAX_SESSION] if isinstance(named, str) and named else None,
             prefix=text_prefix(text, root, num_tokens / max(1, len(text)), token_ids),
         )
 
-    def record(self, path: str, asked: Asked, request_id: bytes, arrived: float) -> Decision:
+    def record(self, path: str, asked: PromptTraits, request_id: bytes, arrived: float) -> Decision:
         """Begin the record of a request that is about to be placed."""
         self.pairing.catch_up()
         return Decision(
@@ -98,7 +98,7 @@ class Chooser:
 
     def choose(
         self,
-        asked: Asked,
+        asked: PromptTraits,
         prefills: Sequence[Instance],
         decodes: Sequence[Instance],
         *,

@@ -14,13 +14,13 @@ import numpy as np
 
 from kvferry.router.instances.load import Candidates, Vector
 
-_MOST_INSTANCES = 1024
+_MAX_INSTANCES = 1024
 _ALIKE, _FEW = (0.75, 1.33), 32
 """Times the usual speed; and measurements that say nothing about it yet."""
 
 
 @dataclass
-class Line:
+class LinearFit:
     """y = base + slope · x with neither of them negative, fitted by least squares. Each new measurement multiplies the
     weight of all earlier ones by `forget`."""
 
@@ -72,18 +72,18 @@ class Estimates:
     name."""
 
     def __init__(self) -> None:
-        self._prefill: OrderedDict[str, Line] = OrderedDict()
+        self._prefill: OrderedDict[str, LinearFit] = OrderedDict()
         self._rows: dict[str, int] = {}
-        self._slowness = np.ones(_MOST_INSTANCES + 1)
+        self._slowness = np.ones(_MAX_INSTANCES + 1)
         """The slowness of each instance, by `_rows`; row 0 is for all others."""
         self._unlike: set[str] = set()
         """Instances whose slowness is not 1."""
         self._num_lines = 0
-        self.any_prefill = Line(base=0.01, slope=1e-4, reach=4096)
+        self.any_prefill = LinearFit(base=0.01, slope=1e-4, reach=4096)
         """Seconds by tokens that are to be computed, those that wait there before it included."""
-        self.hand_off = Line(base=0.01, slope=1e-6, reach=4096)
+        self.hand_off = LinearFit(base=0.01, slope=1e-6, reach=4096)
         """Seconds from prefill's end to the first byte of decode's answer, by tokens that decode did not have."""
-        self.decode = Line(base=0.02, slope=2e-5, reach=32)
+        self.decode = LinearFit(base=0.02, slope=2e-5, reach=32)
         """Seconds a token, by answers under way on the instance."""
         self.answer_tokens = 256.0
         """Tokens of a typical answer."""
@@ -129,18 +129,18 @@ class Estimates:
     def forget(self, name: str) -> None:
         """Forget the speed of an instance: another process is there now."""
         if name in self._prefill:
-            self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
+            self._prefill[name] = LinearFit(self.any_prefill.base, self.any_prefill.slope, 4096)
             self._slowness[self._rows[name]] = 1.0
             self._unlike.discard(name)
 
-    def _add_line(self, name: str) -> Line:
+    def _add_line(self, name: str) -> LinearFit:
         row = len(self._rows) + 1
-        if row > _MOST_INSTANCES:
+        if row > _MAX_INSTANCES:
             oldest, _ = self._prefill.popitem(last=False)
             row = self._rows.pop(oldest)
             self._unlike.discard(oldest)
             self._slowness[row] = 1.0
-        line = self._prefill[name] = Line(self.any_prefill.base, self.any_prefill.slope, 4096)
+        line = self._prefill[name] = LinearFit(self.any_prefill.base, self.any_prefill.slope, 4096)
         self._rows[name] = row
         self._num_lines += 1
         return line
@@ -156,6 +156,6 @@ class Estimates:
         if num_tokens >= 16 and num_bytes:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 
-    def company_s(self) -> float:
+    def interference_s(self) -> float:
         """Seconds that an answer loses because of each one that runs beside it, and that this loses because of it."""
         return 2.0 * self.decode.slope * self.answer_tokens

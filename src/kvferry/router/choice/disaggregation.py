@@ -13,12 +13,12 @@ import math
 from typing import Any
 
 from kvferry.router.choice.cost import Estimates
-from kvferry.router.choice.policies.base import Asked
+from kvferry.router.choice.policies.base import PromptTraits
 from kvferry.router.choice.prefix_index import PrefixIndex
-from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.load import Candidates, Target
+from kvferry.router.instances.shared_plan import SharedFleetPlan
 
-FEWEST_HAND_OFFS = 32
+MIN_HAND_OFFS = 32
 """Measured before the threshold is believed; until then everything is handed off."""
 
 
@@ -45,10 +45,10 @@ class Threshold:
         estimates: Estimates,
         index: PrefixIndex,
         fixed: int | None = None,
-        directions: Directions | None = None,
+        directions: SharedFleetPlan | None = None,
     ) -> None:
         self._estimates, self._index, self._given = estimates, index, fixed
-        self._directions = directions or Directions()
+        self._directions = directions or SharedFleetPlan()
 
     @property
     def _fixed(self) -> int | None:
@@ -60,7 +60,7 @@ class Threshold:
         if self._fixed is not None:
             return self._fixed
         estimates = self._estimates
-        if estimates.hand_off.num_measured < FEWEST_HAND_OFFS:
+        if estimates.hand_off.num_measured < MIN_HAND_OFFS:
             return 0.0
         # Of which n is n · token_s (its own wait) + n · token_s (another's) more than n · token_s and a hand-off?
         margin = estimates.any_prefill.slope - estimates.hand_off.slope
@@ -70,15 +70,15 @@ class Threshold:
     def active(self) -> bool:
         """Whether any request is served by one instance yet."""
         fixed = self._fixed
-        return self._estimates.hand_off.num_measured >= FEWEST_HAND_OFFS if fixed is None else fixed != 0
+        return self._estimates.hand_off.num_measured >= MIN_HAND_OFFS if fixed is None else fixed != 0
 
-    def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
+    def keeps_aggregated(self, asked: PromptTraits, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, `short_prompt` or `prefill_busy`; None: hand off from `prefill`."""
         cached = self._index.match(asked.prefix)
         left = max(0, asked.num_tokens - cached.tokens(decode))
         if self._fixed is not None:
             return "short_prompt" if left < self._fixed else None
-        if self._estimates.hand_off.num_measured < FEWEST_HAND_OFFS:
+        if self._estimates.hand_off.num_measured < MIN_HAND_OFFS:
             return None
         estimates, load = self._estimates, decode.load
         first_s = estimates.prefill_s(decode.name, load.prefill_tokens + left)
@@ -96,7 +96,7 @@ class Threshold:
             return "short_prompt"
         return "prefill_busy" if would_miss or alone < queued else None
 
-    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
+    def decode_is_busy(self, asked: PromptTraits, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
         """Whether none of these decode instances is expected to keep the targets with one more answer, whose prompt
         `prefill` computes: its first token would wait for one of the `places` that each has, or for memory, or its
         tokens would be slow."""
@@ -110,7 +110,7 @@ class Threshold:
         first_s = estimates.prefill_s(prefill.name, prefill.load.prefill_tokens + left) + estimates.hand_off.at(left)
         return first_s > targets[0]
 
-    def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
+    def keeps_targets(self, asked: PromptTraits, prefill: Target) -> bool:
         """Whether a prefill instance is expected to keep both targets if it answers itself, and those of its answers.
         Only to be asked where there are targets."""
         left = max(0, asked.num_tokens - self._index.match(asked.prefix).tokens(prefill))

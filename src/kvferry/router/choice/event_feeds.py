@@ -95,10 +95,10 @@ class EventFeeds:
                 self._metrics.events_missed(instance, num)
             case _:
                 for event in told:
-                    self._tell(instance, event)
+                    self._report(instance, event)
                 self._metrics.events_heard(instance, len(told))
 
-    def _tell(self, instance: Instance, event: Event) -> None:
+    def _report(self, instance: Instance, event: Event) -> None:
         """What concerns the memory that prompts are found in: the device's, and the first group of layers."""
         match event:
             case AllBlocksCleared():

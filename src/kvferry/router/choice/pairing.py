@@ -14,7 +14,7 @@ from kvferry.router.choice.cost import Estimates
 from kvferry.router.choice.policies.base import Options, any_pair
 from kvferry.router.choice.prefix_index import PrefixIndex
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.instance import Absent, Facts, Instance, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Facts, Instance, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
 from kvferry.router.protocols.choose import choose_form, why_not_paired, why_not_paired_by_keys
@@ -36,7 +36,7 @@ class Pairing:
         self._forms: dict[Instance, MakeForm | str] = {}
         """How each prefill instance hands off now, or why it cannot."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
-        self._models_differ, self._may_stay_whole, self._decode_places = False, True, 0
+        self._models_differ, self._may_aggregate, self._decode_places = False, True, 0
 
     def options(
         self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
@@ -47,7 +47,7 @@ class Pairing:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
         # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
         can_pair = self._can_pair_now if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
-        return Options(prefills, decodes, may_stay_whole and self._may_stay_whole, can_pair, self._decode_places)
+        return Options(prefills, decodes, may_stay_whole and self._may_aggregate, can_pair, self._decode_places)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
         """The decode instances that can read the KV of this prefill instance, as far as is known."""
@@ -85,7 +85,7 @@ class Pairing:
             return "it answers without tickets"
         if not instance.stores_take_kv:
             return "its stores take no KV"
-        if isinstance(instance.facts, Absent) and instance.facts.refused:
+        if isinstance(instance.facts, UnknownFacts) and instance.facts.refused:
             return "it does not say to this router what it is, because the router has not its key or token"
         if self._can_pair is any_pair:
             return ""
@@ -107,7 +107,7 @@ class Pairing:
         for instance in everyone:
             self._note(instance)
         self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
-        self._may_stay_whole = all(one.answers_alone for one in decode)
+        self._may_aggregate = all(one.answers_alone for one in decode)
         self._decode_places = _decode_places(everyone, decode)
         all_pair = all(self._can_pair_now(one, other) for one in prefill for other in decode)
         self._can_pair = any_pair if all_pair else self._can_pair_now

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from kvferry.core.entropy import secret_hex
 from kvferry.router.choice.chooser import Chooser
 from kvferry.router.choice.decisions import Decision
-from kvferry.router.choice.plan import Plan, Split, Whole
-from kvferry.router.choice.policies.base import Asked, Choice
+from kvferry.router.choice.plan import Aggregated, Disaggregated, Plan
+from kvferry.router.choice.policies.base import Choice, PromptTraits
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.pools import Pools
 from kvferry.router.metrics import Metrics
@@ -27,7 +27,7 @@ class Placement:
         pools: Pools,
         metrics: Metrics,
         retries: int,
-        asked: Asked,
+        asked: PromptTraits,
         decision: Decision,
         excluded: Collection[Instance] = (),
     ) -> None:
@@ -42,17 +42,17 @@ class Placement:
         decision, decodes = self.decision, self._decodes()
         choice: Choice[Instance] | None = None
         if decodes:
-            alive = self._pools.prefill.alive(self._failed) if isinstance(wanted, Split) else ()
+            alive = self._pools.prefill.alive(self._failed) if isinstance(wanted, Disaggregated) else ()
             prefills = self._pools.prefill.hand_off(alive)
             choice = self._choose(prefills, decodes)
             if alive and not prefills:
-                wanted = Whole("no_ticket")
-        if isinstance(wanted, Whole):
+                wanted = Aggregated("no_ticket")
+        if isinstance(wanted, Aggregated):
             decision.reason = wanted.reason
         elif choice is None:
             decision.reason = "no_decode"
         self._chooser.decisions.note(decision)
-        return Split() if choice is not None and choice.prefill is not None else Whole(decision.reason)
+        return Disaggregated() if choice is not None and choice.prefill is not None else Aggregated(decision.reason)
 
     def next_prefill(self) -> Instance | None:
         """The next prefill instance to send a leg to; None: no other, or enough were tried."""
@@ -105,7 +105,7 @@ class Placement:
         """Note that this instance failed the request and is not tried again for it."""
         self._failed.add(instance)
 
-    def forgive_decodes(self) -> None:
+    def reset_failed(self) -> None:
         """Let decode instances be tried again that failed because prefill did."""
         self._failed -= set(self._pools.decode.instances) - self._excluded
         self._num_decodes = 0

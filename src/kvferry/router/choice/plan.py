@@ -13,17 +13,17 @@ from kvferry.router.instances.pools import Pools
 from kvferry.router.paths import PROMPT_FIELDS
 
 
-class Split(msgspec.Struct, frozen=True):
+class Disaggregated(msgspec.Struct, frozen=True):
     """A prefill leg and a decode leg."""
 
 
-class Whole(msgspec.Struct, frozen=True):
+class Aggregated(msgspec.Struct, frozen=True):
     """Both phases on one decode instance. `reason` is a short label for metrics."""
 
     reason: str
 
 
-Plan = Split | Whole
+Plan = Disaggregated | Aggregated
 
 _UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
 """Fields that may stand against a hand-off; most requests have none of them."""
@@ -45,7 +45,7 @@ _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     """How to serve a POST to one of `PROMPT_FIELDS`."""
     if not (prompt := body.raw(PROMPT_FIELDS[path])):
-        return Whole("malformed")
+        return Aggregated("malformed")
     is_unusual = not _UNUSUAL.isdisjoint(body.values)
     has_several = path == "/v1/completions" and is_batch(prompt)
     meet_in_rooms = (is_unusual or has_several) and _meet_in_rooms(pools)
@@ -57,14 +57,14 @@ def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
     if reason is None and is_unusual:
         reason = _cannot_be_shared(body, pools)
     if reason is not None:
-        return Whole(reason)
-    return Split() if pools.prefill.alive() else Whole("no_prefill")
+        return Aggregated(reason)
+    return Disaggregated() if pools.prefill.alive() else Aggregated("no_prefill")
 
 
-def is_to_be_split(plan: Plan) -> bool:
+def is_to_be_disaggregated(plan: Plan) -> bool:
     """Whether this request is to be handed off where no instance does both phases; what is malformed gets the error of
     any. Raises `InvalidRequest` if it cannot be."""
-    reason = plan.reason if isinstance(plan, Whole) else None
+    reason = plan.reason if isinstance(plan, Aggregated) else None
     if reason in _NEED_ONE:
         what = reason.replace("_", " ")
         raise InvalidRequest(f"{what}: cannot be handed off between SGLang's servers: {_NEED_ONE[reason]}")

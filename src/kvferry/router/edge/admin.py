@@ -17,9 +17,9 @@ from kvferry.router.instances.membership import Declared, Membership
 
 INSTANCES_PATH = "/kvferry/instances"
 
-_LONGEST_BODY = 64 * 1024
-MOST_DECLARED = 4096
-_LONGEST_DECLARATION = MOST_DECLARED * 4096
+_MAX_BODY = 64 * 1024
+MAX_DECLARED = 4096
+_MAX_DECLARATION = MAX_DECLARED * 4096
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 
@@ -60,7 +60,7 @@ class Declaration(msgspec.Struct, forbid_unknown_fields=True):
     """PUT /kvferry/instances: all instances of a fleet, and what it is to be. Without `instances`, only the latter is
     told: somebody else starts them."""
 
-    instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MOST_DECLARED)] | None = None
+    instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MAX_DECLARED)] | None = None
     plan: FleetPlan | None = None
 
 
@@ -71,7 +71,7 @@ class ChangeRole(msgspec.Struct, forbid_unknown_fields=True):
     role: LegRole
 
 
-Asked = TypeVar("Asked", bound=msgspec.Struct)
+BodyT = TypeVar("Asked", bound=msgspec.Struct)
 
 
 class Admin:
@@ -89,7 +89,7 @@ class Admin:
 
     async def declare(self, request: HttpRequest, response: Response) -> None:
         """The instances of a fleet, all of them. May be repeated; answers as GET does."""
-        asked = await self._read(request, Declaration, _LONGEST_DECLARATION)
+        asked = await self._read(request, Declaration, _MAX_DECLARATION)
         plan = "" if asked.plan is None else msgspec.json.encode(asked.plan).decode()
         try:
             if asked.instances is None:
@@ -127,7 +127,7 @@ class Admin:
         shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
         response.send_json(msgspec.json.encode(shown))
 
-    async def _read(self, request: HttpRequest, kind: type[Asked], longest: int = _LONGEST_BODY) -> Asked:
+    async def _read(self, request: HttpRequest, kind: type[BodyT], longest: int = _MAX_BODY) -> BodyT:
         """The body of a request whose sender may do this. Raises `Unauthorized` and `InvalidRequest`."""
         if not request.caller.is_operator:
             raise Unauthorized("This needs an operator: an admin key, or a request that `kvferry fleet` has signed")

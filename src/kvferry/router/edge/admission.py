@@ -58,13 +58,13 @@ class Slot(msgspec.Struct, eq=False):
 
 
 class Admission:
-    """Limits the bytes of request bodies, counted as they arrive. A request waits for its turn (`Turns`) only once its
-    body is complete. Incomplete bodies of one client address may take half of the bytes, or `least_unfinished_bytes`
+    """Limits the bytes of request bodies, counted as they arrive. A request waits for its turn (`FairQueue`) only once its
+    body is complete. Incomplete bodies of one client address may take half of the bytes, or `min_unfinished_bytes`
     (the longest body allowed) if that is more."""
 
-    def __init__(self, max_bytes: int, *, least_unfinished_bytes: int = 0) -> None:
+    def __init__(self, max_bytes: int, *, min_unfinished_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
-        self.max_unfinished_bytes = max(max_bytes // 2, least_unfinished_bytes)
+        self.max_unfinished_bytes = max(max_bytes // 2, min_unfinished_bytes)
         self.num_bytes = 0
         self.unfinished: dict[str, int] = {}
         """Bytes of bodies that are not whole, by client address."""

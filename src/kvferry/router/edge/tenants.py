@@ -26,13 +26,13 @@ from kvferry.router.body import RequestBody
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit
 
-MOST_TENANTS = 20_000
+MAX_TENANTS = 20_000
 """Most tenants whose rates are remembered; the least recently active is forgotten first, and begins anew."""
 
 _MINUTE_S = 60.0
-_LONGEST_NAME = 256
-_MOST_ANSWER_TOKENS, _MOST_ANSWERS = 10**7, 10**3
-_LONGEST_NUMBER = 256
+_MAX_NAME = 256
+_MAX_ANSWER_TOKENS, _MAX_ANSWERS = 10**7, 10**3
+_MAX_NUMBER = 256
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -164,11 +164,11 @@ class Tenants:
         """The tenant of a request. `caller`: the digest of an accepted key, or an address."""
         key = caller
         if self.by != "key":
-            key = self._said(headers, body) or caller
+            key = self._header_value(headers, body) or caller
         tenant = self._known.get(key)
         return tenant if tenant is not None else self._new(key)
 
-    def _said(self, headers: RawHeaders, body: RequestBody | bytes | None) -> bytes | None:
+    def _header_value(self, headers: RawHeaders, body: RequestBody | bytes | None) -> bytes | None:
         if self.by == "user":
             user = body.get("user") if isinstance(body, RequestBody) else None
             return _name(user) if isinstance(user, str) and user else None
@@ -177,7 +177,7 @@ class Tenants:
 
     def _new(self, key: bytes) -> Tenant:
         limits, now = self.named.get(key, self.limits), self.clock.monotonic()
-        if len(self._known) >= MOST_TENANTS:
+        if len(self._known) >= MAX_TENANTS:
             del self._known[next(iter(self._known))]
         tenant = Tenant(
             key,
@@ -222,8 +222,8 @@ def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: f
     if not form.limits:
         return num_tokens
     limit = max(_integer(body, field) for field in form.limits)
-    answer = min(limit if limit > 0 else form.unsaid_tokens, _MOST_ANSWER_TOKENS)
-    num_answers = min(max(_integer(body, "n"), _integer(body, "best_of"), 1), _MOST_ANSWERS)
+    answer = min(limit if limit > 0 else form.unsaid_tokens, _MAX_ANSWER_TOKENS)
+    num_answers = min(max(_integer(body, "n"), _integer(body, "best_of"), 1), _MAX_ANSWERS)
     return num_tokens + answer * num_answers * num_prompts
 
 
@@ -262,7 +262,7 @@ def _integer(body: RequestBody, field: str) -> int:
     if value is None or isinstance(value, int):
         return int(value or 0)
     number = math.nan
-    if isinstance(value, float | str) and len(raw) < _LONGEST_NUMBER:
+    if isinstance(value, float | str) and len(raw) < _MAX_NUMBER:
         with suppress(ValueError):
             number = float(value)
     if not number.is_integer():
@@ -316,7 +316,7 @@ def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
 
 def _name(name: str) -> bytes:
     """A tenant's name, in a form that no key or address has."""
-    return b"name " + name[:_LONGEST_NAME].encode("utf-8", "replace")
+    return b"name " + name[:_MAX_NAME].encode("utf-8", "replace")
 
 
 def _digest(key: str) -> bytes:

@@ -21,7 +21,7 @@ _IDLE_CONNECTION_S = 1.0
 """Far less than the 5 s after which uvicorn, and so vLLM, closes an idle connection: on a busy machine the two ends
 disagree by seconds about when it became idle."""
 
-_LONGEST_OWN_ANSWER = 2**20
+_MAX_OWN_ANSWER = 2**20
 """Bytes of an answer to a request of the router's own."""
 
 _KEYLESS = frozenset({"/health", "/version", "/query"})
@@ -73,7 +73,7 @@ class Connections:
         `TransferError`, of which `TransferTimeout` is one."""
         sent: RawHeaders = [] if body is None else [JSON]
         origin, path = instance.address.origin, instance.address.base_path
-        limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _LONGEST_OWN_ANSWER}
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _MAX_OWN_ANSWER}
         try:
             if purpose is not None:
                 asked = self._signed.ask(

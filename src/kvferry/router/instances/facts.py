@@ -13,7 +13,15 @@ from kvferry.core.messages.instance_facts import EventsAddress, Port, read_facts
 from kvferry.kv_events.sockets import require_endpoint
 from kvferry.router.config import ProtocolName
 from kvferry.router.instances.connections import Connections
-from kvferry.router.instances.instance import Absent, Bootstrap, Facts, Instance, SglangFacts, Unasked, VllmFacts
+from kvferry.router.instances.instance import (
+    Bootstrap,
+    Facts,
+    Instance,
+    NotProbed,
+    SglangFacts,
+    UnknownFacts,
+    VllmFacts,
+)
 
 ABOUT_PATH = "/kvferry/instance"
 
@@ -110,7 +118,7 @@ def process_of(health: bytes) -> str:
 
 
 async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
-    """What the instance is; `Unasked` if it cannot answer now, `Absent` if it never will. Each question may take
+    """What the instance is; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each question may take
     `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
 
     If the protocol was set explicitly, only the questions of that protocol are asked.
@@ -120,41 +128,41 @@ async def ask_about(instance: Instance, connections: Connections, protocol: Prot
             return await _about_kvferry(instance, connections, timeout_s)
         case "sglang":
             found = await _about_sglang(instance, connections, timeout_s)
-            return SglangFacts() if isinstance(found, Absent) else found
+            return SglangFacts() if isinstance(found, UnknownFacts) else found
         case "nixl":
             return VllmFacts(process=(await _metrics(instance, connections, timeout_s)).process)
         case "mooncake":
             bootstrap = await _bootstrap(instance, connections, timeout_s)
             if bootstrap is None and instance.role == "prefill":
-                return Unasked()
+                return NotProbed()
             process = (await _metrics(instance, connections, timeout_s)).process
             return VllmFacts(bootstrap=bootstrap, process=process)
     facts = await _about_kvferry(instance, connections, timeout_s)
-    if not isinstance(facts, Absent):
+    if not isinstance(facts, UnknownFacts):
         return facts
     other: Facts = facts
     if not facts.refused:  # vLLM's servers guard no such path
         other = await _about_vllm(instance, connections, timeout_s)
-    if isinstance(other, Absent):
+    if isinstance(other, UnknownFacts):
         other = await _about_sglang(instance, connections, timeout_s)
-    return facts if isinstance(other, Absent) else other
+    return facts if isinstance(other, UnknownFacts) else other
 
 
 async def _about_kvferry(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
     try:
         status, content = await connections.ask(instance, "GET", ABOUT_PATH, timeout_s, purpose="probe")
     except TransferError:
-        return Unasked()
+        return NotProbed()
     if status >= 500 or status == 429:
-        return Unasked()
+        return NotProbed()
     if status == 200 and content.lstrip().startswith(b"{"):
         return read_facts(content)
-    return Absent(refused=status in (401, 403))
+    return UnknownFacts(refused=status in (401, 403))
 
 
 async def _about_sglang(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
     about = await _ask(instance, connections, SGLANG_PATH, _SglangServer, timeout_s)
-    if isinstance(about, Absent):
+    if isinstance(about, UnknownFacts):
         about = await _ask(instance, connections, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
     if not isinstance(about, _SglangServer):
         return about
@@ -194,7 +202,7 @@ async def _about_vllm(instance: Instance, connections: Connections, timeout_s: f
     models = await _ask(instance, connections, "/v1/models", _Models, timeout_s)
     cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
     if any(card.owned_by != "vllm" for card in cards):
-        return Absent()
+        return UnknownFacts()
     metrics = await _metrics(instance, connections, timeout_s)
     return VllmFacts(
         version=version.version,
@@ -247,14 +255,14 @@ def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
 
 async def _ask(
     instance: Instance, connections: Connections, path: str, kind: type[T], timeout_s: float
-) -> T | Unasked | Absent:
+) -> T | NotProbed | UnknownFacts:
     try:
         status, body = await connections.ask(instance, "GET", path, timeout_s)
     except TransferError:
-        return Unasked()
+        return NotProbed()
     if status >= 500 or status == 429:
-        return Unasked()
+        return NotProbed()
     try:
-        return msgspec.json.decode(body, type=kind) if status == 200 else Absent()
+        return msgspec.json.decode(body, type=kind) if status == 200 else UnknownFacts()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return Absent()
+        return UnknownFacts()

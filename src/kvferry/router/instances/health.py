@@ -19,11 +19,11 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import ask_about, is_router, process_of
 from kvferry.router.instances.instance import (
-    Absent,
     Instance,
     InstanceState,
+    NotProbed,
     SglangFacts,
-    Unasked,
+    UnknownFacts,
     VllmFacts,
 )
 from kvferry.router.instances.pools import NO_TICKETS_S, Pools
@@ -83,10 +83,10 @@ class Health:
         if at_once:
             await self._look_safely(instance)
         while True:
-            if instance.state is not InstanceState.LATE:  # Whether it is slow or gone is worth knowing soon.
+            if instance.state is not InstanceState.DEGRADED:  # Whether it is slow or gone is worth knowing soon.
                 await asyncio.sleep(self._config.health_interval_s)
             await self._look_safely(instance)
-            if instance.state is InstanceState.MUTE:
+            if instance.state is InstanceState.UNRESPONSIVE:
                 await self._listen_to(instance)
             if instance.gave_no_ticket:
                 await self._look_for_connector(instance)
@@ -115,19 +115,19 @@ class Health:
             instance.is_down(f"it answers GET /health with {status}")
             return
         instance.is_process(process_of(health))
-        if isinstance(instance.confirmed, Unasked) or not instance.stores_take_kv:
+        if isinstance(instance.confirmed, NotProbed) or not instance.stores_take_kv:
             try:
                 facts = await ask_about(instance, self._connections, self._config.protocol, timeout_s)
             except ProtocolError as error:
                 instance.is_down(str(error))
                 return
-            if not isinstance(facts, Unasked):
+            if not isinstance(facts, NotProbed):
                 instance.learn(facts)
             elif self._config.protocol != "mooncake":
                 self._is_late(instance)  # its health is all that it answers
                 return
             self._warn_of_role(instance)
-        instance.is_well()
+        instance.mark_healthy()
         instance.is_twin_of(self._twin(instance))
 
     def _is_late(self, instance: Instance) -> None:
@@ -179,12 +179,12 @@ class Health:
             logger.info("%s still does not answer requests: %s", instance, error)
             return
         if status < 500 or status == 503:
-            instance.speaks_again()
+            instance.mark_responsive()
 
     def _warn_of_role(self, instance: Instance) -> None:
         """A list of instances may have confused their URLs; without this, all that shows it is the reason `no_pair`."""
         facts, why = instance.facts, ""
-        if isinstance(facts, Absent) and facts.refused:
+        if isinstance(facts, UnknownFacts) and facts.refused:
             why = (
                 "it does not tell this router what it is (401): start both with the same KVFERRY_AUTH_TOKEN, or give"
                 " the router its key (--instance-api-key)"

@@ -23,7 +23,7 @@ BOOTSTRAP_PORT = 8998
 """Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
 
 
-class Unasked(msgspec.Struct, frozen=True):
+class NotProbed(msgspec.Struct, frozen=True):
     """The instance has not been asked yet, or could not answer."""
 
 
@@ -71,13 +71,13 @@ class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: EventsAddress | None = None
 
 
-class Absent(msgspec.Struct, frozen=True):
+class UnknownFacts(msgspec.Struct, frozen=True):
     """Another engine, about which nothing is known. `refused`: it wants a key that this router does not have."""
 
     refused: bool = False
 
 
-Facts = InstanceFacts | VllmFacts | SglangFacts | Unasked | Absent
+Facts = InstanceFacts | VllmFacts | SglangFacts | NotProbed | UnknownFacts
 
 
 def _process_of(facts: Facts) -> str:
@@ -121,12 +121,12 @@ class InstanceState(Enum):
     NEW = "new", True, True
     """Nothing is known yet."""
     UP = "up", True, True
-    LATE = "late", True
+    DEGRADED = "late", True
     """Its health came too late, or not, in the last looks: it is chosen only if there is no better one."""
-    MUTE = "mute"
+    UNRESPONSIVE = "mute"
     """It answers for its health, but gave a request no answer and no sign of work."""
     DOWN = "down"
-    TWIN = "twin"
+    DUPLICATE = "twin"
     """The same process is here under another URL."""
     DRAINING = "draining"
     """It gets no new requests."""
@@ -134,7 +134,7 @@ class InstanceState(Enum):
     """Nothing is left of its requests."""
 
 
-UNASKED = Unasked()
+UNASKED = NotProbed()
 
 LATE_BEFORE_DOWN = 3
 """How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
@@ -199,7 +199,7 @@ class Instance:
         """Hand-offs stay within a unit."""
         self.state = InstanceState.NEW
         self.looks = HealthLooks()
-        self.leaves_by_itself = False
+        self.remove_when_drained = False
         """Whether it is forgotten once it is drained."""
         self.last_sign = 0.0
         """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
@@ -225,15 +225,15 @@ class Instance:
 
     # What happens to it.
 
-    def is_well(self) -> None:
+    def mark_healthy(self) -> None:
         """Note that it has answered for its health."""
         before, looks = self.state, self.looks
         self.looks = HealthLooks(have_seen_up=True)
-        if before in (InstanceState.NEW, InstanceState.LATE, InstanceState.DOWN):
+        if before in (InstanceState.NEW, InstanceState.DEGRADED, InstanceState.DOWN):
             self._enter(InstanceState.UP)
             if before is InstanceState.DOWN and looks.have_seen_up:
                 logger.warning("%s (%s) is back", self, self.url)
-            elif before is not InstanceState.LATE:
+            elif before is not InstanceState.DEGRADED:
                 logger.info("%s (%s) is up", self, self.url)
 
     def is_late(self, trouble: str) -> None:
@@ -242,18 +242,18 @@ class Instance:
         if self.looks.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
             self.is_down(trouble)
         elif self.state.usable:
-            self._enter(InstanceState.LATE)
+            self._enter(InstanceState.DEGRADED)
 
     def is_down(self, trouble: str) -> None:
         """Note that it refuses connections, says that it is not well, or was late too often."""
         self.looks.trouble = trouble
         self._was_down = True
-        self.doubt()
-        if self.state.usable or self.state in (InstanceState.MUTE, InstanceState.TWIN):
+        self.invalidate()
+        if self.state.usable or self.state in (InstanceState.UNRESPONSIVE, InstanceState.DUPLICATE):
             self._enter(InstanceState.DOWN)
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """A request broke off there, or was answered by an unknown process: `Health` is to ask it again."""
         if not self.is_doubted:
             self.is_doubted = True
@@ -263,29 +263,29 @@ class Instance:
         """Note which engine answers for its health, empty if that does not say: if it is another one than before, what
         is known about the instance is in doubt, though it was never seen down."""
         if self._engine_id not in (None, engine_id):
-            self.doubt()
+            self.invalidate()
             logger.warning("%s (%s): another process answers there now", self, self.url)
         self._engine_id = engine_id
 
     def is_silent(self) -> None:
         """Note that it gave a request no answer, and no sign of work."""
-        self.doubt()
+        self.invalidate()
         if self.state.usable:
-            self._enter(InstanceState.MUTE)
+            self._enter(InstanceState.UNRESPONSIVE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
 
-    def speaks_again(self) -> None:
+    def mark_responsive(self) -> None:
         """Note that it has answered a request of the router's own."""
-        if self.state is InstanceState.MUTE:
+        if self.state is InstanceState.UNRESPONSIVE:
             self._enter(InstanceState.UP)
             logger.warning("%s (%s) answers requests again", self, self.url)
 
     def is_twin_of(self, other: Instance | None) -> None:
         """Note that the same process is here as `other`; None: no longer."""
-        if other is None and self.state is InstanceState.TWIN:
+        if other is None and self.state is InstanceState.DUPLICATE:
             self._enter(InstanceState.UP)
         elif other is not None and self.state.usable:
-            self._enter(InstanceState.TWIN)
+            self._enter(InstanceState.DUPLICATE)
             logger.warning(
                 "%s (%s) is the same process as %s (%s), and gets no requests; remove one of the two",
                 self, self.url, other, other.url,
@@ -300,7 +300,7 @@ class Instance:
         """Note whether nothing was left of its requests at the last look, while it is being drained."""
         self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
 
-    def takes_after(self, before: Instance, state: InstanceState) -> None:
+    def inherit_from(self, before: Instance, state: InstanceState) -> None:
         """Take over the state of `before`, whose process it is in another role; that one was in `state`."""
         self.amend(before.facts)
         self.is_doubted, self._engine_id = before.is_doubted, before._engine_id
@@ -332,7 +332,7 @@ class Instance:
     def _is_another_process(self, facts: Facts) -> bool:
         """Whether these facts are another process's than those known so far. One that does not name itself counts as
         another one after it was down."""
-        if isinstance(self.facts, Unasked):
+        if isinstance(self.facts, NotProbed):
             return False
         before, now = _process_of(self.facts), _process_of(facts)
         if type(self.facts) is type(facts) and before and now:

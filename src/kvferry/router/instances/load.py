@@ -19,7 +19,7 @@ Vector = NDArray[Any]
 _HALF_LIFE_S = 1800.0
 """Seconds after which what an instance's cache has taken in counts half."""
 
-_MOST_HALF_LIVES = 64
+_MAX_HALF_LIVES = 64
 """Number of half-lives after which `LoadTable` scales its column anew, long before a number is too large."""
 
 _PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _ONE = range(6)
@@ -58,7 +58,7 @@ class LoadTable:
     def scale(self, now: float) -> float:
         """What a token counts that is taken in at `now`."""
         half_lives = (now - self._since) / _HALF_LIFE_S
-        if half_lives > _MOST_HALF_LIVES:
+        if half_lives > _MAX_HALF_LIVES:
             self.numbers[:, _RECENT] *= math.exp2(-min(half_lives, 1000.0))
             self._since, half_lives = now, 0.0
         return math.exp2(half_lives)

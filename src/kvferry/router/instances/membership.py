@@ -98,7 +98,7 @@ class Membership:
     def register(self, role: LegRole, url: str, bootstrap_port: int) -> Instance:
         """Add an instance that registers itself, unless it has done so at another router meanwhile."""
         with self._changing():
-            here = next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
+            here = next((one for one in self._pools if one.url == url and not one.remove_when_drained), None)
             member = self._state.add_member(role, url, bootstrap_port) if here is None else here.member
         return self._pools.member(member)
 
@@ -115,12 +115,12 @@ class Membership:
     def supersede(self, url: str) -> None:
         """Instances at this URL that are draining are forgotten as soon as they are drained: there is a new one."""
         for one in [one for one in self._pools.leaving if one.url == url]:
-            self.retire(one, leaves_by_itself=True)
+            self.retire(one, remove_when_drained=True)
 
-    def retire(self, instance: Instance, *, leaves_by_itself: bool = False) -> None:
-        """Send it no new requests, from any router; and remove it once it is drained, if it `leaves_by_itself`."""
+    def retire(self, instance: Instance, *, remove_when_drained: bool = False) -> None:
+        """Send it no new requests, from any router; and remove it once it is drained, if it `remove_when_drained`."""
         with self._changing():
-            self._state.drain_member(instance.member, leaves_by_itself=leaves_by_itself)
+            self._state.drain_member(instance.member, remove_when_drained=remove_when_drained)
 
     def remove(self, named: str, *, force: bool = False) -> Instance:
         """Remove a drained instance; with `force`, one that still works. Raises `UnknownInstance` and
@@ -150,10 +150,10 @@ class Membership:
             raise InstanceConflict(f"{before} was started without a connector, and cannot hand off")
         state = before.state
         with self._changing():
-            self._state.drain_member(before.member, leaves_by_itself=True)
+            self._state.drain_member(before.member, remove_when_drained=True)
             member = self._state.add_member(role, before.url, before.address.bootstrap_port)
         after = self._pools.member(member)
-        after.takes_after(before, state)
+        after.inherit_from(before, state)
         logger.warning("%s (%s) is now %s", before, before.url, after)
         return after
 
@@ -187,7 +187,7 @@ class Membership:
     def _declare(self, wanted: Declared, url: str, rows: Sequence[MemberRow]) -> None:
         """`rows`: the same process as it was declared before, in each of its roles. One that was drained stays so until
         it is declared no more."""
-        here = next((row for row in rows if not row.leaves_by_itself), None)
+        here = next((row for row in rows if not row.remove_when_drained), None)
         if here is not None and (here.name, here.unit) != (wanted.name, wanted.unit):
             for row in rows:  # another process is at its address
                 self._state.remove_member(row.id)
@@ -195,7 +195,7 @@ class Membership:
         before = None
         if here is not None and here.role != wanted.role and not here.draining:
             before, here = here, None
-            self._state.drain_member(before.id, leaves_by_itself=True)
+            self._state.drain_member(before.id, remove_when_drained=True)
         if here is None:
             port = wanted.bootstrap_port or BOOTSTRAP_PORT
             member = self._state.declare_member(wanted.name, wanted.role, url, port, wanted.unit)
@@ -212,7 +212,7 @@ class Membership:
         old = self._pools.member(before.id)
         state = old.state
         self.follow()
-        self._pools.member(member).takes_after(old, state)
+        self._pools.member(member).inherit_from(old, state)
 
     def _require_own(self, instance: Instance) -> None:
         """Raise `InstanceConflict` if a fleet's controller decides about it: it would undo what is done here."""
@@ -293,7 +293,7 @@ class Membership:
             instance.name = row.name
             if row.draining:
                 self._pools.retire(instance)
-                instance.leaves_by_itself = row.leaves_by_itself
+                instance.remove_when_drained = row.remove_when_drained
                 instance.is_drained(row.drained)
         for gone in here.values():
             self._pools.retire(gone)
@@ -326,7 +326,7 @@ class Membership:
             logger.warning(
                 "%s (%s) is drained: nothing runs there, and it holds no KV for others", instance, instance.url
             )
-        if drained and instance.leaves_by_itself:
+        if drained and instance.remove_when_drained:
             self.forget(instance)
         elif drained != instance.drained:
             with self._changing():
@@ -400,7 +400,7 @@ class Membership:
         for one in state.members():
             was, is_now = before.get(one.url), wanted.get(one.url)
             if was is not None and is_now != was and is_now != (one.role, one.bootstrap_port):
-                state.drain_member(one.id, leaves_by_itself=True)
+                state.drain_member(one.id, remove_when_drained=True)
         for url, (role, port) in wanted.items():
             if before.get(url) != (role, port) and (url, role) not in here:
                 state.add_member(role, url, port)

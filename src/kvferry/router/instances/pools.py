@@ -12,9 +12,9 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.directions import Directions
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
 from kvferry.router.instances.load import Candidates, LoadTable, candidates
+from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 NO_TICKETS_S, _WITHOUT_KV_S = 60.0, 2.0
 """How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
@@ -164,7 +164,7 @@ class Pools:
     prefill: RolePool
     decode: RolePool
     leaving: list[Instance] = field(default_factory=list)
-    directions: Directions = field(default_factory=Directions)
+    directions: SharedFleetPlan = field(default_factory=SharedFleetPlan)
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:

@@ -23,8 +23,8 @@ from kvferry.core.errors import (
     Unavailable,
 )
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.core.messages.registration import LONGEST_MESSAGE, REGISTER_PATH, Announcement, Registered
-from kvferry.http.server.body import AtMost
+from kvferry.core.messages.registration import MAX_MESSAGE, REGISTER_PATH, Announcement, Registered
+from kvferry.http.server.body import SizeLimit
 from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route
@@ -32,7 +32,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, RegistrationRefused
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.facts import ask_about
-from kvferry.router.instances.instance import BOOTSTRAP_PORT, Absent, Facts, Instance, SglangFacts, Unasked
+from kvferry.router.instances.instance import BOOTSTRAP_PORT, Facts, Instance, NotProbed, SglangFacts, UnknownFacts
 from kvferry.router.instances.membership import Membership
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.shared_state import SharedState
@@ -71,7 +71,7 @@ class Registrations:
         """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""
         if not self._config.registration:
             raise RegistrationRefused("this router does not accept registrations; start it with --registration")
-        message = await request.body.read(AtMost(LONGEST_MESSAGE, "a registration"))
+        message = await request.body.read(SizeLimit(MAX_MESSAGE, "a registration"))
         try:
             announcement = msgspec.json.decode(message, type=Announcement)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -141,7 +141,7 @@ class Registrations:
             here = self._membership.register(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT)
             logger.warning("%s (%s) has registered", here, here.url)
         here.learn(facts)
-        here.is_well()
+        here.mark_healthy()
         return _doing(here)
 
     def _draining(self, url: str, said: Announcement) -> _Doing:
@@ -163,14 +163,14 @@ class Registrations:
 
     def _here(self, url: str) -> Instance | None:
         """The instance at this URL, unless it will be removed once it is drained."""
-        return next((one for one in self._pools if one.url == url and not one.leaves_by_itself), None)
+        return next((one for one in self._pools if one.url == url and not one.remove_when_drained), None)
 
     def _retire(self, url: str, why: str) -> None:
         if self._membership.names(url):
             return
-        for one in [one for one in self._pools if one.url == url and not one.leaves_by_itself]:
+        for one in [one for one in self._pools if one.url == url and not one.remove_when_drained]:
             logger.warning("%s (%s) %s: it is drained and removed", one, one.url, why)
-            self._membership.retire(one, leaves_by_itself=True)
+            self._membership.retire(one, remove_when_drained=True)
 
     async def _ask(self, url: str, said: Announcement) -> Facts:
         """What the instance reports about itself. Raises `InstanceConflict` if that is not what the message says."""
@@ -190,7 +190,7 @@ class Registrations:
             self._asking.discard(url)
             if not any(one.address.origin == instance.address.origin for one in self._pools):
                 self._connections.close(instance)
-        if status != 200 or isinstance(facts, Unasked):
+        if status != 200 or isinstance(facts, NotProbed):
             raise InstanceConflict(f"{instance} does not serve yet (GET /health: {status})")
         complaint = _mismatch(facts, said)
         if complaint is not None:
@@ -218,7 +218,7 @@ def _url(said: Announcement) -> str:
 def _mismatch(facts: Facts, said: Announcement) -> str | None:
     """How an instance differs from what it registered as (`said`); None: it does not."""
     match facts:
-        case Absent():
+        case UnknownFacts():
             return "is no server of kvferry, vLLM or SGLang"
         case InstanceFacts(role=role) if role not in ("both", said.role):
             return f"was started as a {role} instance, not for {said.role}"

@@ -24,8 +24,8 @@ from kvferry.router.instances.instance import LegRole
 
 _LOCKED_MS = 500
 """How long another router may hold the database: it does so for microseconds, unless it was stopped just then."""
-_MOST_FORMER_NAMES = 4096
-_MOST_USED = 2**16
+_MAX_FORMER_NAMES = 4096
+_MAX_USED = 2**16
 """Signed requests of half a minute that are remembered."""
 
 _SCHEMA = """
@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS routers (pid INTEGER PRIMARY KEY, started REAL NOT NU
 CREATE TABLE IF NOT EXISTS members (
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, role TEXT NOT NULL, url TEXT NOT NULL,
     bootstrap_port INTEGER NOT NULL, draining INTEGER NOT NULL DEFAULT 0, drained INTEGER NOT NULL DEFAULT 0,
-    leaves_by_itself INTEGER NOT NULL DEFAULT 0, unit TEXT NOT NULL DEFAULT '',
+    remove_when_drained INTEGER NOT NULL DEFAULT 0, unit TEXT NOT NULL DEFAULT '',
     declared INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS former_names (
     role TEXT NOT NULL, url TEXT NOT NULL, name TEXT NOT NULL, PRIMARY KEY (role, url));
@@ -49,7 +49,7 @@ CREATE TABLE IF NOT EXISTS used (nonce TEXT PRIMARY KEY, at_ns INTEGER NOT NULL)
 
 
 class MemberRow(NamedTuple):
-    """One instance. `id` is never used again; `leaves_by_itself`: it is removed once it is drained; `unit`: it hands
+    """One instance. `id` is never used again; `remove_when_drained`: it is removed once it is drained; `unit`: it hands
     off within that only; `declared`: a fleet's controller decides about it."""
 
     id: int
@@ -59,7 +59,7 @@ class MemberRow(NamedTuple):
     bootstrap_port: int
     draining: bool
     drained: bool
-    leaves_by_itself: bool
+    remove_when_drained: bool
     unit: str
     declared: bool
 
@@ -193,7 +193,7 @@ class SharedState:
     def members(self) -> list[MemberRow]:
         """All members, in the order in which they came."""
         found = self._run(
-            "SELECT id, name, role, url, bootstrap_port, draining, drained, leaves_by_itself, unit, declared"
+            "SELECT id, name, role, url, bootstrap_port, draining, drained, remove_when_drained, unit, declared"
             " FROM members ORDER BY id"
         )
         return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in found]
@@ -233,11 +233,11 @@ class SharedState:
     def _is_taken(self, name: str) -> bool:
         return bool(self._run("SELECT 1 FROM members WHERE name = ?", name))
 
-    def drain_member(self, member: int, *, leaves_by_itself: bool = False) -> None:
+    def drain_member(self, member: int, *, remove_when_drained: bool = False) -> None:
         """Drain a member: it gets no new requests."""
         self._run(
-            "UPDATE members SET draining = 1, leaves_by_itself = leaves_by_itself OR ? WHERE id = ?",
-            leaves_by_itself, member,
+            "UPDATE members SET draining = 1, remove_when_drained = remove_when_drained OR ? WHERE id = ?",
+            remove_when_drained, member,
         )  # fmt: skip
 
     def set_drained(self, member: int, drained: bool) -> None:
@@ -254,7 +254,7 @@ class SharedState:
             self._run(
                 "DELETE FROM former_names WHERE rowid IN"
                 " (SELECT rowid FROM former_names ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
-                _MOST_FORMER_NAMES,
+                _MAX_FORMER_NAMES,
             )
             self._run("DELETE FROM members WHERE id = ?", member)
             self._run("DELETE FROM idle WHERE member = ?", member)
@@ -321,10 +321,10 @@ class SharedState:
     # Signed requests.
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
-        """Whether a signed request is new to all routers, which remember it from now on; as `core.keys.Used`."""
+        """Whether a signed request is new to all routers, which remember it from now on; as `core.keys.ReplayGuard`."""
         self._run("DELETE FROM used WHERE at_ns < ?", oldest_ns)
         [[number]] = self._run("SELECT count(*) FROM used")
-        if number >= _MOST_USED:
+        if number >= _MAX_USED:
             return False
         return bool(self._run("INSERT OR IGNORE INTO used VALUES (?, ?) RETURNING 1", nonce, at_ns))
 

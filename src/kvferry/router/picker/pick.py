@@ -12,13 +12,13 @@ from kvferry.http.headers import RawHeaders
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.decisions import Decision
 from kvferry.router.choice.placement import Placement
-from kvferry.router.choice.plan import Split, make_plan
-from kvferry.router.choice.policies.base import Asked
+from kvferry.router.choice.plan import Disaggregated, make_plan
+from kvferry.router.choice.policies.base import PromptTraits
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.load import Work
 from kvferry.router.paths import PROMPT_FIELDS
-from kvferry.router.request.leg import LONGEST_BUSY_S, retry_after_s
+from kvferry.router.request.leg import MAX_BUSY_S, retry_after_s
 from kvferry.router.request.services import Services
 
 
@@ -38,7 +38,7 @@ class Picked:
         decode: Instance,
         prefill: Instance | None = None,
         others: Collection[Instance] = (),
-        asked: Asked | None = None,
+        asked: PromptTraits | None = None,
         decision: Decision | None = None,
     ) -> None:
         self._services, self._asked, self._decision = services, asked, decision
@@ -70,7 +70,7 @@ class Picked:
         if self._decision is not None:
             self._decision.first_byte = services.clock.wall()
         if status in (429, 503):
-            self.decode.pauses(now + min(retry_after_s(headers), LONGEST_BUSY_S))
+            self.decode.pauses(now + min(retry_after_s(headers), MAX_BUSY_S))
         elif status < 300 and self._asked is not None and self._asked.streams:
             # Gateways tell one time only: with a prefill instance, that of the hand-off is in it.
             computed = self.decode if self.prefill is None else self.prefill
@@ -141,7 +141,7 @@ class Picker:
         placement = Placement(chooser, pools, metrics, 0, asked, decision, outside)
         plan = placement.plan(make_plan(request.path, body, pools))
         decision.routed = services.clock.wall()
-        prefill = placement.next_prefill() if isinstance(plan, Split) else None
+        prefill = placement.next_prefill() if isinstance(plan, Disaggregated) else None
         decode = placement.next_decode(prefill)
         if decode is None and prefill is not None:
             prefill, decode = None, placement.next_decode()

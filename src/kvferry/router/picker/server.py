@@ -30,7 +30,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.pools import given_instances
 from kvferry.router.picker.config import PickerConfig
 from kvferry.router.picker.stream import ProcessedRequest
-from kvferry.router.server import spare_the_collector
+from kvferry.router.server import freeze_garbage_collector
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ async def _serve(
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
     router = build_router(config, http, access)
-    spare_the_collector()
+    freeze_garbage_collector()
     server = HttpServer(Routes(router.table()), http, Lifecycle("picker"), router.guard)
     server.listen()
     if not (http.tls_verify_clients or _is_loopback(http.host)):

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from kvferry.core.errors import LayoutMismatch
 from kvferry.core.messages.instance_facts import InstanceFacts, KVSource, TicketKinds
 from kvferry.router.config import HandOffMode, RouterConfig
-from kvferry.router.instances.instance import Absent, Facts, Instance, LegRole, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Facts, Instance, LegRole, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols import kvferry
 from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.keys import PROTOCOL, keys
@@ -27,7 +27,7 @@ ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangF
 """Names of the engines that are recognised."""
 
 _LONGEST_VALUE = 80
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 """Most combinations of instances for which it is remembered whether they fit."""
 
 
@@ -53,7 +53,7 @@ def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Fac
         return kvferry.concurrent(origin, takes_first_token=not speaks_nixl)
     if speaks_nixl:
         return nixl
-    return partial(kvferry.sequential, is_known=not isinstance(facts, Absent))
+    return partial(kvferry.sequential, is_known=not isinstance(facts, UnknownFacts))
 
 
 def early_origin(prefill: Instance, decodes: Collection[Facts], mode: HandOffMode) -> KVSource | None:
@@ -170,7 +170,7 @@ def _clipped(value: str | list[str]) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
-@lru_cache(maxsize=_MOST_REMEMBERED)
+@lru_cache(maxsize=_MAX_REMEMBERED)
 def _why_tickets_differ(
     prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds
 ) -> str:
@@ -199,6 +199,6 @@ def _why_layouts_differ(prefill: InstanceFacts, decode: InstanceFacts) -> str:
         except LayoutMismatch as error:
             logger.warning("instances that could not read each other's KV are not paired: %s", error)
             _layouts_differ[names] = str(error)
-        if len(_layouts_differ) > _MOST_REMEMBERED:
+        if len(_layouts_differ) > _MAX_REMEMBERED:
             _layouts_differ.popitem(last=False)
     return _layouts_differ[names]

@@ -26,7 +26,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     """Whether D is called together with P, with the early ticket."""
     early_is_all: bool = False
     """P's answer brings no ticket; the early one stays."""
-    meets_in_a_room: bool = False
+    uses_rendezvous: bool = False
     """The ticket is fields at the top of D's body, and good for one P and one D: it is void when either fails."""
     shares_seed: bool = False
     """P's token is the client's first, so both legs must draw with one seed. Otherwise D draws it."""

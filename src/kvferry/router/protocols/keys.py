@@ -34,7 +34,7 @@ def keys(transfer_id: str) -> Form:
 def with_client_keys(form: Form, client: Mapping[str, msgspec.Raw]) -> Form:
     """The same hand-off with the client's own keys (by field): P stores and loads under them. In a hand-off by keys, D
     loads by those that P stores under."""
-    if not client or form.meets_in_a_room:
+    if not client or form.uses_rendezvous:
         return form
     produce: dict[str, Any] = {**form.produce, **client}
     early = form.early

@@ -26,6 +26,6 @@ def sglang(transfer_id: str, host: str, bootstrap_port: int) -> Form:
         early_is_all=True,
         concurrent=True,
         prefill_fields=meeting,
-        meets_in_a_room=True,
+        uses_rendezvous=True,
         released_by="nobody",
     )

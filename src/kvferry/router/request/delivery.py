@@ -26,9 +26,9 @@ from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg
 from kvferry.router.request.progress import EventPassage, Progress
 from kvferry.router.request.record import RequestRecord
-from kvferry.router.request.relay import lost_within
+from kvferry.router.request.relay import stream_lost_error
 from kvferry.router.request.replay import Replay
-from kvferry.router.request.request_legs import RequestLegs, repeats_itself
+from kvferry.router.request.request_legs import RequestLegs, is_reproducible
 from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _LOOK_AGAIN_S = 0.1
 _SPREAD_S = 0.5
 """Seconds over which those who waited for the same instance come to it."""
 
-_LONGEST_READ = 64 * 2**20
+_MAX_READ = 64 * 2**20
 """Most bytes of a whole answer that is read for the ticket in it."""
 
 
@@ -69,7 +69,7 @@ class Delivery:
             if (passage := self._passage_of(answer)) is not None:
                 return await self._stream(answer, passage)
             if conversation is not None and conversation.keeps and head.status == 200 and not head.is_event_stream:
-                content = await relay.read(answer, _LONGEST_READ)
+                content = await relay.read(answer, _MAX_READ)
                 content = conversation.without_ticket(answer.instance, content, events=False)
                 response.send(head.status, content, relay.headers(answer, with_length=False))
                 return True
@@ -83,7 +83,7 @@ class Delivery:
             return Progress()
         kind = type(answer.instance.facts)
         is_known = kind in (VllmFacts, SglangFacts, InstanceFacts)
-        may_repeat = self._legs.may_continue and self._num_left > 0 and repeats_itself(self._body)
+        may_repeat = self._legs.may_continue and self._num_left > 0 and is_reproducible(self._body)
         return Replay(kind) if is_known and may_repeat else None
 
     async def _stream(self, answer: Leg, passage: EventPassage) -> bool:
@@ -111,7 +111,7 @@ class Delivery:
                 if told:
                     response.end(relay.hide(told) + SSE_DONE)
                 else:
-                    response.fail(lost_within(lost))
+                    response.fail(stream_lost_error(lost))
                 return False
             answer = following
 

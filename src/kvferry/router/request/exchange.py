@@ -21,7 +21,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.server.response import Response
 from kvferry.router.body import RequestBody
 from kvferry.router.choice.placement import Placement
-from kvferry.router.choice.plan import Plan, Whole, is_to_be_split, make_plan
+from kvferry.router.choice.plan import Aggregated, Plan, is_to_be_disaggregated, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
 from kvferry.router.instances.instance import Instance, InstanceState, VllmFacts
@@ -69,7 +69,7 @@ class Exchange:
             plan = self._placement.plan(make_plan(self._request.path, self._body, services.pools))
             self._record.decision.routed = services.clock.wall()
             answer: Answer | None = None
-            if isinstance(plan, Whole):
+            if isinstance(plan, Aggregated):
                 services.metrics.served("whole", plan.reason)
             else:
                 while answer is None and (prefill := self._placement.next_prefill()) is not None:
@@ -94,7 +94,7 @@ class Exchange:
     async def _whole(self, plan: Plan) -> Answer:
         """Have one decode instance serve both phases. Raises `RequestError` where none can."""
         decodes = self._services.pools.decode.instances
-        if decodes and not any(one.answers_alone for one in decodes) and is_to_be_split(plan):
+        if decodes and not any(one.answers_alone for one in decodes) and is_to_be_disaggregated(plan):
             raise unanswered(self._lost_decode, "prefill")
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
@@ -145,7 +145,7 @@ class Exchange:
                     if last is None or last.state == "lost":
                         return await self._from_any_instance()
                     return Answer(last)
-                if form.meets_in_a_room:
+                if form.uses_rendezvous:
                     if hand_off.outcome == "failed":
                         placement.failed(prefill)
                     hand_off.abandon()
@@ -158,7 +158,7 @@ class Exchange:
                 case "ticket":
                     if d is not None:
                         d.close()
-                        placement.forgive_decodes()
+                        placement.reset_failed()
                     return await self._with_ticket(hand_off, last)
                 case "nothing" if not at_once:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
@@ -177,7 +177,7 @@ class Exchange:
     def _give_up(self, prefill: Instance) -> None:
         """Give up this P, which failed; whatever a D failed with was its fault."""
         self._placement.failed(prefill)
-        self._placement.forgive_decodes()
+        self._placement.reset_failed()
 
     async def _with_ticket(self, hand_off: HandOff, last: Leg | None) -> Answer:
         """A decode instance is called with P's ticket. `last` has failed with the early one."""
@@ -188,7 +188,7 @@ class Exchange:
                 return Answer(whole, hand_off)
         answer = await self._decode(hand_off, last)
         if answer.leg.verdict == "fault" and isinstance(prefill.facts, VllmFacts):
-            prefill.doubt()  # Another process may be at its address now.
+            prefill.invalidate()  # Another process may be at its address now.
         return answer
 
     async def _decode(self, hand_off: HandOff | None, last: Leg | None = None) -> Answer:
@@ -216,7 +216,7 @@ class Exchange:
             self._busy_left_s -= pause_s
             last.close()
             await asyncio.sleep(pause_s)
-            placement.forgive_decodes()
+            placement.reset_failed()
             last = None
 
     async def _from_any_instance(self) -> Answer:

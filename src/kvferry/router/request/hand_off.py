@@ -19,7 +19,7 @@ from kvferry.router.instances.instance import VllmFacts
 from kvferry.router.instances.pools import RolePool
 from kvferry.router.protocols.form import Form
 from kvferry.router.request.leg import Leg
-from kvferry.router.request.next_turn import Conversation, Kept
+from kvferry.router.request.next_turn import Conversation, KeptTicket
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.releases import Releases
 
@@ -38,7 +38,7 @@ class HandOff:
     )  # fmt: skip
 
     def __init__(
-        self, leg: Leg, form: Form, kept: Kept | None, conversation: Conversation | None, record: RequestRecord
+        self, leg: Leg, form: Form, kept: KeptTicket | None, conversation: Conversation | None, record: RequestRecord
     ) -> None:
         self.prefill, self.form, self.leg = leg.instance, form, leg
         self._kept, self._conversation, self._record = kept, conversation, record
@@ -91,7 +91,7 @@ class HandOff:
             if self.form.early_is_all:
                 pass  # which says nothing of the instance
             elif isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
-                prefill.doubt()  # Another process is at this address now.
+                prefill.invalidate()  # Another process is at this address now.
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
                 prefill.amend(facts.with_origin(origin))
         self._record.prefilled(self.leg, prefill_usage(answer))

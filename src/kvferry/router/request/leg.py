@@ -31,25 +31,25 @@ from kvferry.http.relay import Reader, relay
 from kvferry.http.server.response import Response
 from kvferry.observe.tracing import Span
 from kvferry.router.config import RouterConfig
-from kvferry.router.errors import Silent, UnreadableStream, failure
+from kvferry.router.errors import LegTimedOut, UnreadableStream, failure
 from kvferry.router.headers import PROGRESS
 from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.load import Work
-from kvferry.router.request.patience import Patience
+from kvferry.router.request.progress_timeout import ProgressTimeout
 
 logger = logging.getLogger(__name__)
 
 _SLOWEST_PREFILL = 1000
 """Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
 prompt in steps that can be counted."""
-_LONGEST_SWEEP_S = 1.0
+_MAX_SWEEP_S = 1.0
 _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
 """How many steps an engine has made, in the metrics of kvferry and of vLLM."""
 
-LONGEST_BUSY_S = 60.0
+MAX_BUSY_S = 60.0
 """Longest that an instance is passed over, whatever its `Retry-After` says."""
-_LEAST_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
+_MIN_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
 """An instance that answers `Retry-After: 0` is not asked without end; and one that says nothing that can be read."""
 
 Verdict = Literal["served", "busy", "fault"]
@@ -70,7 +70,7 @@ def verdict(status: int) -> Verdict:
 def retry_after_s(headers: RawHeaders) -> float:
     """How long an answer of 429 or 503 asks to wait; a date, or a value that cannot be read, counts as missing."""
     told = find_header(headers, b"retry-after") or b""
-    return max(_LEAST_PAUSE_S, float(told) if told.isdigit() and len(told) < 9 else _USUAL_PAUSE_S)
+    return max(_MIN_PAUSE_S, float(told) if told.isdigit() and len(told) < 9 else _USUAL_PAUSE_S)
 
 
 LegState = Literal["sent", "begun", "ended", "lost"]
@@ -114,7 +114,7 @@ class Leg:
     )  # fmt: skip
 
     def __init__(
-        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: Patience,
+        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: ProgressTimeout,
         now: float,
     ) -> None:  # fmt: skip
         self._legs, self._call, self._changes, self.patience = legs, call, changes, patience
@@ -194,12 +194,12 @@ class Leg:
         self.work.answered()
         self.verdict = verdict(status)
         if self.verdict == "busy" and (self.work.computes or self.work.decodes):
-            self.instance.pauses(now + min(retry_after_s(self.head.headers), LONGEST_BUSY_S))
+            self.instance.pauses(now + min(retry_after_s(self.head.headers), MAX_BUSY_S))
 
     def _lose(self, error: TransferError) -> None:
         instance = self.instance
         match error:
-            case Silent():
+            case LegTimedOut():
                 self.error = error
                 instance.is_silent()
             case Overloaded():
@@ -211,7 +211,7 @@ class Leg:
             case _:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
-                    instance.doubt()
+                    instance.invalidate()
         self._end("lost")
 
     def _end(self, state: LegState) -> None:
@@ -253,7 +253,7 @@ class Leg:
         patience.look(self._call, now)
         if patience.is_over(self._legs.total_s, now):
             waited_s = patience.waited_for(now)
-            self._call.fail(Silent(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
+            self._call.fail(LegTimedOut(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
         """End it: nobody wants it any more, or all of it was used. May be called several times."""
@@ -296,7 +296,7 @@ class Legs:
         beside: Leg | None = None,
     ) -> Leg:
         """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
-        `computes`, `decodes`: as in `Work`; `beside`: as in `Patience`. Raises `InvalidRequest` for what cannot be
+        `computes`, `decodes`: as in `Work`; `beside`: as in `ProgressTimeout`. Raises `InvalidRequest` for what cannot be
         sent."""
         try:
             call = self._connections.http.start(
@@ -307,7 +307,7 @@ class Legs:
         now = self.now()
         work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
         silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
-        leg = Leg(self, call, instance, work, changes, Patience(instance, silence_s, now, beside), now)
+        leg = Leg(self, call, instance, work, changes, ProgressTimeout(instance, silence_s, now, beside), now)
         self.open[leg] = None
         return leg
 
@@ -315,7 +315,7 @@ class Legs:
 
     async def watch(self) -> None:
         """Give up legs that have waited too long; runs until it is cancelled."""
-        sweep_s = min(_LONGEST_SWEEP_S, self._silence_s / 4)
+        sweep_s = min(_MAX_SWEEP_S, self._silence_s / 4)
         async with asyncio.TaskGroup() as group:
             before = self.now()
             while True:

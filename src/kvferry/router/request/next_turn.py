@@ -21,17 +21,17 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.router.choice.policies.base import Asked
-from kvferry.router.instances.instance import Instance, Unasked
+from kvferry.router.choice.policies.base import PromptTraits
+from kvferry.router.instances.instance import Instance, NotProbed
 from kvferry.router.instances.pools import Pools
 from kvferry.router.instances.shared_state import SharedState, TicketRow
 from kvferry.router.request.releases import Releases
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TICKET = 64 * 1024
-_MOST_CONVERSATIONS = 8192
-_LONGEST_MODEL = 256
+_MAX_TICKET = 64 * 1024
+_MAX_CONVERSATIONS = 8192
+_MAX_MODEL = 256
 """Characters of a model's name that tell conversations apart."""
 _REMEMBERED_S = 480.0
 """How long D keeps blocks unless told otherwise (`decoder_kv_blocks_ttl`)."""
@@ -49,7 +49,7 @@ class _Ticket(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTicket:
     """`decode` keeps blocks until `until`, under `transfer_id`; `params` is what P gets in order to fetch them."""
 
     decode: Instance
@@ -71,19 +71,23 @@ class NextTurns:
         self._leaving: dict[int, float] = {}
         """Since when instances are leaving, by their number."""
 
-    def take(self, session: str, prefill: Instance) -> Kept | None:
+    def take(self, session: str, prefill: Instance) -> KeptTicket | None:
         """Where `prefill` fetches the KV of earlier turns; None if there is nothing that it can fetch, and what there
         is is released then. The process that keeps it may be gone."""
         kept = self._pop(session)
         if kept is None or kept.until <= self._clock.monotonic() or _is_another(kept):
             return None
         facts = prefill.facts
-        if isinstance(kept.decode.confirmed, Unasked) or not isinstance(facts, InstanceFacts) or not _fits(kept, facts):
+        if (
+            isinstance(kept.decode.confirmed, NotProbed)
+            or not isinstance(facts, InstanceFacts)
+            or not _fits(kept, facts)
+        ):
             self.release(kept)
             return None
         return kept
 
-    def put_back(self, session: str, kept: Kept) -> None:
+    def put_back(self, session: str, kept: KeptTicket) -> None:
         """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, unless
         there is a newer one or its instance has been leaving for too long."""
         try:
@@ -100,7 +104,7 @@ class NextTurns:
         if kept is not None:
             self.release(kept)
 
-    def release(self, kept: Kept) -> None:
+    def release(self, kept: KeptTicket) -> None:
         """Have D free what it keeps, which nobody will fetch. Returns at once; may be called several times."""
         if kept.until > self._clock.monotonic():
             self._releases.start(kept.decode, kept.transfer_id)
@@ -146,15 +150,15 @@ class NextTurns:
         now = self._clock.monotonic()
         return now - self._leaving.setdefault(decode.member, now) < self._keep_while_draining_s
 
-    def _insert(self, session: str, kept: Kept) -> None:
+    def _insert(self, session: str, kept: KeptTicket) -> None:
         params = msgspec.json.encode(kept.params)
         row = TicketRow(session, kept.decode.member, kept.engine_id, kept.transfer_id, params, kept.until)
-        for gone in self._state.keep_ticket(row, _MOST_CONVERSATIONS):
+        for gone in self._state.keep_ticket(row, _MAX_CONVERSATIONS):
             decode = next((one for one in self._pools if one.member == gone.member), None)
             if decode is not None and gone.transfer_id != kept.transfer_id:  # a stream may tell of it twice
                 self.release(_kept(gone, decode))
 
-    def _pop(self, session: str) -> Kept | None:
+    def _pop(self, session: str) -> KeptTicket | None:
         try:
             row = self._state.take_ticket(session)
         except Unavailable as error:
@@ -190,8 +194,8 @@ class NextTurns:
             return
         until = self._clock.monotonic() + _REMEMBERED_S
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
-        kept = Kept(decode, engine_id, told.remote_transfer_id, params, until)
-        if not engine_id or len(ticket) > _LONGEST_TICKET or not self._is_of_use(decode):
+        kept = KeptTicket(decode, engine_id, told.remote_transfer_id, params, until)
+        if not engine_id or len(ticket) > _MAX_TICKET or not self._is_of_use(decode):
             self.release(kept)
             self.drop(session)
             return
@@ -208,9 +212,9 @@ class Conversation:
 
     __slots__ = ("_session", "_turns", "keeps")
 
-    def __init__(self, turns: NextTurns, asked: Asked) -> None:
+    def __init__(self, turns: NextTurns, asked: PromptTraits) -> None:
         self._turns = turns
-        self._session = f"{asked.model[:_LONGEST_MODEL]} {asked.session}"
+        self._session = f"{asked.model[:_MAX_MODEL]} {asked.session}"
         """Conversations of different models are different."""
         self.keeps = False
 
@@ -220,7 +224,7 @@ class Conversation:
         known = [isinstance(one.confirmed, InstanceFacts) for one in instances if one.usable]
         self.keeps = bool(known) and all(known)
 
-    def take(self, prefill: Instance) -> Kept | None:
+    def take(self, prefill: Instance) -> KeptTicket | None:
         """Where `prefill` fetches the KV of earlier turns; None: nowhere."""
         return self._turns.take(self._session, prefill)
 
@@ -228,7 +232,7 @@ class Conversation:
         """Note that the conversation continues without a prefill instance."""
         self._turns.drop(self._session)
 
-    def give_back(self, kept: Kept, *, unused: bool) -> None:
+    def give_back(self, kept: KeptTicket, *, unused: bool) -> None:
         """P does not fetch it. If it is not `unused`, P may have begun to, and nobody else can any more."""
         if unused:
             self._turns.put_back(self._session, kept)
@@ -257,18 +261,18 @@ def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:
     return msgspec.json.encode({**fields, HAND_OFF_FIELD: None}), bytes(ticket)
 
 
-def _kept(row: TicketRow, decode: Instance) -> Kept:
+def _kept(row: TicketRow, decode: Instance) -> KeptTicket:
     params = msgspec.json.decode(row.params, type=dict[str, Any])
-    return Kept(decode, row.engine_id, row.transfer_id, params, row.until)
+    return KeptTicket(decode, row.engine_id, row.transfer_id, params, row.until)
 
 
-def _fits(kept: Kept, prefill: InstanceFacts) -> bool:
+def _fits(kept: KeptTicket, prefill: InstanceFacts) -> bool:
     """Whether P reads what D writes, as far as both say."""
     facts = kept.decode.facts
     return not isinstance(facts, InstanceFacts) or facts.tickets.fit(prefill.tickets)
 
 
-def _is_another(kept: Kept) -> bool:
+def _is_another(kept: KeptTicket) -> bool:
     """Whether the process that kept the blocks is known to be gone: another answers in its place."""
     facts = kept.decode.facts
-    return not isinstance(facts, Unasked) and getattr(facts, "engine_id", None) != kept.engine_id
+    return not isinstance(facts, NotProbed) and getattr(facts, "engine_id", None) != kept.engine_id

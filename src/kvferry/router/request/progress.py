@@ -26,12 +26,12 @@ ERROR_EVENT = b'data: {"error"'
 _MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
 """Types of errors that are the instance's, not the request's."""
 
-_MOST_HELD_BYTES = 16 * 2**20
+_MAX_HELD_BYTES = 16 * 2**20
 """Most bytes that are held back until they are whole."""
 
 _BEFORE_THE_LAST = Pattern(MARK, "first line", (LAST_MARK,))
 
-_MOST_MARKS = 256
+_MAX_MARKS = 256
 """More are read and kept as numbers: a line takes ten times the memory of its tokens."""
 
 
@@ -109,7 +109,7 @@ class EventPassage(ABC):
         return b""
 
     def _require_bounded(self, num_bytes: int) -> None:
-        if num_bytes > _MOST_HELD_BYTES:
+        if num_bytes > _MAX_HELD_BYTES:
             raise UnreadableStream(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
 
     def _refuse(self, event: bytes) -> bytes:
@@ -159,7 +159,7 @@ class Progress(EventPassage):
             self.begun, self._first = True, mark
         marks = self._marks
         marks.append(mark)
-        if len(marks) > _MOST_MARKS:
+        if len(marks) > _MAX_MARKS:
             self._compact()
         return event
 
@@ -169,7 +169,7 @@ class Progress(EventPassage):
     def passed(self, kept: bytes) -> None:
         """The marks, a line each."""
         self._marks += kept.split(b"\n")[:-1]
-        if len(self._marks) > _MOST_MARKS:
+        if len(self._marks) > _MAX_MARKS:
             self._compact()
 
     def _compact(self) -> None:

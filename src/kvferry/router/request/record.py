@@ -16,7 +16,7 @@ from kvferry.core.messages.timeline import Timeline
 from kvferry.core.messages.traffic import RequestObservation
 from kvferry.observe.tracing import Attributes, Span
 from kvferry.router.choice.decisions import Attempt, PrefillUsage
-from kvferry.router.choice.policies.base import Asked
+from kvferry.router.choice.policies.base import PromptTraits
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.instances.instance import Instance
 from kvferry.router.request.leg import Leg
@@ -28,13 +28,13 @@ _EVENT_BYTES = 240
 """About how many bytes a token takes in a stream: decoding is measured by bytes, as answers are not read."""
 _TEXT_BYTES = 4.0
 """About how many bytes a token takes in an answer that is sent as a whole."""
-_MOST_ATTEMPTS = 64
+_MAX_ATTEMPTS = 64
 
 
 class RequestRecord:
     """The record of one request: its decision, metrics, spans and what it adds to estimates."""
 
-    def __init__(self, services: Services, request: ClientRequest, asked: Asked) -> None:
+    def __init__(self, services: Services, request: ClientRequest, asked: PromptTraits) -> None:
         chooser = services.chooser
         self.now, self._metrics, self._estimates = services.clock.wall, services.metrics, chooser.estimates
         self._asked = asked
@@ -76,7 +76,7 @@ class RequestRecord:
 
     def failed_instance(self, instance: Instance, reason: str) -> None:
         """Note that an instance could not serve it."""
-        if len(self.decision.attempts) < _MOST_ATTEMPTS:
+        if len(self.decision.attempts) < _MAX_ATTEMPTS:
             self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
         self._metrics.leg_failed(instance, reason)
         request_id = self.decision.request_id.decode(errors="replace")

@@ -15,7 +15,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.http.headers import RawHeaders
 from kvferry.http.relay import Pattern
 from kvferry.http.server.response import Response
-from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, Silent
+from kvferry.router.errors import BadAnswer, InstanceLost, InstanceSilent, LegTimedOut
 from kvferry.router.headers import for_client
 from kvferry.router.instances.instance import Instance, VllmFacts
 from kvferry.router.instances.pools import Pools
@@ -27,7 +27,7 @@ _REMEMBERED_S = 600.0
 """How long a host is made unreadable after no instance is there any more: another may still tell of it."""
 
 _NOTHING = re.compile(rb"(?!)")
-_LONGEST_ERROR = 256 * 1024
+_MAX_ERROR = 256 * 1024
 """Bytes of an error's body; it is read whole, to be looked through."""
 _ERROR = b'"error"'
 
@@ -50,7 +50,7 @@ class Relay:
             raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
         is_stream = leg.head.is_event_stream
         if leg.head.status >= 400 and not is_stream:
-            content = await self.read(leg, _LONGEST_ERROR)
+            content = await self.read(leg, _MAX_ERROR)
             response.send(leg.head.status, self.hide(content), self.headers(leg, with_length=False))
             return True
         response.start(leg.head.status, self.headers(leg))
@@ -61,7 +61,7 @@ class Relay:
             await leg.relay(response, _Masking(self) if is_stream else _UNREAD)
         except PeerLost as error:
             logger.warning("request %s: %s", response.request.id, error)
-            response.fail(lost_within(error))
+            response.fail(stream_lost_error(error))
             return False
         response.end()
         return True
@@ -156,8 +156,8 @@ def _hosts(instance: Instance) -> Iterator[str]:
             yield from (origin.host for origin in origins if origin.host)
 
 
-def lost_within(error: PeerLost) -> InstanceLost | InstanceSilent:
+def stream_lost_error(error: PeerLost) -> InstanceLost | InstanceSilent:
     """What a client is told whose answer has begun and cannot be continued."""
-    if isinstance(error, Silent):
+    if isinstance(error, LegTimedOut):
         return InstanceSilent("the instance stopped sending in the middle of its answer, which is incomplete")
     return InstanceLost("the instance broke off; the answer is incomplete")

@@ -25,7 +25,7 @@ RELEASE_PATH = "/kvferry/release"
 NO_MODEL = "kvferry-release"
 """A model that no server serves."""
 
-_MOST_AT_ONCE = 1024
+_MAX_AT_ONCE = 1024
 _FEW = 32
 
 
@@ -72,7 +72,7 @@ class Releases:
         self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
     def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
-        if self._group is None or self.num_running >= _MOST_AT_ONCE:
+        if self._group is None or self.num_running >= _MAX_AT_ONCE:
             self._metrics.released("dropped")
             return
         self.num_running += 1

@@ -24,7 +24,7 @@ _NO_CHOICES = b'"choices":[]'
 """What the event with the usage contains, after those of all choices."""
 _IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
-_MOST_EVENTS = 256
+_MAX_EVENTS = 256
 """Most events that are read; further ones are kept as their text."""
 
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
@@ -84,7 +84,7 @@ class Replay(EventPassage):
 
     def _compact(self) -> None:
         """A stream that cannot be read cannot be continued; as long as its instance goes on, it is forwarded."""
-        if len(self._unread) > _MOST_EVENTS:
+        if len(self._unread) > _MAX_EVENTS:
             with suppress(UnreadableStream):
                 self._read_on()
 

@@ -18,12 +18,12 @@ from kvferry.router.body import RequestBody
 from kvferry.router.choice.plan import is_batch
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.headers import JSON, PROGRESS, REQUEST_ID, TIMELINE, LegHeaders
-from kvferry.router.instances.instance import Absent, Instance, SglangFacts, VllmFacts
+from kvferry.router.instances.instance import Instance, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols.form import Form
 from kvferry.router.protocols.keys import with_client_keys
 from kvferry.router.request.hand_off import HandOff
 from kvferry.router.request.leg import Leg, LegChanges
-from kvferry.router.request.next_turn import Conversation, Kept
+from kvferry.router.request.next_turn import Conversation, KeptTicket
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.services import Services
 
@@ -36,7 +36,7 @@ _ONE = (None, 1)
 """Numbers of choices that make one."""
 _NOT_COMPRESSED = [(b"accept-encoding", b"identity")]
 """The header for answers that the router reads itself."""
-_NO_MARKS = (VllmFacts, SglangFacts, Absent)
+_NO_MARKS = (VllmFacts, SglangFacts, UnknownFacts)
 """Instances that do not mark the events of their streams."""
 
 
@@ -69,7 +69,7 @@ class RequestLegs:
     def prefill(self, instance: Instance, form: Form) -> HandOff:
         """Ask P to compute the prompt and keep its KV."""
         form = with_client_keys(form, self._body.kv_keys)
-        kept: Kept | None = None
+        kept: KeptTicket | None = None
         seed: dict[str, int] = {}
         if form.shares_seed:
             seed = self._seed
@@ -206,7 +206,7 @@ def is_of_one(path: str, body: RequestBody) -> bool:
     return path != "/v1/completions" or not is_batch(body.raw("prompt"))
 
 
-def repeats_itself(body: RequestBody) -> bool:
+def is_reproducible(body: RequestBody) -> bool:
     """Whether a second answer from another instance would be the same: greedy, or with a seed from the client."""
     if body.get("use_beam_search"):
         return False
@@ -219,7 +219,7 @@ def prefill_body(body: RequestBody, form: Form, seed: dict[str, int], kept: dict
 
     SGLang's P generates one token whatever the request says, and expects the same request as D.
     """
-    if form.meets_in_a_room:
+    if form.uses_rendezvous:
         return body.encode(without=("stream_options",), **{**form.prefill_fields, "stream": False})
     fields: dict[str, Any] = {"max_tokens": 1, "n": 1, "stream": False, **seed, **form.prefill_fields}
     if "max_completion_tokens" in body:
@@ -239,7 +239,7 @@ def decode_body(
     Unless `returns_ticket`, D keeps KV for another turn only if the router removes its ticket from the answer
     (`keeps`), since the ticket has addresses that clients must not see.
     """
-    if form.meets_in_a_room and form.early is not None:
+    if form.uses_rendezvous and form.early is not None:
         return body.encode(**{**form.early, **seed})
     return body.encode(**{HAND_OFF_FIELD: params if returns_ticket else _with_keeping(params, keeps), **seed})
 

@@ -32,37 +32,37 @@ class GuardedPolicy:
         """Keep a block from now on."""
         self._pins.setdefault(key, 0)
         self._pins.move_to_end(key)
-        self._tell(self.policy.insert, key, now, parent)
+        self._report_to_policy(self.policy.insert, key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
         """Count a use of a block; ignored if it is not kept."""
         if key in self._pins:
             self._pins.move_to_end(key)
-            self._tell(self.policy.access, key, now)
+            self._report_to_policy(self.policy.access, key, now)
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
         """The request whose prompt consists of `keys` has got its whole answer."""
-        self._tell(self.policy.finish, keys, num_output_tokens, now)
+        self._report_to_policy(self.policy.finish, keys, num_output_tokens, now)
 
     def remove(self, key: Key) -> None:
         """A block is gone for another reason than `evict`; ignored if it is not kept."""
         if key in self._pins:
             self._num_pinned -= self._pins.pop(key) > 0
-            self._tell(self.policy.remove, key)
+            self._report_to_policy(self.policy.remove, key)
 
     def pin(self, key: Key) -> None:
         """Do not evict this block until `unpin` was called as often; ignored if it is not kept."""
         if key in self._pins:
             self._num_pinned += self._pins[key] == 0
             self._pins[key] += 1
-            self._tell(self.policy.pin, key)
+            self._report_to_policy(self.policy.pin, key)
 
     def unpin(self, key: Key, now: float) -> None:
         """Undo one `pin`; ignored if the block is not pinned."""
         if self._pins.get(key):
             self._pins[key] -= 1
             self._num_pinned -= self._pins[key] == 0
-            self._tell(self.policy.unpin, key, now)
+            self._report_to_policy(self.policy.unpin, key, now)
 
     def evict(self, now: float) -> Key | None:
         """Choose a block to evict; it is no longer kept. None exactly if all are pinned, or there is none."""
@@ -90,7 +90,7 @@ class GuardedPolicy:
         """How many blocks are kept."""
         return len(self._pins)
 
-    def _tell(self, call: Callable[..., None], *about: object) -> None:
+    def _report_to_policy(self, call: Callable[..., None], *about: object) -> None:
         """Report an event to the policy, after it was recorded here."""
         try:
             call(*about)

@@ -34,7 +34,7 @@ from kvferry.store.eviction.age_queue import AgeQueue
 from kvferry.store.eviction.base import EvictionPolicy, Key
 from kvferry.store.eviction.reuse_model import ReuseModel
 
-MOST_EVICTIONS_A_RANKING = 64
+MAX_EVICTIONS_A_RANKING = 64
 RANKING_S = 1.0
 SAME_JUDGEMENT_S = 0.01
 SAME_REQUEST_S = 5.0
@@ -108,7 +108,7 @@ class Group:
         return known if run.output == UNKNOWN_OUTPUT else (*known, run.output, _size_bucket(run.size))
 
 
-class Learned(EvictionPolicy):
+class LearnedPolicy(EvictionPolicy):
     """Keeps groups by class, in the order of their last use; `ReuseModel` says in which class the oldest group is worth
     the least."""
 
@@ -242,7 +242,7 @@ class Learned(EvictionPolicy):
                 ranking.append((self._model.worth(class_number, now - newest.started), class_number, True))
         heapq.heapify(ranking)
         self._ranking, self._ranked_at = ranking, now
-        self._num_evictions_left = min(MOST_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
+        self._num_evictions_left = min(MAX_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
 
     def _tell_rests(self, now: float) -> None:
         """Make groups of the blocks that a use of their group did not include."""

@@ -1,4 +1,4 @@
-"""The better of two orders: what is learned about reuse (`Learned`), or LRU while popularity changes faster than that.
+"""The better of two orders: what is learned about reuse (`LearnedPolicy`), or LRU while popularity changes faster than that.
 
 Both orders run all the time, each on a *shadow*: the blocks that a cache of the same size would keep by that order
 alone. So it is known which one would have found more, exactly and whatever is followed meanwhile. The cache itself
@@ -17,9 +17,9 @@ from collections.abc import Container, Iterable
 
 from kvferry.store.eviction.base import EvictionPolicy, Key
 from kvferry.store.eviction.leaf_lru import LeafLru
-from kvferry.store.eviction.learned import Learned
+from kvferry.store.eviction.learned import LearnedPolicy
 
-ALLOWED_LAG, LEAST_LAG = 1 / 40, 3
+ALLOWED_LAG, MIN_LAG = 1 / 40, 3
 REMEMBERED_LEAD = 1 / 2
 """The largest lead that counts, as a share of the capacity, so that one from long ago does not decide forever."""
 
@@ -62,7 +62,7 @@ class Reuse(EvictionPolicy):
         super().__init__(capacity)
         self._kept: dict[Key, Key | None] = {}
         """Every block in the order, with its parent."""
-        self.learned, self.lru = Shadow(Learned(capacity)), Shadow(LeafLru(capacity))
+        self.learned, self.lru = Shadow(LearnedPolicy(capacity)), Shadow(LeafLru(capacity))
         self._followed = self.learned
         self._lead = 0
         """Blocks that the learned shadow found more than LRU's: up to now if it is followed, else since the least."""
@@ -92,7 +92,7 @@ class Reuse(EvictionPolicy):
         self._lead += lead
         if self._followed is self.learned:
             self._lead = min(self._lead, int(self.capacity * REMEMBERED_LEAD))
-            if self._lead <= -max(LEAST_LAG, self.capacity * ALLOWED_LAG):
+            if self._lead <= -max(MIN_LAG, self.capacity * ALLOWED_LAG):
                 self._followed, self._lead = self.lru, 0
         else:
             self._lead = max(self._lead, 0)

@@ -30,11 +30,11 @@ EDGES_S: Floats = np.concatenate([[0.0], FIRST_EDGE_S * STEP ** np.arange(NUM_ED
 REMEMBERED_TRIALS = 16_384
 BORROWED_TRIALS = 3.0
 """The weight of the parent class, in trials."""
-LEAST_SEEN_SHARE = 0.05
+MIN_SEEN_SHARE = 0.05
 """A gap that only this share of all trials has been observed long enough to show counts for 1/0.05, and no more."""
 EVENLY_SPREAD_SHARE = 0.1
 REFIT_EVENTS, REFIT_SHARE = 64, 1 / 32
-LEAST_P, MOST_P = 0.001, 0.995
+MIN_P, MAX_P = 0.001, 0.995
 
 
 class ReuseModel:
@@ -130,7 +130,7 @@ class ReuseModel:
         for level in levels:
             borrowed = BORROWED_TRIALS * chance[parents[level]]
             chance[level] = (uses[level] + borrowed) / (watched[level] + BORROWED_TRIALS)
-        clipped: Floats = np.clip(chance, LEAST_P, MOST_P)
+        clipped: Floats = np.clip(chance, MIN_P, MAX_P)
         return clipped
 
     def _is_remembered(self, trial: int) -> bool:
@@ -145,7 +145,7 @@ def _gap_distribution(gaps: Floats, seen: Floats, weights: Floats) -> Floats:
     could_show = 1.0 - np.searchsorted(np.sort(seen), observed) / len(seen)
     places = np.clip(np.searchsorted(EDGES_S, observed, side="right") - 1, 0, NUM_EDGES - 2)
     counted = np.bincount(
-        places, weights=weights[reused] / np.maximum(could_show, LEAST_SEEN_SHARE), minlength=NUM_EDGES - 1
+        places, weights=weights[reused] / np.maximum(could_show, MIN_SEEN_SHARE), minlength=NUM_EDGES - 1
     ).astype(np.float64)
     counted += (EVENLY_SPREAD_SHARE * counted.sum() + 1.0) / (NUM_EDGES - 1)
     return np.concatenate([[0.0], np.cumsum(counted / counted.sum())])

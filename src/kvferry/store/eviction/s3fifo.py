@@ -11,7 +11,7 @@ from collections import OrderedDict
 from kvferry.store.eviction.base import EvictionPolicy, Key
 
 SMALL_SHARE = 0.1
-MOST_USES = 3
+MAX_USES = 3
 
 
 class S3Fifo(EvictionPolicy):
@@ -34,7 +34,7 @@ class S3Fifo(EvictionPolicy):
 
     def _access(self, key: Key, now: float) -> None:
         queue = self._small if key in self._small else self._main
-        queue[key] = min(queue[key] + 1, MOST_USES)
+        queue[key] = min(queue[key] + 1, MAX_USES)
 
     def _remove(self, key: Key) -> None:
         (self._small if key in self._small else self._main).pop(key)

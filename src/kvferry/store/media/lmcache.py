@@ -40,7 +40,7 @@ from kvferry.store.base import (
     require_short_note,
 )
 from kvferry.store.media.lmcache_client import MAX_BYTES, DamagedValue, LMCacheClient
-from kvferry.store.media.lmcache_sets import LMCachePlace, LMCacheSets, PlaceAddress
+from kvferry.store.media.lmcache_sets import LMCacheSets, LMCacheSlot, SlotAddress
 from kvferry.store.record import CorruptBlock, read_label
 from kvferry.store.threads import Stop, Threads
 
@@ -65,7 +65,7 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True):
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.75
 
 
-_Change = Callable[[list[LMCachePlace], int], LMCachePlace]
+_Change = Callable[[list[LMCacheSlot], int], LMCacheSlot]
 """Takes a set's places and the index of one, and returns what that place becomes."""
 
 
@@ -87,7 +87,7 @@ class LMCacheStore(KVStore):
         ways = max(1, min(WAYS, options.max_bytes // record_bytes))
         num_sets = max(1, options.max_bytes // (record_bytes * ways))
         share = options.pinned_share
-        self._most_pinned = max(1, int(share * ways)) if share else 0
+        self._max_pinned = max(1, int(share * ways)) if share else 0
         """How many places of a set can be pinned: at least one, unless `pinned_share` is 0."""
         name = f"kvferry.{layout.fingerprint()}.{self.records.codec.name}.{num_sets}.{ways}"
         self.client = LMCacheClient(host, port)
@@ -153,9 +153,9 @@ class LMCacheStore(KVStore):
                 break
         return num_pinned
 
-    def _pinned(self, places: Sequence[LMCachePlace], way: int) -> LMCachePlace:
+    def _pinned(self, places: Sequence[LMCacheSlot], way: int) -> LMCacheSlot:
         """A place of a set as `pin` leaves it: pinned, unless the set has its share of pins already."""
-        has_room = sum(place.pinned for place in places) < self._most_pinned
+        has_room = sum(place.pinned for place in places) < self._max_pinned
         return msgspec.structs.replace(places[way], pinned=places[way].pinned or has_room)
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
@@ -164,7 +164,7 @@ class LMCacheStore(KVStore):
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Empties the places, which then take no memory on the server."""
         self.note_removed(hashes)
-        return await self._change(hashes, lambda places, way: LMCachePlace(), empties=True)
+        return await self._change(hashes, lambda places, way: LMCacheSlot(), empties=True)
 
     # Notes: time of expiry (8 bytes, Unix time in ms), digest of the name (32 bytes), content.
 
@@ -232,9 +232,9 @@ class LMCacheStore(KVStore):
     async def _tidy(self, hashes: Sequence[BlockHash]) -> None:
         """Remove blocks from the index that are not where it says."""
         if hashes:
-            await self._change(hashes, lambda places, way: LMCachePlace(), empties=True)
+            await self._change(hashes, lambda places, way: LMCacheSlot(), empties=True)
 
-    async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[LMCachePlace]]) -> None:
+    async def _touch(self, hashes: Sequence[BlockHash], sets: dict[int, list[LMCacheSlot]]) -> None:
         now = SYSTEM_CLOCK.wall()
         places = {name: self.sets.find(sets, name) for name in hashes}
         old = [
@@ -265,7 +265,7 @@ class LMCacheStore(KVStore):
 
     async def _claim(
         self, blocks: Sequence[Block]
-    ) -> tuple[list[Put], list[tuple[Block, PlaceAddress]], set[BlockHash]]:
+    ) -> tuple[list[Put], list[tuple[Block, SlotAddress]], set[BlockHash]]:
         """Choose places for these blocks, and remove from the index what was in them. Returns the outcomes, the blocks
         to send with their places, and the blocks that are gone."""
         outcomes, placed, gone = [], [], set[BlockHash]()
@@ -275,13 +275,13 @@ class LMCacheStore(KVStore):
                 outcome, way = self._make_room(sets[self.sets.set_of(block.block_hash)], block.block_hash, gone)
                 outcomes.append(outcome)
                 if outcome is Put.STORED:
-                    placed.append((block, PlaceAddress(self.sets.set_of(block.block_hash), way)))
+                    placed.append((block, SlotAddress(self.sets.set_of(block.block_hash), way)))
             for _, at in placed:
-                sets[at.set_number][at.way] = LMCachePlace(used_s=SYSTEM_CLOCK.wall())
+                sets[at.set_number][at.way] = LMCacheSlot(used_s=SYSTEM_CLOCK.wall())
             await self.client.put(self.sets.encoded(sets))
         return outcomes, placed, gone
 
-    async def _enter(self, placed: dict[PlaceAddress, BlockHash]) -> None:
+    async def _enter(self, placed: dict[SlotAddress, BlockHash]) -> None:
         """Enter blocks in the index, except where another process has entered them meanwhile, or has pinned what it put
         there."""
         async with self.sets.locked():
@@ -289,13 +289,13 @@ class LMCacheStore(KVStore):
             for at, block_hash in placed.items():
                 places = sets[at.set_number]
                 if self.sets.find(sets, block_hash) is None and not places[at.way].pinned:
-                    places[at.way] = LMCachePlace(block_hash, SYSTEM_CLOCK.wall())
+                    places[at.way] = LMCacheSlot(block_hash, SYSTEM_CLOCK.wall())
             await self.client.put(self.sets.encoded(sets))
 
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
 
-    def _make_room(self, places: list[LMCachePlace], block_hash: BlockHash, gone: set[BlockHash]) -> tuple[Put, int]:
+    def _make_room(self, places: list[LMCacheSlot], block_hash: BlockHash, gone: set[BlockHash]) -> tuple[Put, int]:
         """Choose the block's place in its set, and mark it as the block's. Adds the block that was there to `gone`."""
         now = SYSTEM_CLOCK.wall()
         for way, place in enumerate(places):
@@ -310,7 +310,7 @@ class LMCacheStore(KVStore):
         gone.discard(block_hash)
         if places[way].block_hash:
             gone.add(places[way].block_hash)
-        places[way] = LMCachePlace(block_hash, now)
+        places[way] = LMCacheSlot(block_hash, now)
         return Put.STORED, way
 
     async def _change(self, hashes: Sequence[BlockHash], change: _Change, *, empties: bool = False) -> int:

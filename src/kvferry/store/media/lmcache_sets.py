@@ -27,7 +27,7 @@ MAX_INDEX_BYTES = 4096
 LOCK_POLL_S = 0.001
 
 
-class LMCachePlace(msgspec.Struct, array_like=True):
+class LMCacheSlot(msgspec.Struct, array_like=True):
     """What an index says of one place. An empty `block_hash`: no block. `used_s`: of the last use, since the epoch."""
 
     block_hash: bytes = b""
@@ -35,12 +35,12 @@ class LMCachePlace(msgspec.Struct, array_like=True):
     pinned: bool = False
 
 
-PlacesBySet = dict[int, list[LMCachePlace]]
+PlacesBySet = dict[int, list[LMCacheSlot]]
 """The places of each set, by the set's number."""
 
 
 @dataclass(frozen=True)
-class PlaceAddress:
+class SlotAddress:
     """Names one place: the number of its set, from 0, and which of the set's places it is, from 0."""
 
     set_number: int
@@ -66,12 +66,12 @@ class LMCacheSets:
         """The number of the block's set."""
         return int.from_bytes(block_hash[:8], "little") % self.num_sets
 
-    def find(self, sets: PlacesBySet, block_hash: BlockHash) -> PlaceAddress | None:
+    def find(self, sets: PlacesBySet, block_hash: BlockHash) -> SlotAddress | None:
         """Where a block is; `sets` includes its set."""
         number = self.set_of(block_hash)
         ways = (way for way, place in enumerate(sets[number]) if place.block_hash == block_hash)
         way = next(ways, None)
-        return None if way is None else PlaceAddress(number, way)
+        return None if way is None else SlotAddress(number, way)
 
     async def read(self, hashes: Iterable[BlockHash]) -> PlacesBySet:
         """The sets of these blocks, in one batch. An index that is missing or damaged reads as empty places."""
@@ -79,15 +79,15 @@ class LMCacheSets:
         found = await self._client.get([self.index_key(number) for number in numbers], MAX_INDEX_BYTES)
         return {number: self._decoded(value) for number, value in zip(numbers, found, strict=True)}
 
-    def _decoded(self, value: bytes | DamagedValue | None) -> list[LMCachePlace]:
+    def _decoded(self, value: bytes | DamagedValue | None) -> list[LMCacheSlot]:
         if isinstance(value, bytes) and xxhash.xxh3_64_digest(value[8:]) == value[:8]:
             try:
-                places = msgspec.msgpack.decode(value[8:], type=list[LMCachePlace])
+                places = msgspec.msgpack.decode(value[8:], type=list[LMCacheSlot])
             except (msgspec.DecodeError, RecursionError):
                 places = []
             if len(places) == self.ways:
                 return places
-        return [LMCachePlace() for _ in range(self.ways)]
+        return [LMCacheSlot() for _ in range(self.ways)]
 
     def encoded(self, sets: PlacesBySet) -> list[tuple[str, bytes]]:
         """Key and value of each set's index, for `LMCacheClient.put`: 8 bytes of XXH3-64, then msgpack."""
@@ -100,7 +100,7 @@ class LMCacheSets:
         """The key of a set's index."""
         return f"{self._name}@1@0@{number:x}@uint8"
 
-    def place_key(self, at: PlaceAddress) -> str:
+    def place_key(self, at: SlotAddress) -> str:
         """The key of a place."""
         return f"{self._name}@1@{at.way + 1}@{at.set_number:x}@uint8"
 

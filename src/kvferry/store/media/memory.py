@@ -26,7 +26,7 @@ from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThr
 from kvferry.store.copying import copy_bytes
 from kvferry.store.machine import MACHINE, Machine
 from kvferry.store.media.memory_index import ArenaSlot, MemoryIndex, table_bytes
-from kvferry.store.media.memory_notes import NOTE_BYTES, MemoryNotes, least_size, notes_bytes, num_notes
+from kvferry.store.media.memory_notes import NOTE_BYTES, MemoryNotes, min_size, notes_bytes, num_notes
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop
 
@@ -60,7 +60,7 @@ class MemoryStore(KVStore):
         self._num_notes = num_notes(size)
         self._num_slots = options.num_blocks or self._slots_in(size or 0)
         if self._num_slots < 1:
-            least = least_size(table_bytes(0) + self._bytes_of_slot())
+            least = min_size(table_bytes(0) + self._bytes_of_slot())
             raise ConfigError(
                 f"store memory:{location} is too small: one block of this model takes {format_bytes(self._slot_bytes)},"
                 f" and with index and notes the store needs at least {least} bytes"

@@ -129,13 +129,13 @@ class MemoryIndex:
     def access(self, number: int) -> None:
         """Count a use of the block in this slot."""
         self._policy.access(self._what[number], self._clock.monotonic())
-        self._tell(_ACCESSED, number)
+        self._report_event(_ACCESSED, number)
 
     def finish(self, number: int, num_output_tokens: int) -> None:
         """A request whose prompt includes the block in this slot has got its whole answer."""
         num_tokens = min(num_output_tokens, MAX_ANSWER_TOKENS)
         self._policy.finish([self._what[number]], num_tokens, self._clock.monotonic())
-        self._tell(_FINISHED | num_tokens << _KIND_BITS, number)
+        self._report_event(_FINISHED | num_tokens << _KIND_BITS, number)
 
     def take(self) -> tuple[int, BlockHash | None] | None:
         """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
@@ -154,7 +154,7 @@ class MemoryIndex:
         number = self._where.pop(victim)
         del self._what[number]
         self._slots["state"][number] = _FREE
-        self._tell(_FREED, number)
+        self._report_event(_FREED, number)
         return self._begin(number), victim
 
     def commit(self, number: int, block_hash: BlockHash, parent: BlockHash | None, length: int) -> None:
@@ -166,13 +166,13 @@ class MemoryIndex:
         slots["length"][number], slots["order"][number], slots["pinned"][number] = length, order, 0
         slots["state"][number] = _READY  # last, so that a slot that is ready is complete
         self._add(number)
-        self._tell(_ADDED, number)
+        self._report_event(_ADDED, number)
 
     def give_back(self, number: int) -> None:
         """Give back a slot that was taken and holds nothing."""
         self._slots["state"][number] = _FREE
         self._free[number] = None
-        self._tell(_FREED, number)
+        self._report_event(_FREED, number)
 
     def remove(self, block_hash: BlockHash) -> bool:
         """Remove a block. Returns whether it was there."""
@@ -195,7 +195,7 @@ class MemoryIndex:
         if number is not None and bool(self._slots["pinned"][number]) != pinned:
             self._slots["pinned"][number] = pinned
             self._follow_pin(block_hash, pinned)
-            self._tell(_PINNED if pinned else _UNPINNED, number)
+            self._report_event(_PINNED if pinned else _UNPINNED, number)
         return number is not None
 
     def _follow_pin(self, block_hash: BlockHash, pinned: bool) -> None:
@@ -206,7 +206,7 @@ class MemoryIndex:
 
     # What other processes did.
 
-    def _tell(self, kind: int, number: int) -> None:
+    def _report_event(self, kind: int, number: int) -> None:
         count = int(self._counters[_NUM_EVENTS])
         self._events[count % len(self._events)] = (kind, number)
         self._counters[_NUM_EVENTS] = count + 1
@@ -281,14 +281,14 @@ class MemoryIndex:
     def _begin(self, number: int) -> int:
         self._slots["pid"][number], self._slots["started"][number] = self._me
         self._slots["state"][number] = _WRITING
-        self._tell(_TAKEN, number)
+        self._report_event(_TAKEN, number)
         return number
 
     def _reclaim(self) -> None:
         self._num_taken = 0
         for number in self._reclaim_of_dead():
             self._free[number] = None
-            self._tell(_FREED, number)
+            self._report_event(_FREED, number)
 
     def _reclaim_of_dead(self) -> list[int]:
         """Free the slots that dead processes were writing."""

@@ -16,9 +16,9 @@ import numpy as np
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.store.arena import Arena
 
-MOST_NOTES, LEAST_NOTES = 256, 8
+MAX_NOTES, MIN_NOTES = 256, 8
 SHARE = 8
-"""The notes of a store of a given size take an eighth of it at most, unless that is less than `LEAST_NOTES`."""
+"""The notes of a store of a given size take an eighth of it at most, unless that is less than `MIN_NOTES`."""
 NOTE_BYTES = 2**14
 """The longest content of a note."""
 SHORT_NOTE_BYTES = 2**10
@@ -26,7 +26,7 @@ SHORT_NOTE_BYTES = 2**10
 WAYS = 8
 """Places in a set of the table of short notes. The table of long notes is one set."""
 SETS_EACH = 2
-"""Sets of short notes for each long one beyond `LEAST_NOTES`: they take about as much memory."""
+"""Sets of short notes for each long one beyond `MIN_NOTES`: they take about as much memory."""
 
 
 def _note_type(num_bytes: int) -> np.dtype[np.void]:
@@ -44,17 +44,17 @@ _BYTES_EACH = _LONG.itemsize + SETS_EACH * WAYS * _SHORT.itemsize
 def num_notes(store_bytes: int | None) -> int:
     """How many long notes a store has places for. `store_bytes`: its size; None: its size is given in blocks."""
     if store_bytes is None:
-        return MOST_NOTES
-    return min(MOST_NOTES, max(LEAST_NOTES, store_bytes // SHARE // _BYTES_EACH))
+        return MAX_NOTES
+    return min(MAX_NOTES, max(MIN_NOTES, store_bytes // SHARE // _BYTES_EACH))
 
 
-def least_size(num_bytes: int) -> int:
+def min_size(num_bytes: int) -> int:
     """The size of the smallest store that has `num_bytes` besides its notes."""
-    for number in range(LEAST_NOTES, MOST_NOTES):
-        size = max(num_bytes + notes_bytes(number), number * SHARE * _BYTES_EACH if number > LEAST_NOTES else 0)
+    for number in range(MIN_NOTES, MAX_NOTES):
+        size = max(num_bytes + notes_bytes(number), number * SHARE * _BYTES_EACH if number > MIN_NOTES else 0)
         if num_notes(size) == number:
             return size
-    return num_bytes + notes_bytes(MOST_NOTES)
+    return num_bytes + notes_bytes(MAX_NOTES)
 
 
 def notes_bytes(num_notes: int) -> int:
@@ -63,7 +63,7 @@ def notes_bytes(num_notes: int) -> int:
 
 
 def _num_short(num_notes: int) -> int:
-    return WAYS * max(1, SETS_EACH * (num_notes - LEAST_NOTES))
+    return WAYS * max(1, SETS_EACH * (num_notes - MIN_NOTES))
 
 
 class MemoryNotes:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry.core.errors import ConfigError, MissingDependency, StoreError
-from kvferry.core.settings.bounds import MOST_SECONDS
+from kvferry.core.settings.bounds import MAX_SECONDS
 from kvferry.core.settings.files import read_whole
 from kvferry.store.base import StoreBytes, StoreFull, StoreOptions
 
@@ -54,7 +54,7 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
     PEM files, only for schemes with TLS."""
 
     max_bytes: StoreBytes | None = None
-    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MOST_SECONDS)] = 7 * DAY_S
+    ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SECONDS)] = 7 * DAY_S
     password_file: str = ""
     tls_ca: str = ""
     tls_cert: str = ""

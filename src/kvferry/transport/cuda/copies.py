@@ -15,9 +15,9 @@ import numpy as np
 from kvferry.transport.cuda.driver import NOT_READY, CudaDriver
 from kvferry.transport.memory import Pieces
 
-MOST_PIECES = 16384
+MAX_PIECES = 16384
 """The most pieces of one `begin`."""
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 """The most bytes of one `begin`, a few milliseconds at the speed of PCIe."""
 PIECE_BYTES = 256 * 2**10
 """Larger pieces are divided, so that all blocks of threads have some."""
@@ -40,18 +40,18 @@ class CudaCopies:
         driver.call("cuModuleLoadData", ctypes.byref(self._module), ctypes.c_char_p(code))
         driver.call("cuModuleGetFunction", ctypes.byref(self._kernel), self._module, b"kvferry_copy")
         driver.call("cuStreamCreate", ctypes.byref(self._stream), NON_BLOCKING)
-        num_bytes = MOST_PIECES * COLUMNS * 8
+        num_bytes = MAX_PIECES * COLUMNS * 8
         driver.call("cuMemHostAlloc", ctypes.byref(self._table), ctypes.c_size_t(num_bytes), 0)
         memory = memoryview((ctypes.c_char * num_bytes).from_address(self._table.value or 0))
-        self._rows = np.frombuffer(memory, np.uint64).reshape(MOST_PIECES, COLUMNS)
+        self._rows = np.frombuffer(memory, np.uint64).reshape(MAX_PIECES, COLUMNS)
 
     def copy(self, pieces: Pieces) -> None:
         """Copy each piece from `remote` to `local`; `wait` waits for the last of them. Sizes and number may be any."""
-        for part in pieces.divided(PIECE_BYTES).slices(MOST_BYTES, MOST_PIECES):
+        for part in pieces.divided(PIECE_BYTES).slices(MAX_BYTES, MAX_PIECES):
             self.begin(part)
 
     def begin(self, pieces: Pieces) -> None:
-        """Begin to copy pieces when the copies before have ended: at most `MOST_PIECES`. All addresses must be mapped:
+        """Begin to copy pieces when the copies before have ended: at most `MAX_PIECES`. All addresses must be mapped:
         one that is not would end the process's use of the GPU."""
         self.wait()
         for column, values in enumerate((pieces.remote, pieces.local, pieces.lengths)):

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.core.closing import close_all
 from kvferry.core.errors import ConfigError, ProtocolError
-from kvferry.transport.cuda.copies import MOST_BYTES, MOST_PIECES, PIECE_BYTES, CudaCopies
+from kvferry.transport.cuda.copies import MAX_BYTES, MAX_PIECES, PIECE_BYTES, CudaCopies
 from kvferry.transport.cuda.driver import HANDLE_BYTES, CudaDriver
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer, read_description
 from kvferry.transport.fabric.shm import machine_id
@@ -100,7 +100,7 @@ class CudaIpcPeer(FabricPeer):
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         """Begin copies, and wait for them, also if the read was given up: copies cannot be cancelled."""
         pieces = join(remote, self._theirs, local, self._ours, PIECE_BYTES)
-        for part in pieces.slices(MOST_BYTES, MOST_PIECES):
+        for part in pieces.slices(MAX_BYTES, MAX_PIECES):
             async with self._copying:
                 self.require_going(deadline)
                 self._copies.begin(part)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
 TICKS_PER_LEASE = 50
-LONGEST_TICK_S = 0.25
+MAX_TICK_S = 0.25
 MAX_KEY_LENGTH = 512
 MAX_READERS = 1024
 
@@ -181,7 +181,7 @@ class FabricLookupBuffer(LookupBuffer):
 
     async def _expire(self) -> None:
         """Ticks while there is a key, and waits for one otherwise."""
-        tick_s = min(LONGEST_TICK_S, self.table.bounds.lease_s / TICKS_PER_LEASE)
+        tick_s = min(MAX_TICK_S, self.table.bounds.lease_s / TICKS_PER_LEASE)
         loop, changed, waits = asyncio.get_running_loop(), asyncio.Event(), False
 
         def on_change() -> None:  # from any thread

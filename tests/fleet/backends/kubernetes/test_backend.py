@@ -29,7 +29,7 @@ from kvferry.fleet.backends.kubernetes.backend import KubernetesBackend
 from kvferry.fleet.control.backend import BackendContext, MemberState, NotStarted, backend_class
 from kvferry.fleet.control.controller import Controller, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.fleet.process import PROGRAM
 from kvferry.testing.backends import Programs, named, start, until
 
@@ -43,7 +43,7 @@ def fleet(
     image: str = "kvferry:1",
     tensor_parallel_size: int = 1,
     **kubernetes: Any,
-) -> WantedFleet:
+) -> DesiredFleet:
     return fleet_from(
         {
             "name": "chat",
@@ -358,7 +358,7 @@ class Controlled:
             await backend.close()
             controller.close()
 
-    async def settled(self, wanted: WantedFleet) -> None:
+    async def settled(self, wanted: DesiredFleet) -> None:
         number = self.ledger.want(wanted).number
         await eventually(lambda: (seen := self.ledger.status()) and seen.settled and seen.number == number)
 

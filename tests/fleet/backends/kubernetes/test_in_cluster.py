@@ -19,7 +19,7 @@ pytest.importorskip("kubernetes")
 from fleet.backends.kubernetes.emulated import Cluster
 from fleet.backends.kubernetes.test_backend import eventually
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import WantedFleet, read_fleet
+from kvferry.fleet.control.spec import DesiredFleet, read_fleet
 from kvferry.fleet.kubernetes.render import render_controller
 from kvferry.fleet.kubernetes.values import Values
 from kvferry.fleet.process import PROGRAM
@@ -61,7 +61,7 @@ class Deployed:
         draft.write_text(text)
         draft.replace(self.file)
 
-    async def apply(self, fleet: WantedFleet) -> None:
+    async def apply(self, fleet: DesiredFleet) -> None:
         objects = {one["kind"]: one for one in render_controller(fleet, Values(), "t" * 32)}
         for one in render_controller(fleet, Values(), "t" * 32):
             await self.cluster.node.creates(one)

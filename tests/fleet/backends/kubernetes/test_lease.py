@@ -28,14 +28,14 @@ from kvferry.fleet.backends.kubernetes.cluster import Cluster
 from kvferry.fleet.backends.kubernetes.lease import ClusterLease
 from kvferry.fleet.backends.kubernetes.pod import pods_for
 from kvferry.fleet.control.backend import MemberSpec
-from kvferry.fleet.control.controller import Controller, LetGo, Superseded
+from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S, LeaseUnknown
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.kubernetes.render import budgets, support
 from kvferry.fleet.kubernetes.values import Values
 from kvferry.fleet.process import PROGRAM
 
-LATE = TAKEN_S + 0.1
+DEGRADED = TAKEN_S + 0.1
 
 
 @asynccontextmanager
@@ -71,8 +71,8 @@ async def test_one_that_is_not_heard_is_followed_and_knows_it(tmp_path: Path) ->
     async with two(tmp_path) as (first, second, clock, others, emulated):
         assert await first.try_to_take()
         assert not await second.try_to_take()
-        others.advance(LATE)
-        clock.advance(LATE)  # its process was stopped all the while
+        others.advance(DEGRADED)
+        clock.advance(DEGRADED)  # its process was stopped all the while
         assert not first.is_held
         assert await second.try_to_take()
         await first.renew()
@@ -100,7 +100,7 @@ async def test_of_many_that_try_one_succeeds(tmp_path: Path) -> None:
         assert await first.try_to_take()
         many = [ClusterLease(second._cluster, "llm", second.name, {}, others.monotonic) for _ in range(8)]
         assert not any([await one.try_to_take() for one in many])
-        others.advance(LATE)
+        others.advance(DEGRADED)
         assert sum(await asyncio.gather(*(one.try_to_take() for one in many))) == 1
         assert sum(one.is_held for one in many) == 1
 
@@ -176,7 +176,7 @@ async def test_a_controller_that_loses_the_right_changes_nothing_any_more(
         lease = backends[0]._lease
         assert lease is not None
         monkeypatch.setattr(lease, "renew", lambda: asyncio.sleep(0))
-        assert isinstance(await tasks[0], Superseded)
+        assert isinstance(await tasks[0], LeadershipLost)
         before = [one["metadata"]["name"] for one in emulated.server.pods()]
         await backends[0].stop("decode-0", 1.0)
         assert [one["metadata"]["name"] for one in emulated.server.pods()] == before

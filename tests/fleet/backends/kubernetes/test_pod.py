@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.fleet.backends.kubernetes.pod import member_of, member_of_pods, pods_for, selector_of
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.fleet.kubernetes.render import support
 from kvferry.fleet.kubernetes.values import Values
 
@@ -19,7 +19,7 @@ UNITS = {"mode": "replica", "unit": {"members": {"prefill": 1, "decode": 2}}}
 IMAGE = "registry.example/kvferry:1"
 
 
-def fleet(told: dict[str, Any], engine: str = "kvferry", **more: dict[str, Any]) -> WantedFleet:
+def fleet(told: dict[str, Any], engine: str = "kvferry", **more: dict[str, Any]) -> DesiredFleet:
     pods = {"prefill": {"limits": {"nvidia.com/gpu": "1", "rdma/hca": "1"}}, **more}
     backend = {"kind": "kubernetes", "kubernetes": {"image": IMAGE, "namespace": "llm", "pod": pods}}
     return fleet_from({"name": "chat", "model": "m", "engine": {"kind": engine}, "backend": backend, **told})

@@ -26,9 +26,9 @@ from fleet.control.memory import MemoryFront
 from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.controller import Controller, LetGo, Superseded
+from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import WantedFleet, fleet_from
+from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * 3600)]
 
@@ -60,7 +60,7 @@ class Faulty:
         self.reasons: list[str] = []
         """Why controllers could not begin."""
 
-    def wanted(self) -> WantedFleet:
+    def wanted(self) -> DesiredFleet:
         counts = {role: {"count": self.dice.randint(0, MOST - 1), "max": MOST} for role in ("prefill", "decode")}
         told = {"image": self.dice.choice(["kvferry:1", "kvferry:2"]), "namespace": "llm", "routers": 1}
         return fleet_from(
@@ -86,7 +86,7 @@ class Faulty:
             )
             try:
                 end = await self.controller.run()
-                assert isinstance(end, LetGo | Superseded), end
+                assert isinstance(end, LetGo | LeadershipLost), end
             except ConfigError as error:  # it could not open its backend; its container is started again
                 self.reasons.append(str(error))
             finally:

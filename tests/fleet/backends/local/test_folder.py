@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.fleet.backends.local import folder as module
-from kvferry.fleet.backends.local.folder import LONGEST_LINE, About, MemberFolder, Tail
+from kvferry.fleet.backends.local.folder import MAX_LINE, FileTail, MemberFolder, MemberRecord
 from kvferry.fleet.started import started_at
 
-ABOUT = About(name="decode-0", role="decode", revision="r", unit="", number=3, cores=(1, 2), url="http://a:1")
+ABOUT = MemberRecord(name="decode-0", role="decode", revision="r", unit="", number=3, cores=(1, 2), url="http://a:1")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def _require_known_by_number_and_start(folder: MemberFolder, pid: int) -> None:
 def test_lines_come_when_they_are_complete(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.touch()
-    tail = Tail(path)
+    tail = FileTail(path)
     with path.open("ab", buffering=0) as writer:
         assert list(tail.lines()) == []
         writer.write(b"one\ntw")
@@ -108,22 +108,22 @@ def test_lines_come_when_they_are_complete(tmp_path: Path) -> None:
     tail.close()
 
 
-@pytest.mark.parametrize("length", [LONGEST_LINE - 1, LONGEST_LINE, LONGEST_LINE + 1, 5 * LONGEST_LINE + 7])
+@pytest.mark.parametrize("length", [MAX_LINE - 1, MAX_LINE, MAX_LINE + 1, 5 * MAX_LINE + 7])
 def test_long_lines_come_in_pieces_and_whole(tmp_path: Path, length: int) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"x" * length + b"\nnext\n")
-    tail = Tail(path)
+    tail = FileTail(path)
     *pieces, last = tail.lines()
     assert last == b"next"
     assert b"".join(pieces) == b"x" * length
-    assert max(map(len, pieces)) <= 2 * LONGEST_LINE
+    assert max(map(len, pieces)) <= 2 * MAX_LINE
     tail.close()
 
 
 def test_what_was_there_may_be_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
-    tail = Tail(path)
+    tail = FileTail(path)
     tail.skip()
     with path.open("ab", buffering=0) as writer:
         writer.write(b"after\n")
@@ -132,10 +132,10 @@ def test_what_was_there_may_be_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_LOG_BYTES", 100)
+    monkeypatch.setattr(module, "_MAX_LOG_BYTES", 100)
     path = tmp_path / "log"
     path.touch()
-    tail, seen = Tail(path, bounded=True), []
+    tail, seen = FileTail(path, bounded=True), []
     with path.open("ab", buffering=0) as writer:
         for number in range(100):
             writer.write(b"line %d\nand no e" % number)
@@ -148,10 +148,10 @@ def test_a_log_is_bounded_and_no_line_is_lost(tmp_path: Path, monkeypatch: pytes
 
 
 def test_messages_are_never_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_LOG_BYTES", 10)
+    monkeypatch.setattr(module, "_MAX_LOG_BYTES", 10)
     path = tmp_path / "messages"
     path.write_bytes(b"a long message\n")
-    tail = Tail(path)
+    tail = FileTail(path)
     assert list(tail.chunks()) == [b"a long message\n"]
     assert path.read_bytes() == b"a long message\n"
     tail.close()

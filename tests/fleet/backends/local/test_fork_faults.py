@@ -23,7 +23,7 @@ from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.control.spec import Failing
+from kvferry.fleet.control.spec import FailureSpec
 from kvferry.fleet.process import PROGRAM, ProcessSpec
 
 pytestmark = pytest.mark.processes
@@ -140,7 +140,7 @@ class Fleet:
         self.attended: AttendedFleet = attended(
             self.display,
             {"decode": lambda name: ProcessSpec(name, (*PROGRAM, "decode"), THREADS, forks=True)},
-            Failing(hang="0s", backoff=("10ms", "50ms")),
+            FailureSpec(hang="0s", backoff=("10ms", "50ms")),
             grace_s=grace_s,
             fork_server=self.server,
             decode=2,

@@ -27,9 +27,9 @@ from kvferry.fleet.control.backend import (
 )
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S
 from kvferry.fleet.control.ray_spec import ActorSpec
-from kvferry.fleet.control.spec import Backend, EngineSpec, RoleSpec, RouterSpec, Unit, WantedFleet
+from kvferry.fleet.control.spec import Backend, DesiredFleet, EngineSpec, RoleSpec, RouterSpec, Unit
 from kvferry.fleet.started import started_at
-from kvferry.testing.backends import Programs, UnheardWatcher, named, until
+from kvferry.testing.backends import NullWatcher, Programs, named, until
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 ray = pytest.importorskip("ray")
@@ -45,18 +45,18 @@ def nodes() -> Iterator[Nodes]:
         ray.shutdown()
 
 
-def wanted(nodes: Nodes, name: str) -> WantedFleet:
+def wanted(nodes: Nodes, name: str) -> DesiredFleet:
     backend = Backend(kind="ray", address=nodes.address)
-    return WantedFleet(
+    return DesiredFleet(
         name=name, model="m", mode="pooling", role={"both": RoleSpec()}, router=RouterSpec(count=0), backend=backend
     )
 
 
 @asynccontextmanager
 async def opened(
-    folder: Path, fleet: WantedFleet, token: str = "a token", *, outlives: bool = True
+    folder: Path, fleet: DesiredFleet, token: str = "a token", *, outlives: bool = True
 ) -> AsyncIterator[FleetBackend]:
-    context = BackendContext(folder, lambda fleet: Programs(fleet, folder), UnheardWatcher(), outlives, token)
+    context = BackendContext(folder, lambda fleet: Programs(fleet, folder), NullWatcher(), outlives, token)
     backend = backend_class("ray")(context)
     backend.use(fleet)
     async with asyncio.timeout(60):
@@ -116,22 +116,22 @@ async def test_of_two_controllers_one_acts_until_it_ends(nodes: Nodes, tmp_path:
     backends = []
     for folder in folders:
         folder.mkdir()
-        context = BackendContext(folder, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher(), token="a token")
+        context = BackendContext(folder, lambda fleet: Programs(fleet, tmp_path), NullWatcher(), token="a token")
         backends.append(backend_class("ray")(context))
         backends[-1].use(fleet)
     one, other = backends
     async with asyncio.timeout(60):
-        assert await one.try_to_act()
+        assert await one.try_acquire()
         await one.open()
         await serving(one, "serves-0")
-        assert not await other.try_to_act()
+        assert not await other.try_acquire()
         assert other.acts_instead == controller_name(folders[0])
-        assert not other.may_act
+        assert not other.is_leader
         with pytest.raises(NotStarted, match="another controller"):
             await other.start(MemberSpec("serves-1", "both", "r", ""))
         await one.close()
-        assert await other.try_to_act()
-        assert not await one.try_to_act()
+        assert await other.try_acquire()
+        assert not await one.try_acquire()
         await other.open()
         await other.stop("serves-0", 0.0)
         await other.clear()
@@ -204,17 +204,17 @@ def test_ranks_that_cannot_be_on_several_nodes_are_refused(
     kind: Any, args: tuple[str, ...], ray: dict[Any, ActorSpec], named: str, tmp_path: Path
 ) -> None:
     engine, backend = EngineSpec(kind=kind, args=args), Backend(kind="ray", ray=ray)
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name="ranks", model="m", mode="pooling", role={"both": RoleSpec()}, engine=engine, backend=backend
     )
-    context = BackendContext(tmp_path, lambda fleet: Programs(fleet, tmp_path), UnheardWatcher())
+    context = BackendContext(tmp_path, lambda fleet: Programs(fleet, tmp_path), NullWatcher())
     with pytest.raises(ConfigError, match=named):
         backend_class("ray")(context).use(fleet)
 
 
 async def test_a_unit_has_a_placement_group_for_as_long_as_it_has_members(nodes: Nodes, tmp_path: Path) -> None:
     unit = Unit(members={"both": 2}, place="same-host")
-    fleet = WantedFleet(
+    fleet = DesiredFleet(
         name="units", model="m", mode="replica", unit=unit, router=RouterSpec(count=0),
         backend=Backend(kind="ray", address=nodes.address),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvferry.fleet.control.spec import Backend, WantedFleet
+from kvferry.fleet.control.spec import Backend, DesiredFleet
 from kvferry.testing.backends import BackendContract
 from support.ray_nodes import Nodes, ray_nodes
 
@@ -31,5 +31,5 @@ class TestRay(BackendContract):
     def _nodes(self, nodes: Nodes) -> None:
         self._address = nodes.address
 
-    def fleet(self, name: str = "contract") -> WantedFleet:
+    def fleet(self, name: str = "contract") -> DesiredFleet:
         return msgspec.structs.replace(super().fleet(name), backend=Backend(kind="ray", address=self._address))

@@ -33,7 +33,7 @@ class _Done:
         """Returns at once: nothing was queued."""
 
 
-class Host:
+class CpuDevice:
     """The CPU: work is done when its call returns."""
 
     runs_behind = False
@@ -69,4 +69,4 @@ class _EventMark:
 
 def device_of(name: str) -> Device:
     """`name`: a tensor's device, such as "cpu" or "cuda:1"."""
-    return Host() if name == "cpu" else Accelerator(name)
+    return CpuDevice() if name == "cpu" else Accelerator(name)

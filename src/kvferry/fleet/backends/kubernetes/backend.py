@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.kubernetes.errors import ClusterError
-from kvferry.fleet.backends.kubernetes.known_pods import KnownPods
 from kvferry.fleet.backends.kubernetes.pod import (
     REVISION_LABEL,
     Object,
@@ -26,9 +25,10 @@ from kvferry.fleet.backends.kubernetes.pod import (
     pods_for,
     selector_of,
 )
+from kvferry.fleet.backends.kubernetes.pod_cache import PodCache
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 from kvferry.fleet.kubernetes.controller import controller_name, require_plain_pods
 from kvferry.fleet.kubernetes.pods import PART_LABEL, kubernetes_of, labels_of, pod_of
 from kvferry.fleet.kubernetes.render import budgets, check, support
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _POD = ("v1", "Pod")
 _CONFLICT, _NOT_FOUND = 409, 404
-_LEAST_GRACE_S = 1
+_MIN_GRACE_S = 1
 """Least grace: 0 would have Kubernetes forget the pod while it may still run."""
 _CONFIRMED_S = 15.0
 """How much longer than its grace a pod may take until its node says that it is gone; then it is forgotten: a node that
@@ -60,9 +60,9 @@ class KubernetesBackend(FleetBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._fleet: WantedFleet | None = None
+        self._fleet: DesiredFleet | None = None
         self._cluster: Cluster | None = None
-        self._known = KnownPods(context.watcher, self._have_changed)
+        self._known = PodCache(context.watcher, self._have_changed)
         self._making: dict[str, asyncio.Task[None]] = {}
         """Members whose pods the API server could not make yet."""
         self._starting: dict[str, asyncio.Event] = {}
@@ -84,7 +84,7 @@ class KubernetesBackend(FleetBackend):
         """The number of routers in `[backend.kubernetes]`."""
         return kubernetes_of(self._wanted).routers
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Use this fleet from now on. Raises `ConfigError`."""
         check(fleet)
         told = kubernetes_of(fleet)
@@ -100,7 +100,7 @@ class KubernetesBackend(FleetBackend):
         self._is_to_apply.set()
 
     @property
-    def _wanted(self) -> WantedFleet:
+    def _wanted(self) -> DesiredFleet:
         assert self._fleet is not None, "`use` comes first"
         return self._fleet
 
@@ -121,7 +121,7 @@ class KubernetesBackend(FleetBackend):
         from kvferry.fleet.backends.kubernetes.cluster import Cluster
 
         told = kubernetes_of(self._wanted)
-        self._cluster = cluster = await Cluster.connect(told.namespace, told.context, lambda: self.may_act)
+        self._cluster = cluster = await Cluster.connect(told.namespace, told.context, lambda: self.is_leader)
         try:
             if self.context.owner:
                 owner = await cluster.read("v1", "ConfigMap", self.context.owner)
@@ -129,7 +129,7 @@ class KubernetesBackend(FleetBackend):
             self._known.listing()
             pods, version = await cluster.list_all(*_POD, selector_of(self._wanted))
             self._known.listed(pods)
-            self._known.take_up()
+            self._known.adopt()
             await self._apply()
         except ClusterError as error:
             raise ConfigError(f"backend.kubernetes: {error}") from error
@@ -237,7 +237,7 @@ class KubernetesBackend(FleetBackend):
         """Create these pods once the API server can, until the member is to end."""
         wait_s, longest = _WAITS_S
         try:
-            while left and self.may_act:
+            while left and self.is_leader:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, longest)
                 left = await self._create(member, left)
@@ -289,8 +289,8 @@ class KubernetesBackend(FleetBackend):
 
     async def _end(self, member: str, pod: Object, grace_s: float) -> None:
         gone = self._known.gone(pod)
-        await self._delete(pod, max(_LEAST_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
-        if not gone.is_set() and self.may_act:
+        await self._delete(pod, max(_MIN_GRACE_S, ceil(grace_s)), gone, grace_s + _CONFIRMED_S)
+        if not gone.is_set() and self.is_leader:
             logger.warning("a pod of %s is forgotten: its node does not say that it has ended", member)
             await self._delete(pod, 0, gone, _CONFIRMED_S)
 
@@ -300,7 +300,7 @@ class KubernetesBackend(FleetBackend):
         is_asked = False
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not gone.is_set() and self.may_act:
+                while not gone.is_set() and self.is_leader:
                     try:
                         is_there = await (
                             self._api.has(*_POD, name, uid) if is_asked else self._api.delete(*_POD, name, grace_s, uid)

@@ -23,7 +23,7 @@ from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
 logger = logging.getLogger(__name__)
 
 LEASE = ("coordination.k8s.io/v1", "Lease")
-_LONGEST_S = 600.0
+_MAX_S = 600.0
 """The longest wait for a holder, whatever it says."""
 _CONFLICT, _NOT_FOUND, _NOT_ALLOWED = 409, 404, (401, 403)
 
@@ -71,7 +71,7 @@ class ClusterLease(FleetLease):
         now = self._clock()
         if self._seen[0] != version:
             self._seen = (version, now)
-        lasts_s = min(max(_number(spec.get("leaseDurationSeconds")), TAKEN_S), _LONGEST_S)
+        lasts_s = min(max(_number(spec.get("leaseDurationSeconds")), TAKEN_S), _MAX_S)
         return now - self._seen[1] >= lasts_s
 
     async def renew(self) -> None:

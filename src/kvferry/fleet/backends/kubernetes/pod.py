@@ -8,7 +8,8 @@ from operator import itemgetter
 from typing import Any
 
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.exit_reason import Ended, LogTail
 from kvferry.fleet.kubernetes.pods import (
     HTTP_PORT,
     PART_LABEL,
@@ -20,7 +21,6 @@ from kvferry.fleet.kubernetes.pods import (
     ranks_service,
 )
 from kvferry.fleet.kubernetes.values import Values
-from kvferry.fleet.last_words import Ended, LastWords
 from kvferry.http.server.listen import authority
 
 Object = dict[str, Any]
@@ -33,12 +33,12 @@ DELETED = "its pod was deleted by somebody else"
 _ROUTINE = ("ContainerCreating", "PodInitializing")
 
 
-def selector_of(fleet: WantedFleet) -> str:
+def selector_of(fleet: DesiredFleet) -> str:
     """Selects the pods that a backend has made for a fleet; not those that `kvferry fleet render` describes."""
     return ",".join((*(f"{key}={value}" for key, value in labels_of(fleet).items()), MEMBER_LABEL))
 
 
-def pod_name(fleet: WantedFleet, member: str, number: int = 0) -> str:
+def pod_name(fleet: DesiredFleet, member: str, number: int = 0) -> str:
     """The name of a member's pod: of its first, or of a further one."""
     return f"{fleet.name}-{member}" + (f"-host-{number}" if number else "")
 
@@ -49,7 +49,7 @@ def owner_reference(owner: Object) -> Object:
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
 
-def pods_for(fleet: WantedFleet, member: MemberSpec, owner: Object | None = None) -> list[Object]:
+def pods_for(fleet: DesiredFleet, member: MemberSpec, owner: Object | None = None) -> list[Object]:
     """The pods of a member, that of its first rank first. What runs in them is what `kvferry fleet render` writes;
     whether they are started again is for the controller to say, and so is who is told of them. `owner`: refers to what
     they belong to."""
@@ -59,7 +59,7 @@ def pods_for(fleet: WantedFleet, member: MemberSpec, owner: Object | None = None
     return [_pod(fleet, member, _template(fleet, member, number), number, hosts, owner) for number in range(hosts)]
 
 
-def _template(fleet: WantedFleet, member: MemberSpec, number: int) -> Object:
+def _template(fleet: DesiredFleet, member: MemberSpec, number: int) -> Object:
     assert member.role != "router"
     can_be = fleet.role[member.role].can_be if member.role in fleet.role else ()
     return Pods(fleet, Values()).instance(
@@ -73,7 +73,7 @@ def _template(fleet: WantedFleet, member: MemberSpec, number: int) -> Object:
 
 
 def _pod(
-    fleet: WantedFleet, member: MemberSpec, template: Object, number: int, hosts: int, owner: Object | None
+    fleet: DesiredFleet, member: MemberSpec, template: Object, number: int, hosts: int, owner: Object | None
 ) -> Object:
     spec = {**template["spec"], "restartPolicy": "Never"}
     if hosts > 1 and not number:
@@ -177,7 +177,7 @@ def _waits(status: Object, container: Object) -> str:
 
 def _end(status: Object, terminated: Object, *, has_served: bool) -> tuple[Ended, tuple[str, ...]]:
     """How it has ended, and its last lines."""
-    words = LastWords()
+    words = LogTail()
     for line in (terminated.get("message") or "").splitlines():
         words.add(line, has_served=has_served)
     code, cause = terminated.get("exitCode"), terminated.get("reason")

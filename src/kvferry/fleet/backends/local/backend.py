@@ -22,14 +22,14 @@ from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar
 from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
-from kvferry.fleet.backends.local.folder import About, MemberFolder
+from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import Leash, opened, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 from kvferry.fleet.cpu import Cores, cores_of
-from kvferry.fleet.last_words import Ended
+from kvferry.fleet.exit_reason import Ended
 from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
 from kvferry.http.server.listen import BACKLOG, reserve
 
@@ -60,7 +60,7 @@ class LocalBackend(FleetBackend):
 
     # The backend's methods.
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`. Routers that run keep the sockets that they
         have; those that are started from now on get the new address."""
         recipe = self.context.make_recipe(fleet)
@@ -104,7 +104,7 @@ class LocalBackend(FleetBackend):
             spec = self._router(member) if is_router else recipe.instance(member.name, member.role, number, cores)
         except OSError as error:
             raise NotStarted(f"cannot start a process: {error.strerror or error}") from error
-        about = About(
+        about = MemberRecord(
             name=member.name,
             role=member.role,
             revision=member.revision,
@@ -273,7 +273,7 @@ class LocalBackend(FleetBackend):
         except OSError:
             await _end_unknown(folder)
             return
-        member.take_up()
+        member.adopt()
         self._members[about.name] = member
         deadline = SYSTEM_CLOCK.monotonic() + _WRITTEN_S
         while not folder.process.exists() and SYSTEM_CLOCK.monotonic() < deadline:  # noqa: ASYNC110 - another process writes it

@@ -20,15 +20,15 @@ import msgspec
 from kvferry.fleet.control.spec import MemberRole
 from kvferry.fleet.started import started_at
 
-LONGEST_LINE = 64 * 1024
+MAX_LINE = 64 * 1024
 """Bytes; longer lines come in pieces."""
 _DELETED = " (deleted)"
 """After the name of an open file that was removed."""
-_MOST_LOG_BYTES = 16 * 2**20
+_MAX_LOG_BYTES = 16 * 2**20
 """Once this much of a log has been read, the file is truncated."""
 
 
-class About(msgspec.Struct, frozen=True):
+class MemberRecord(msgspec.Struct, frozen=True):
     """`number`: a small one that no other instance of the fleet on this machine has. `is_foreign`: a program that is
     not kvferry's, which answers at `url` once it serves. `url` of others is empty until then."""
 
@@ -65,7 +65,7 @@ class MemberFolder:
         """Where its process writes who it is."""
         return self.path / "process"
 
-    def make(self, about: About) -> None:
+    def make(self, about: MemberRecord) -> None:
         """Create the folder. Raises `OSError`."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700, parents=True)
@@ -73,17 +73,17 @@ class MemberFolder:
         self.log.touch()
         self.write(about)
 
-    def write(self, about: About) -> None:
+    def write(self, about: MemberRecord) -> None:
         """Replace what is known of it. Raises `OSError`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it: see `keep`
         draft = self.path / "about.new"
         draft.write_bytes(msgspec.json.encode(about))
         draft.replace(self.path / "about")
 
-    def about(self) -> About | None:
+    def about(self) -> MemberRecord | None:
         """What the controller wrote."""
         try:
-            return msgspec.json.decode((self.path / "about").read_bytes(), type=About)
+            return msgspec.json.decode((self.path / "about").read_bytes(), type=MemberRecord)
         except (OSError, ValueError):
             return None
 
@@ -99,7 +99,7 @@ class MemberFolder:
             return None
         return pid if output in (log, f"{log}{_DELETED}") else None
 
-    def keep(self, about: About, pid: int) -> None:
+    def keep(self, about: MemberRecord, pid: int) -> None:
         """Write everything anew if somebody has removed it: some systems do so with all in memory of a user who logs
         out. Raises `OSError`."""
         if not (self.path / "about").exists():
@@ -116,7 +116,7 @@ class MemberFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class Tail:
+class FileTail:
     """Reads what is appended to a file. `bounded`: a file of which much was read is emptied."""
 
     def __init__(self, path: Path, *, bounded: bool = False) -> None:
@@ -125,11 +125,11 @@ class Tail:
         self._bounded, self._offset, self._rest = bounded, 0, b""
 
     def chunks(self) -> Iterator[bytes]:
-        """What is new, in portions of at most `LONGEST_LINE`."""
-        while chunk := os.pread(self._descriptor, LONGEST_LINE, self._offset):
+        """What is new, in portions of at most `MAX_LINE`."""
+        while chunk := os.pread(self._descriptor, MAX_LINE, self._offset):
             self._offset += len(chunk)
             yield chunk
-        if self._bounded and self._offset > _MOST_LOG_BYTES:
+        if self._bounded and self._offset > _MAX_LOG_BYTES:
             os.ftruncate(self._descriptor, 0)
             self._offset = 0
 
@@ -138,7 +138,7 @@ class Tail:
         for chunk in self.chunks():
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             yield from whole
-            if len(self._rest) > LONGEST_LINE:
+            if len(self._rest) > MAX_LINE:
                 yield self._rest
                 self._rest = b""
         if to_the_end and self._rest:

@@ -214,13 +214,13 @@ class _Server:
             with suppress(ConnectionError):
                 while data := await loop.sock_recv(self._socket, _RECEIVE_BYTES):
                     for message in frames.feed(data):
-                        self._hear(message)
+                        self._on_message(message)
         except ProtocolError as error:
             logger.warning("the process that forks instances sent something that is not a message: %s", error)
         finally:  # Whatever happened, nobody may wait for messages that will not come.
             self._give_up()
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case Imported():
                 self._ready.set()

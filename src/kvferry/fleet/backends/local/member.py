@@ -14,10 +14,10 @@ import msgspec
 from kvferry.core.errors import ProtocolError
 from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
-from kvferry.fleet.backends.local.folder import About, MemberFolder, Tail
+from kvferry.fleet.backends.local.folder import FileTail, MemberFolder, MemberRecord
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
-from kvferry.fleet.last_words import Ended, LastWords
-from kvferry.fleet.process import Foreign
+from kvferry.fleet.exit_reason import Ended, LogTail
+from kvferry.fleet.process import ExternalServer
 from kvferry.fleet.ready import InstanceReady, StartProgress, start_messages
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,12 @@ class LocalMember:
     state changes. `watch` runs until it has ended."""
 
     def __init__(
-        self, folder: MemberFolder, about: About, foreign: Foreign | None, watcher: Watcher, changed: Callable[[], None]
+        self,
+        folder: MemberFolder,
+        about: MemberRecord,
+        foreign: ExternalServer | None,
+        watcher: Watcher,
+        changed: Callable[[], None],
     ) -> None:
         self.folder, self.about, self._foreign, self._watcher = folder, about, foreign, watcher
         self.child: ChildProcess | None = None
@@ -48,9 +53,9 @@ class LocalMember:
         """Set when it is known whether it has a process."""
         self.gone = asyncio.Event()
         """Set when nothing of it runs any more."""
-        self._last_words = LastWords()
+        self._last_words = LogTail()
         self._changed = changed
-        self._log, self._messages = Tail(folder.log, bounded=True), Tail(folder.messages)
+        self._log, self._messages = FileTail(folder.log, bounded=True), FileTail(folder.messages)
         self._frames = start_messages()
         self._is_serving = False
 
@@ -74,7 +79,7 @@ class LocalMember:
             last_lines=tuple(self._last_words.lines) if ended is not None else (),
         )
 
-    def take_up(self) -> None:
+    def adopt(self) -> None:
         """Adopt a member that an earlier controller started; its earlier log lines are not shown again."""
         self._log.skip()
         self._is_serving = bool(self.about.url) and not self.about.is_foreign

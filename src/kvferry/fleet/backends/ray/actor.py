@@ -25,20 +25,20 @@ from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import Verifier
 from kvferry.core.settings.environment import AUTH_TOKEN, INSTANCE_NAME
 from kvferry.fleet.backends.local.child import ChildProcess
-from kvferry.fleet.backends.local.folder import About, MemberFolder
+from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import start_process
 from kvferry.fleet.backends.ray.address import SharedAddress
 from kvferry.fleet.backends.ray.folders import own_folder, own_name, routers_folder
 from kvferry.fleet.backends.ray.messages import (
     ActorIdentity,
+    FleetSettings,
     LogLine,
-    MemberNews,
     MemberProgress,
+    MemberUpdate,
     Order,
-    Told,
 )
-from kvferry.fleet.backends.ray.priority import take_normal_priority
+from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
 from kvferry.fleet.control.backend import Member, MemberState
 from kvferry.fleet.control.spec import MemberRole
@@ -55,7 +55,7 @@ _RANK_LOST_S = 10.0
 """How long a member may take to end by itself, and to say why, when one of its ranks has ended."""
 _STOPPED_S = 15.0
 """How long the ranks of a member may take to be ended with it."""
-_MOST_TOLD = 1000
+_MAX_TOLD = 1000
 _ANY = ("0.0.0.0", "::")
 
 
@@ -63,7 +63,7 @@ class MemberActor:
     """Owns the member's process and folder. All methods run on one event loop."""
 
     def __init__(self) -> None:
-        take_normal_priority()
+        reset_priority()
         self._unordered = threading.Timer(_ORDERED_S, os._exit, (1,))
         self._unordered.daemon = True
         self._unordered.start()
@@ -79,7 +79,7 @@ class MemberActor:
         """Why the member was ended: one of its ranks has."""
         self._has_wrong_rank = False
         self._watching: asyncio.Task[None] | None = None
-        self._told: deque[tuple[int, Told]] = deque(maxlen=_MOST_TOLD)
+        self._told: deque[tuple[int, FleetSettings]] = deque(maxlen=_MAX_TOLD)
         self._num_changes = 0
         self._changed = asyncio.Event()
 
@@ -119,10 +119,10 @@ class MemberActor:
             return None
         answer = msgspec.json.encode(self._verifier.answer(nonce))
         return ActorIdentity(
-            answer, self._order.number, self._order.bundle, MemberNews(self._view(), (), self._num_changes)
+            answer, self._order.number, self._order.bundle, MemberUpdate(self._view(), (), self._num_changes)
         )
 
-    async def news(self, number: int) -> MemberNews:
+    async def news(self, number: int) -> MemberUpdate:
         """What is new since the news with this number; waits for some, but not for ever."""
         if number == self._num_changes:
             self._changed.clear()
@@ -130,7 +130,7 @@ class MemberActor:
                 async with asyncio.timeout(_NEWS_S):
                     await self._changed.wait()
         told = tuple(one for at, one in self._told if at > number)
-        return MemberNews(self._view(), told, self._num_changes)
+        return MemberUpdate(self._view(), told, self._num_changes)
 
     async def assign(self, role: MemberRole) -> None:
         """Note the member's role."""
@@ -161,7 +161,7 @@ class MemberActor:
     def ready(self, name: str, url: str) -> None:
         """The view says so."""
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: FleetSettings) -> None:
         self._told.append((self._num_changes + 1, told))
         self._wake()
 
@@ -188,7 +188,7 @@ class MemberActor:
             self._ranks_lost, self._has_wrong_rank = reason, is_misconfigured
             await self._member.stop(0.0)
 
-    async def _prepare(self, order: Order) -> tuple[ProcessSpec, About, MemberFolder]:
+    async def _prepare(self, order: Order) -> tuple[ProcessSpec, MemberRecord, MemberFolder]:
         """What to run, on this node. Raises `KvferryError` or `OSError`."""
         member, root = order.member, own_folder()
         if order.rank:
@@ -210,7 +210,7 @@ class MemberActor:
                 self._held = hold_port(node_address())
                 spec = replace(spec, command=(*spec.command, f"--ranks-at={_address_of(self._held)}"))
             spec = replace(spec, environment={**spec.environment, **_threads(order)})
-        about = About(
+        about = MemberRecord(
             name=member.name,
             role=member.role,
             revision=member.revision,

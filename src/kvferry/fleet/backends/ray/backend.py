@@ -27,11 +27,11 @@ from kvferry.fleet.asking import ask_health
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
 from kvferry.fleet.backends.ray.lease import RayLease, controller_name
-from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberNews, MemberProgress, Order
+from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, Order
 from kvferry.fleet.backends.ray.placing import Bundle, free_indices, make_group, needs_of, num_actors, strategy_of
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, seconds
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, seconds
 from kvferry.fleet.recipe import ROUTERS
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class RayBackend(FleetBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._fleet: WantedFleet
+        self._fleet: DesiredFleet
         self._members: dict[str, RayMember] = {}
         self._groups: dict[str, tuple[PlacementGroup, tuple[MemberRole, ...]]] = {}
         """Placement groups of units, and of members with several actors, by `_placed_as`."""
@@ -100,7 +100,7 @@ class RayBackend(FleetBackend):
         """What keeps members from being started: without Ray's control service (GCS), nothing can be."""
         return self._trouble
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
         for flag in (*fleet.engine.args, *(flag for role in fleet.role.values() for flag in role.args)):
             if flag.partition("=")[0].replace("_", "-") in _SEVERAL_NODES:
@@ -140,7 +140,7 @@ class RayBackend(FleetBackend):
         """Create an actor, which starts the member when Ray has placed it. Raises `NotStarted`."""
         if member.name in self._members:
             raise NotStarted(f"{member.name} is there already")
-        if not self.may_act:
+        if not self.is_leader:
             raise NotStarted("another controller looks after this fleet now")
         fleet, context = self._fleet, self.context
         number = -1 if member.role == "router" else self._free_number()
@@ -198,7 +198,7 @@ class RayBackend(FleetBackend):
     async def stop(self, name: str, grace_s: float) -> None:
         """Ask the actor to end the member, and end the actor, whether it answers or not."""
         member = self._members.get(name)
-        if member is None or not self.may_act:
+        if member is None or not self.is_leader:
             return
         if member.has_begun and not member.is_lost:
             ended = answer_of(member.actor.stop.remote(grace_s))
@@ -285,7 +285,7 @@ class RayBackend(FleetBackend):
             failing_since: float | None = None
             while not member.forgotten.is_set():
                 try:
-                    self._hear(member, await answer(member.actor.news.remote(member.last_news), None))
+                    self._on_update(member, await answer(member.actor.news.remote(member.last_news), None))
                     failing_since = None
                 except ActorUnavailableError:
                     now, url = SYSTEM_CLOCK.monotonic(), member.view.health_url
@@ -296,13 +296,15 @@ class RayBackend(FleetBackend):
                         raise
                     await asyncio.sleep(_AGAIN_S)
         except ActorUnavailableError:
-            self._is_no_more(member, f"neither it nor its actor can be reached for {_GONE_S:g} s; its node may be lost")
+            self._member_gone(
+                member, f"neither it nor its actor can be reached for {_GONE_S:g} s; its node may be lost"
+            )
         except (RayError, TimeoutError) as error:
-            self._is_no_more(member, _why(error))
+            self._member_gone(member, _why(error))
         except Exception as error:
             # The edge: what one actor answers must not keep the others from being looked after.
             logger.exception("what the actor of %s answers is not understood", member.view.name)
-            self._is_no_more(member, f"its actor answers {type(error).__name__}: {error}")
+            self._member_gone(member, f"its actor answers {type(error).__name__}: {error}")
 
     async def _have_begun(self, member: RayMember, order: Order, where: str) -> None:
         begun = answer_of(member.actor.begin.remote(order))
@@ -314,7 +316,7 @@ class RayBackend(FleetBackend):
         begun.result()
         member.has_begun = True
 
-    def _hear(self, member: RayMember, news: MemberNews) -> None:
+    def _on_update(self, member: RayMember, news: MemberUpdate) -> None:
         name, watcher, before = member.view.name, self.context.watcher, member.view
         member.last_news = news.number
         for told in news.told:
@@ -330,7 +332,7 @@ class RayBackend(FleetBackend):
                 watcher.ready(name, news.member.url)
             self.changed.set()
 
-    def _is_no_more(self, member: RayMember, reason: str) -> None:
+    def _member_gone(self, member: RayMember, reason: str) -> None:
         member.is_lost = True
         member.begun.set()
         if member.view.state is not MemberState.ENDED:
@@ -393,12 +395,12 @@ class RayBackend(FleetBackend):
         await asyncio.wait([told], timeout=_ASK_S)
         if told.done():
             with suppress(RayError):
-                await self._take_up(name, actor, nonce, told.result())
+                await self._adopt(name, actor, nonce, told.result())
         else:
             logger.warning("the actor %s does not answer", name)
-            self._begin_task(self._take_up_later(name, actor, nonce, told))
+            self._begin_task(self._adopt_later(name, actor, nonce, told))
 
-    async def _take_up_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
+    async def _adopt_later(self, name: str, actor: Any, nonce: str, told: asyncio.Future[Any]) -> None:
         """Take it up when it answers, or end it: its member has been replaced, and must not go on by itself for ever,
         least of all a router, which would hear of no instance any more."""
         await asyncio.wait([told], timeout=_SILENT_S)
@@ -407,9 +409,9 @@ class RayBackend(FleetBackend):
             await self._kill(actor)
             return
         with suppress(RayError, ConfigError):
-            await self._take_up(name, actor, nonce, told.result())
+            await self._adopt(name, actor, nonce, told.result())
 
-    async def _take_up(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
+    async def _adopt(self, name: str, actor: Any, nonce: str, who: ActorIdentity | None) -> None:
         """Take up a member. Raises `ConfigError` for an actor of somebody else."""
         if who is None:
             await self._kill(actor)
@@ -470,7 +472,7 @@ class RayBackend(FleetBackend):
         begun.add_done_callback(self._tasks.discard)
 
 
-def _require_ranks(fleet: WantedFleet) -> None:
+def _require_ranks(fleet: DesiredFleet) -> None:
     """Raise `ConfigError` for `ranks` of what has no ranks that could be on several nodes."""
     for role, one in fleet.backend.ray.items():
         where = f"backend.ray.{role}.ranks"

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvferry.core.clock import boot_time
 from kvferry.fleet.backends.ray.connection import answer, in_thread
-from kvferry.fleet.backends.ray.priority import take_normal_priority
+from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
 
 _START_S, _ASK_S = 30.0, 5.0
@@ -31,7 +31,7 @@ class LeaseActor:
     """Keeps who may act. `clock`: of its own machine, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
-        take_normal_priority()
+        reset_priority()
         self._clock, self._holder, self._renewed_at = clock, "", 0.0
 
     def take(self, who: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.fleet.backends.ray.placing import Bundle, Needs
+from kvferry.fleet.backends.ray.placing import ActorResources, Bundle
 from kvferry.fleet.control.backend import Member, MemberSpec, Recipe
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Order:
     `joins`: of the actor of a further rank of the member, and the address of rank 0 (`HOST:PORT`)."""
 
     member: MemberSpec
-    fleet: WantedFleet
+    fleet: DesiredFleet
     namespace: str
-    make_recipe: Callable[[WantedFleet], Recipe]
+    make_recipe: Callable[[DesiredFleet], Recipe]
     number: int
-    needs: Needs
+    needs: ActorResources
     token: str
     bundle: Bundle | None = None
     rank: int = 0
@@ -43,16 +43,16 @@ class MemberProgress:
     fraction: float
 
 
-Told = LogLine | MemberProgress
+FleetSettings = LogLine | MemberProgress
 
 
 @dataclass(frozen=True)
-class MemberNews:
+class MemberUpdate:
     """`member`: as it is now. `told`: what it has said since, oldest first; some are left out if there were many.
     `number`: what to ask with the next time."""
 
     member: Member
-    told: tuple[Told, ...]
+    told: tuple[FleetSettings, ...]
     number: int
 
 
@@ -64,4 +64,4 @@ class ActorIdentity:
     answer: bytes
     number: int
     bundle: Bundle | None
-    news: MemberNews
+    news: MemberUpdate

@@ -11,15 +11,15 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from kvferry.fleet.control.ray_spec import ActorSpec
-from kvferry.fleet.control.spec import MemberRole, WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 
 _STRATEGIES = {"same-host": "STRICT_PACK", "pack": "PACK", "spread": "SPREAD"}
-_LEAST_CPUS = 0.001
+_MIN_CPUS = 0.001
 """Ray takes no bundle that needs nothing."""
 
 
 @dataclass(frozen=True)
-class Needs:
+class ActorResources:
     """Resources of one actor."""
 
     cpus: float
@@ -35,7 +35,7 @@ class Needs:
     def bundle(self) -> dict[str, float]:
         """These resources as a bundle of a placement group."""
         named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
-        return {name: number for name, number in named.items() if number} or {"CPU": _LEAST_CPUS}
+        return {name: number for name, number in named.items() if number} or {"CPU": _MIN_CPUS}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,13 +53,13 @@ class Bundle:
     roles: tuple[MemberRole, ...]
 
 
-def num_actors(fleet: WantedFleet, role: MemberRole) -> int:
+def num_actors(fleet: DesiredFleet, role: MemberRole) -> int:
     """How many actors a member of this role has: one for each rank, unless all are on one node."""
     is_split = role != "router" and fleet.backend.ray.get(role, ActorSpec()).ranks != "same-host"
     return fleet.role[role].tensor_parallel_size if is_split and role in fleet.role else 1
 
 
-def needs_of(fleet: WantedFleet, role: MemberRole) -> Needs:
+def needs_of(fleet: DesiredFleet, role: MemberRole) -> ActorResources:
     """What each actor of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
     told = fleet.backend.ray.get(role, ActorSpec())
     cpus = told.cpus if told.cpus is not None else float(role != "router")
@@ -68,11 +68,11 @@ def needs_of(fleet: WantedFleet, role: MemberRole) -> Needs:
     else:
         ranks = fleet.role[role].tensor_parallel_size if role in fleet.role else 1
         gpus = ranks / num_actors(fleet, role) if ray.cluster_resources().get("GPU") else 0.0
-    return Needs(cpus, gpus, told.resources)
+    return ActorResources(cpus, gpus, told.resources)
 
 
 def make_group(
-    fleet: WantedFleet, role: MemberRole, name: str, *, outlives: bool
+    fleet: DesiredFleet, role: MemberRole, name: str, *, outlives: bool
 ) -> tuple[PlacementGroup, tuple[MemberRole, ...]]:
     """A placement group for a unit, or for one member of this role, and the role of each of its bundles."""
     members: list[tuple[MemberRole, int]]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def take_normal_priority() -> None:
+def reset_priority() -> None:
     """Give all threads of this process, and what they start, the priority that processes have. At a low one, an actor
     would hardly run on a node whose members compute, and would count as lost. Without the permission it stays as it
     is."""

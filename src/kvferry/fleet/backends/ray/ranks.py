@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.ray.connection import answer, in_thread
-from kvferry.fleet.backends.ray.messages import LogLine, MemberNews, Order
+from kvferry.fleet.backends.ray.messages import LogLine, MemberUpdate, Order
 from kvferry.fleet.backends.ray.placing import strategy_of
 from kvferry.fleet.control.backend import MemberState
 
@@ -94,7 +94,7 @@ class RankActors:
         number = -1
         while True:
             try:
-                news: MemberNews = await answer(actor.news.remote(number), None)
+                news: MemberUpdate = await answer(actor.news.remote(number), None)
             except ActorUnavailableError:  # rank 0 notices by itself when the rank is gone
                 await asyncio.sleep(_AGAIN_S)
                 continue

@@ -16,18 +16,18 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
-from kvferry.fleet.control.facts import Observed, Phase
+from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import MOST, MemberRole, RoleSpec, ScaleSpec, WantedFleet, seconds
-from kvferry.fleet.scaling.measuring import Measuring
+from kvferry.fleet.control.spec import MOST, DesiredFleet, MemberRole, RoleSpec, ScaleSpec, seconds
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.rules import DECODE, NOTHING, PREFILL, Counts, Rules
-from kvferry.fleet.scaling.scaler import RECENT_S, ScalingDecision, ScalingMemory, Situation, decide
-from kvferry.fleet.scaling.traffic import Room
+from kvferry.fleet.scaling.scaler import RECENT_S, FleetSnapshot, ScalingDecision, ScalingMemory, decide
+from kvferry.fleet.scaling.scaling_rules import DECODE, NOTHING, PREFILL, Counts, ScalingRules
+from kvferry.fleet.scaling.traffic import DecodeCapacity
+from kvferry.fleet.scaling.traffic_meter import TrafficMeter
 
 logger = logging.getLogger(__name__)
 
-_MOST_DECISIONS = 32
+_MAX_DECISIONS = 32
 _CLOCK_STEP_S = 5.0
 """A wall clock that goes on by so much more or less than the monotonic one has been set, or the machine was asleep."""
 
@@ -38,16 +38,16 @@ class Scaling:
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
         self._ledger, self._clock = ledger, clock
         self._memory: ScalingMemory | None = ledger.scaled()
-        self._measuring: Measuring | None = None
+        self._measuring: TrafficMeter | None = None
         self._decided_at = -1e18
         self._wall_ahead_s = 0.0
         """How far the wall clock was ahead of the monotonic one when it was looked at last."""
         self._decision: ScalingDecision | None = None
-        self._decisions = deque[Decided](maxlen=_MOST_DECISIONS)
+        self._decisions = deque[Decided](maxlen=_MAX_DECISIONS)
         self._starting: dict[str, float] = {}
         self._starts_s: float | None = None
 
-    def take_up(self, plan: FleetPlan | None) -> None:
+    def adopt(self, plan: FleetPlan | None) -> None:
         """Go on from what an earlier controller has told the routers, which may have been on another machine: then
         nobody here knows when it decided that."""
         if plan is not None and not self._decisions:
@@ -63,7 +63,7 @@ class Scaling:
 
     # What is wanted.
 
-    def wanted(self, fleet: WantedFleet) -> WantedFleet:
+    def wanted(self, fleet: DesiredFleet) -> DesiredFleet:
         """The fleet with the counts that were decided."""
         if fleet.scale is None:
             if self._memory is not None:
@@ -78,7 +78,7 @@ class Scaling:
             return fleet
         return with_counts(fleet, rules.nearest(self._memory.counts))
 
-    def plan(self, fleet: WantedFleet) -> FleetPlan:
+    def plan(self, fleet: DesiredFleet) -> FleetPlan:
         """What routers show, and follow. `fleet`: as `wanted` gives it."""
         scale, memory = fleet.scale, self._memory
         if scale is None or memory is None:
@@ -109,7 +109,7 @@ class Scaling:
 
     # What is decided.
 
-    def is_due(self, fleet: WantedFleet) -> bool:
+    def is_due(self, fleet: DesiredFleet) -> bool:
         """Whether it is time to ask the routers and to decide again. A fleet that has nothing looks more often."""
         if fleet.scale is None:
             return False
@@ -119,10 +119,10 @@ class Scaling:
 
     async def decide(
         self,
-        fleet: WantedFleet,
-        seen: Sequence[Observed],
+        fleet: DesiredFleet,
+        seen: Sequence[ObservedInstance],
         reports: Mapping[str, TrafficReport],
-        room: Room,
+        room: DecodeCapacity,
     ) -> None:
         """Decide by what the routers report. `seen`: the instances; `room`: what one decode instance takes. If
         that fails, the counts stay as they are: the fleet is looked after in any case."""
@@ -133,10 +133,10 @@ class Scaling:
 
     async def _decide(
         self,
-        fleet: WantedFleet,
-        seen: Sequence[Observed],
+        fleet: DesiredFleet,
+        seen: Sequence[ObservedInstance],
         reports: Mapping[str, TrafficReport],
-        room: Room,
+        room: DecodeCapacity,
     ) -> None:
         scale, now, wall = fleet.scale, self._clock.monotonic(), self._clock.wall()
         if scale is None or self._memory is None:
@@ -144,7 +144,7 @@ class Scaling:
         self._decided_at = now
         self._note_starts(seen)
         if self._measuring is None:
-            self._measuring = Measuring(seconds(scale.interval), wall)
+            self._measuring = TrafficMeter(seconds(scale.interval), wall)
         elif abs(wall - now - self._wall_ahead_s) > _CLOCK_STEP_S:
             logger.warning("the clock was set by %.0f s; requests are measured anew", wall - now - self._wall_ahead_s)
             self._measuring.clock_was_set(wall)
@@ -164,7 +164,7 @@ class Scaling:
             self._measuring.measured(room, wall, hold_s=seconds(scale.hold)),
             attained=self._measuring.attained(rules.targets, since, wall),
         )
-        situation = Situation(
+        situation = FleetSnapshot(
             ready=_counted(one for one in seen if one.phase is Phase.READY),
             draining=sum(one.phase is Phase.DRAINING for one in seen),
             starts_s=self._start_s(scale),
@@ -189,7 +189,7 @@ class Scaling:
 
     # Starts.
 
-    def _note_starts(self, seen: Sequence[Observed]) -> None:
+    def _note_starts(self, seen: Sequence[ObservedInstance]) -> None:
         """How long those took that serve now."""
         for one in seen:
             if one.phase is Phase.STARTING:
@@ -205,15 +205,15 @@ class Scaling:
         return seconds(scale.starts) if self._starts_s is None else self._starts_s
 
 
-def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
+def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
     """What `[scale]` and the roles allow."""
     targets = LatencyTargets(seconds(scale.ttft), seconds(scale.itl))
     idle_s, cool_down_s = seconds(scale.idle), seconds(scale.cool_down)
     cost, unit = Counts(1, 1), None
     if fleet.unit is not None:
         unit = _of_unit(fleet)
-        most_units = MOST if fleet.unit.max is None else fleet.unit.max
-        least, most = NOTHING, Counts(unit.prefill * most_units, unit.decode * most_units)
+        max_units = MOST if fleet.unit.max is None else fleet.unit.max
+        least, most = NOTHING, Counts(unit.prefill * max_units, unit.decode * max_units)
     else:
         nobody = RoleSpec(count=0, max=0)
         p, d = fleet.role.get("prefill", nobody), fleet.role.get(_answering(fleet), nobody)
@@ -221,7 +221,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         most = Counts(most_of(p, scale), most_of(d, scale))
         cost = Counts(p.tensor_parallel_size, d.tensor_parallel_size)
     budget = float(scale.budget) if scale.budget is not None else float("inf")
-    return Rules(
+    return ScalingRules(
         targets=targets,
         least=least,
         most=most,
@@ -231,8 +231,8 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
         fewest_per_decode=scale.fewest_per_decode,
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
         aggregate=scale.aggregate or _answering(fleet) == "both",
-        deflect=scale.deflect and _may_stay_whole(fleet),
-        overflows=not scale.recommend and _may_stay_whole(fleet),
+        deflect=scale.deflect and _may_aggregate(fleet),
+        overflows=not scale.recommend and _may_aggregate(fleet),
         switches=frozenset(
             (one, other)
             for one, spec in fleet.role.items()
@@ -246,7 +246,7 @@ def rules_of(fleet: WantedFleet, scale: ScaleSpec) -> Rules:
     )
 
 
-def _may_stay_whole(fleet: WantedFleet) -> bool:
+def _may_aggregate(fleet: DesiredFleet) -> bool:
     """Whether routers decide which prompts decode instances compute: unless they were given a threshold, which no
     controller changes, or SGLang's servers refuse to."""
     given = (*fleet.router.args, *fleet.args)
@@ -265,18 +265,18 @@ def most_of(role: RoleSpec, scale: ScaleSpec) -> int:
     return (scale.budget or 0) // role.tensor_parallel_size
 
 
-def _answering(fleet: WantedFleet) -> MemberRole:
+def _answering(fleet: DesiredFleet) -> MemberRole:
     roles = fleet.role if fleet.unit is None else fleet.unit.members
     return "both" if "both" in roles else "decode"
 
 
-def _of_unit(fleet: WantedFleet) -> Counts:
+def _of_unit(fleet: DesiredFleet) -> Counts:
     assert fleet.unit is not None
     members = fleet.unit.members
     return Counts(members.get("prefill", 0), members.get("decode", 0) + members.get("both", 0))
 
 
-def counts_of(fleet: WantedFleet) -> Counts:
+def counts_of(fleet: DesiredFleet) -> Counts:
     """Instances that the fleet is to have."""
     if fleet.unit is not None:
         unit = _of_unit(fleet)
@@ -285,7 +285,7 @@ def counts_of(fleet: WantedFleet) -> Counts:
     return Counts(fleet.role["prefill"].count if "prefill" in fleet.role else 0, answering)
 
 
-def with_counts(fleet: WantedFleet, counts: Counts) -> WantedFleet:
+def with_counts(fleet: DesiredFleet, counts: Counts) -> DesiredFleet:
     """The fleet with so many instances; in replica mode, with so many units."""
     if fleet.unit is not None:
         number = counts.total // max(1, _of_unit(fleet).total)
@@ -295,11 +295,11 @@ def with_counts(fleet: WantedFleet, counts: Counts) -> WantedFleet:
     return msgspec.structs.replace(fleet, role=roles)
 
 
-def _by_role(fleet: WantedFleet, counts: Counts) -> dict[str, int]:
+def _by_role(fleet: DesiredFleet, counts: Counts) -> dict[str, int]:
     roles = fleet.role if fleet.unit is None else fleet.unit.members
     return {role: counts.prefill if role == "prefill" else counts.decode for role in roles}
 
 
-def _counted(instances: Iterable[Observed]) -> Counts:
+def _counted(instances: Iterable[ObservedInstance]) -> Counts:
     found = [one.role for one in instances]
     return Counts(sum(one == "prefill" for one in found), sum(one in ("decode", "both") for one in found))

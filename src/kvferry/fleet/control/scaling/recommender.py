@@ -22,14 +22,14 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import TrafficReport
-from kvferry.fleet.control.facts import Observed, Phase
-from kvferry.fleet.control.front import Front, View, room_of
+from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.router_client import RouterClient, View, capacity_of
 from kvferry.fleet.control.scaling.counts import Scaling, counts_of, with_counts
-from kvferry.fleet.control.spec import MemberRole, WantedFleet, read_fleet
+from kvferry.fleet.control.spec import DesiredFleet, MemberRole, read_fleet
 from kvferry.fleet.control.spec_file import SpecFile
-from kvferry.fleet.scaling.measuring import LOOK_BACK_S, MOST_ASKED
-from kvferry.fleet.scaling.rules import PREFILL, Counts
+from kvferry.fleet.scaling.scaling_rules import PREFILL, Counts
+from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ REGISTERS_S = 30.0
 _LOOK_S = 1.0
 
 
-def read_recommended(path: Path) -> WantedFleet:
+def read_recommended(path: Path) -> DesiredFleet:
     """Read a spec to recommend counts for. Instances keep the role that they were started for. Raises `ConfigError`."""
     fleet = read_fleet(path)
     if fleet.scale is None:
@@ -57,7 +57,7 @@ class Recommender:
         spec: SpecFile,
         routers: Sequence[str],
         ledger: Ledger,
-        front: Front,
+        front: RouterClient,
         clock: Clock,
         *,
         registers_s: float = REGISTERS_S,
@@ -87,13 +87,13 @@ class Recommender:
             return
         wanted = self._scaling.wanted(with_counts(fleet, there))
         if self._scaling.is_due(wanted):
-            room = room_of(one for each in views.values() for one in each.values())
+            room = capacity_of(one for each in views.values() for one in each.values())
             await self._scaling.decide(wanted, seen, await self._traffic(views), room)
             wanted = self._scaling.wanted(with_counts(fleet, there))
         plan = self._scaling.plan(wanted)
         await asyncio.gather(*(self._front.tell(one, plan) for one in views))
 
-    async def _begin(self, fleet: WantedFleet, seen: Sequence[Observed]) -> Counts | None:
+    async def _begin(self, fleet: DesiredFleet, seen: Sequence[ObservedInstance]) -> Counts | None:
         """The counts from which it goes on; None: not known yet."""
         registered = Counts(sum(one.role == PREFILL for one in seen), sum(one.role != PREFILL for one in seen))
         if self._has_begun:
@@ -101,7 +101,7 @@ class Recommender:
         is_said_only = fleet.scale is not None and fleet.scale.recommend
         plans = await asyncio.gather(*(self._front.plan(one) for one in self._routers))
         plan = next((one for one in plans if one is not None), None)
-        self._scaling.take_up(plan)
+        self._scaling.adopt(plan)
         now = self._clock.monotonic()
         self._answered_at = self._answered_at or now
         if plan is None and not (self._scaling.is_decided or is_said_only):
@@ -131,16 +131,16 @@ class Recommender:
                 logger.warning("no router answers; nothing is recommended until one does")
         return found
 
-    def _observe(self, views: Mapping[str, Mapping[str, View]]) -> list[Observed]:
+    def _observe(self, views: Mapping[str, Mapping[str, View]]) -> list[ObservedInstance]:
         """Each instance once, by its URL: routers number them on their own."""
-        now, seen = self._clock.monotonic(), dict[str, Observed]()
+        now, seen = self._clock.monotonic(), dict[str, ObservedInstance]()
         for view in (one for each in views.values() for one in each.values()):
             phase = _phase(view)
             before = seen.get(view.url)
             if before is not None and phase is not Phase.DRAINING:
                 phase = before.phase if before.phase is not Phase.STARTING else phase
             role: MemberRole = "prefill" if view.role == PREFILL else "decode"
-            seen[view.url] = Observed(view.url, role, "", phase, now)
+            seen[view.url] = ObservedInstance(view.url, role, "", phase, now)
         for url, one in seen.items():
             before_phase, since = self._since.get(url, (None, now))
             seen[url] = replace(one, since=since if before_phase is one.phase else now)
@@ -149,7 +149,7 @@ class Recommender:
 
     async def _traffic(self, views: Mapping[str, Mapping[str, View]]) -> dict[str, TrafficReport]:
         """What each router has seen of requests, with the instances' URLs as their names."""
-        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MOST_ASKED) for one in views))
+        reports = await asyncio.gather(*(self._front.traffic(one, LOOK_BACK_S, MAX_ASKED) for one in views))
         found = {router: one for router, one in zip(views, reports, strict=True) if one is not None}
         for router, report in found.items():
             urls = {name: one.url for name, one in views[router].items()}

@@ -26,7 +26,7 @@ Leg = Literal["prefill", "decode", "whole"]
 """What an instance is considered for; `whole`: both phases."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PromptTraits(msgspec.Struct, frozen=True):
     """What a policy sees of a request. `num_tokens` of the prompt is an estimate if the prompt is text."""
 
     model: str = ""
@@ -100,13 +100,13 @@ class Disaggregation(Protocol):
     def active(self) -> bool:
         """Whether it may decide against a hand-off for any request."""
 
-    def stays_whole(self, asked: Asked, prefill: Target, decode: Target) -> str | None:
+    def keeps_aggregated(self, asked: PromptTraits, prefill: Target, decode: Target) -> str | None:
         """Why `decode` should do both phases, as a short label; None: hand off."""
 
-    def decode_is_busy(self, asked: Asked, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
+    def decode_is_busy(self, asked: PromptTraits, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
         """Whether a prefill instance may answer, because none of these decode instances keeps the targets."""
 
-    def keeps_targets(self, asked: Asked, prefill: Target) -> bool:
+    def keeps_targets(self, asked: PromptTraits, prefill: Target) -> bool:
         """Whether this prefill instance keeps them if it answers."""
 
 
@@ -135,10 +135,10 @@ class Policy(ABC):
         self.context = context
 
     @abstractmethod
-    def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
+    def choose(self, asked: PromptTraits, options: Options[T]) -> Choice[T]:
         """One plan for both legs. Must not block or change anything; `placed` is called when the plan is used."""
 
-    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
         """The router uses this choice; the prefix index already contains it."""
 
 
@@ -153,11 +153,11 @@ class LegPolicy(Policy):
         self._turn = 0
 
     @abstractmethod
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Sequence[float] | Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Sequence[float] | Vector:
         """The score of each of several targets, lower is better: a list, or a vector computed from the vectors of
         `targets`."""
 
-    def choose(self, asked: Asked, options: Options[T]) -> Choice[T]:
+    def choose(self, asked: PromptTraits, options: Options[T]) -> Choice[T]:
         """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
         read its KV; or one instance for both, where that is allowed and better."""
         scores: list[Scores] = []
@@ -174,20 +174,20 @@ class LegPolicy(Policy):
                 if disaggregation.keeps_targets(asked, alone):
                     return Choice(alone, None, "decode_busy", scores)
             alone = self._best(asked, "whole", decodes, scores)
-            reason = disaggregation.stays_whole(asked, prefill, alone)
+            reason = disaggregation.keeps_aggregated(asked, prefill, alone)
             if reason is not None:
                 return Choice(alone, None, reason, scores)
         decode = readers[0] if len(readers) == 1 else self._best(asked, "decode", readers, scores)
         return Choice(decode, prefill, "split", scores)
 
-    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
         """Note which instances were chosen."""
         self._turn += 1
         choice.decode.load.last_turn = self._turn
         if choice.prefill is not None:
             choice.prefill.load.last_turn = self._turn
 
-    def _best(self, asked: Asked, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
+    def _best(self, asked: PromptTraits, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
         if len(targets) == 1:
             return targets[0]
         found = np.asarray(self.score(asked, leg, targets), float)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PolicyContext, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
 
@@ -35,17 +35,17 @@ class Cost(LegPolicy):
         assert isinstance(settings, CostSettings)
         self._settings, self._weight = settings, 1.0 + settings.others
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """Seconds of the leg, and of what it costs other requests."""
         estimates, cached = self.context.estimates, self.context.index.cached(asked.prefix, targets)
         token_s = estimates.any_prefill.slope
         # Decode has to fetch what prefill has to compute.
         work_s = estimates.hand_off.slope if leg == "decode" else token_s
-        company_s = 0.0 if leg == "prefill" else estimates.company_s()
+        interference_s = 0.0 if leg == "prefill" else estimates.interference_s()
         seconds = targets.weighed(
             prefill_tokens=token_s,
-            num_prefills=company_s,
-            num_decodes=company_s,
+            num_prefills=interference_s,
+            num_decodes=interference_s,
             recent_tokens=work_s * self._settings.pressure,
             now=self.context.clock.monotonic(),
             constant=work_s * self._weight * asked.num_tokens,

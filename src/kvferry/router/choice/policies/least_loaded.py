@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
 
@@ -16,6 +16,6 @@ def work(targets: Candidates[T], leg: Leg) -> Vector:
 class LeastLoaded(LegPolicy):
     """The instance with the least work (`work`)."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of each target."""
         return work(targets, leg)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PromptTraits
 from kvferry.router.choice.policies.least_loaded import work
 from kvferry.router.instances.load import Candidates, T, Vector
 
@@ -13,7 +13,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 class PowerOfTwo(LegPolicy):
     """The one with less work (`work`) of two instances that are drawn at random."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of the two that were drawn; the others are never chosen."""
         drawn = self.context.random.sample(range(len(targets)), min(2, len(targets)))
         found = np.full(len(targets), np.inf)

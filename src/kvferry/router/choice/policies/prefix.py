@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy, PolicyContext
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PolicyContext, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
 _LITTLE = 1e-6
@@ -34,11 +34,11 @@ class PrefixAware(LegPolicy):
         assert isinstance(settings, PrefixSettings)
         self._settings = settings
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """Tokens to be computed (all of them for an instance that is too busy), and those that count for what its cache
         has taken in; the load only decides among equals."""
         cached = self.context.index.cached(asked.prefix, targets)
-        if (busy := self.too_busy(targets)) is not None:
+        if (busy := self.overloaded(targets)) is not None:
             cached = cached * ~busy
         is_prefill = leg == "prefill"
         scores = targets.weighed(
@@ -52,7 +52,7 @@ class PrefixAware(LegPolicy):
         scores -= cached
         return scores
 
-    def too_busy(self, targets: Candidates[T]) -> Vector | None:
+    def overloaded(self, targets: Candidates[T]) -> Vector | None:
         """Which of them have more requests under way than may be; None: none."""
         running = targets.weighed(num_prefills=1.0, num_decodes=1.0)
         most = running[running.argmin()] + self._settings.slack_requests

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.router.choice.policies.base import Asked, Leg, LegPolicy
+from kvferry.router.choice.policies.base import Leg, LegPolicy, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RoundRobin(LegPolicy):
     """Gives all the same score; among equals, the one that was chosen longest ago wins."""
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """The same score for all, so that the turn decides."""
         return np.zeros(len(targets))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvferry.router.choice.policies.base import Asked, Choice, Leg, PolicyContext
+from kvferry.router.choice.policies.base import Choice, Leg, PolicyContext, PromptTraits
 from kvferry.router.choice.policies.prefix import PrefixAware, PrefixSettings
 from kvferry.router.instances.load import Candidates, T, Vector
 
@@ -40,20 +40,20 @@ class SessionAffinity(PrefixAware):
         self._max_sessions = settings.max_sessions
         self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
-    def score(self, asked: Asked, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """Score by the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, and more for those
         that are too busy; below 0 for the instance that had the last turn."""
         if not asked.session:
             return super().score(asked, leg, targets)
         scores = _hashes(asked.session, targets)
-        if (busy := self.too_busy(targets)) is not None:
+        if (busy := self.overloaded(targets)) is not None:
             scores += busy
         last = self._where.get(asked.session, {}).get("prefill" if leg == "prefill" else "decode")
         if last is not None and (place := _places(targets).get(last)) is not None:
             scores[place] = -1.0
         return scores
 
-    def placed(self, asked: Asked, choice: Choice[T]) -> None:
+    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
         """Remember the instances of both legs."""
         super().placed(asked, choice)
         if not asked.session:

@@ -15,12 +15,12 @@ from itertools import count
 from operator import itemgetter
 
 from kvferry.core.errors import LeakError, QueueFull
-from kvferry.router.edge.tenants import MOST_TENANTS, Tenant
+from kvferry.router.edge.tenants import MAX_TENANTS, Tenant
 
 _Waiting = tuple[int, int, "asyncio.Future[None]"]
 """Priority, order of arrival, and what is set when it is its turn."""
 
-_MOST_LEFT = 64
+_MAX_LEFT = 64
 
 
 class _Line:
@@ -39,7 +39,7 @@ class _Line:
         return len(self.waiting) / self.tenant.limits.weight
 
 
-class Turns:
+class FairQueue:
     """Lets at most `max_requests` run and at most `max_waiting` wait, none longer than `wait_s`. If too many wait, the
     tenant with the most waiting (for its weight) loses the last of them."""
 
@@ -57,7 +57,7 @@ class Turns:
         """The share that was served last; a tenant that begins to wait begins here, or where it has come to itself."""
         self._ahead: dict[bytes, float] = {}
         """The shares of tenants that do not wait just now and have had more than that."""
-        self._most_ahead = _MOST_LEFT
+        self._max_ahead = _MAX_LEFT
 
     def begin(self, tenant: Tenant) -> bool:
         """Take a place, until `end`, if one is free and nobody waits for it."""
@@ -143,7 +143,7 @@ class Turns:
             return
         line.listed = True
         heapq.heappush(self._next, (line.at, next(self._order), line))
-        if len(self._next) > 2 * len(self._lines) + _MOST_LEFT:  # of those who left before it was their turn
+        if len(self._next) > 2 * len(self._lines) + _MAX_LEFT:  # of those who left before it was their turn
             self._next = [one for one in self._next if one[2].waiting]
             heapq.heapify(self._next)
 
@@ -174,10 +174,10 @@ class Turns:
         if line.at <= self._at:
             return
         self._ahead[line.tenant.key] = line.at
-        if len(self._ahead) > self._most_ahead:
+        if len(self._ahead) > self._max_ahead:
             ahead = ((key, at) for key, at in self._ahead.items() if at > self._at)
-            self._ahead = dict(heapq.nlargest(MOST_TENANTS, ahead, key=itemgetter(1)))
-            self._most_ahead = 2 * len(self._ahead) + _MOST_LEFT
+            self._ahead = dict(heapq.nlargest(MAX_TENANTS, ahead, key=itemgetter(1)))
+            self._max_ahead = 2 * len(self._ahead) + _MAX_LEFT
 
     def _leave(self, tenant: Tenant, turn: _Waiting) -> None:
         """A request that leaves at the very moment its turn comes passes the turn on."""

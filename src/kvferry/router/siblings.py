@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.core.errors import TransferError
 from kvferry.core.messages.openai import UnknownRoute
-from kvferry.core.messages.traffic import MOST_OBSERVED, TRAFFIC_PATH, TrafficReport
+from kvferry.core.messages.traffic import MAX_OBSERVED, TRAFFIC_PATH, TrafficReport
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.headers import find_header
@@ -34,7 +34,7 @@ _TIMEOUT_S = 2.0
 _LONGEST = 64 * 2**20
 
 
-class Others:
+class SiblingRouters:
     """Wraps what one router answers about itself. Owns the connections to the others."""
 
     def __init__(self, router: Router, state: SharedState) -> None:
@@ -105,7 +105,7 @@ class Others:
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: of all routers together."""
-        most, seconds = request.number("limit", MOST_OBSERVED), request.number("seconds", TRAFFIC_S)
+        most, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
         services = self._router.services
         own = services.chooser.traffic.encode(services.clock.wall(), seconds, most)
         texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds}&limit={most}")]

@@ -23,7 +23,7 @@ _MODULE = re.compile(r"^(?:\w+\.)+(?=\w+(?::|$))")
 _MAX_CHARS = 1000
 
 
-class FirstCause:
+class ExitCause:
     """`feed` it each line. `text`: the first cause in them, in one line, or empty."""
 
     def __init__(self) -> None:

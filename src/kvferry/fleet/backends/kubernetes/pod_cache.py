@@ -14,26 +14,26 @@ from dataclasses import replace
 
 from kvferry.fleet.backends.kubernetes.pod import DELETED, MEMBER_LABEL, Object, host_of, member_of_pods, pod_name
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
 
 logger = logging.getLogger(__name__)
 
 _ROLES = ("prefill", "decode", "both", "router")
-_MOST_GONE = 2**16
+_MAX_GONE = 2**16
 """Uids that are remembered of pods that are gone; what is told late is told within seconds."""
-_MOST_STRANGERS = 1000
+_MAX_STRANGERS = 1000
 """Pods of others that are named in the log."""
 _INCOMPLETE = "not all of its pods are there"
 
 
-class KnownPods:
+class PodCache:
     """Owns what is known. `changed`: called whenever `members` would answer something else. `being_made`: of members,
     some of whose pods are not there yet, why that is; the backend writes it."""
 
     def __init__(self, watcher: Watcher, changed: Callable[[], None]) -> None:
         self._watcher, self._changed = watcher, changed
-        self._fleet: WantedFleet | None = None
+        self._fleet: DesiredFleet | None = None
         self._pods: dict[str, dict[str, Object]] = {}
         """The pods of each member, by the pods' names."""
         self.being_made: dict[str, tuple[Member, str]] = {}
@@ -51,7 +51,7 @@ class KnownPods:
         """Names of pods that were told of since a list was asked for, which may not have them."""
         self._strangers: set[str] = set()
 
-    def use(self, fleet: WantedFleet) -> None:
+    def use(self, fleet: DesiredFleet) -> None:
         """Set the fleet whose pods they are."""
         self._fleet = fleet
 
@@ -97,7 +97,7 @@ class KnownPods:
         return member
 
     @property
-    def _wanted(self) -> WantedFleet:
+    def _wanted(self) -> DesiredFleet:
         assert self._fleet is not None, "`use` comes first"
         return self._fleet
 
@@ -185,7 +185,7 @@ class KnownPods:
             self.leaving.discard(member)
         self._changed()
 
-    def take_up(self) -> None:
+    def adopt(self) -> None:
         """End the members that an earlier controller wanted to end."""
         for member, pods in self._pods.items():
             if any("deletionTimestamp" in pod["metadata"] for pod in pods.values()):
@@ -198,7 +198,7 @@ class KnownPods:
             return
         self._gone.add(uid)
         self._gone_first.append(uid)
-        if len(self._gone_first) > _MOST_GONE:
+        if len(self._gone_first) > _MAX_GONE:
             self._gone.discard(self._gone_first.popleft())
 
     def is_ours(self, pod: Object) -> bool:
@@ -212,7 +212,7 @@ class KnownPods:
             return False
         if labels.get(PART_LABEL) in _ROLES and name == pod_name(self._wanted, member, host_of(pod)[0]):
             return True
-        if name not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
+        if name not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
             self._strangers.add(name)
             logger.warning("the pod %s has labels of this fleet's, and is none of its pods; it is left alone", name)
         return False

@@ -16,13 +16,13 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class OffLoop:
-    """Runs functions in the event loop's threads: `at_once` at a time, `most_waiting` in a queue, each for at most
+class ThreadOffload:
+    """Runs functions in the event loop's threads: `at_once` at a time, `max_waiting` in a queue, each for at most
     `limit_s` seconds including the wait."""
 
-    def __init__(self, *, at_once: int = 2, most_waiting: int = 256, limit_s: float = 60.0) -> None:
+    def __init__(self, *, at_once: int = 2, max_waiting: int = 256, limit_s: float = 60.0) -> None:
         self._turn = asyncio.Semaphore(at_once)
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._limit_s = limit_s
         self._num_waiting = 0
 
@@ -36,7 +36,7 @@ class OffLoop:
         """
         if not big:
             return function(*args, **kwargs)
-        if self._num_waiting >= self._most_waiting:
+        if self._num_waiting >= self._max_waiting:
             raise QueueFull(f"{self._num_waiting} large requests are waiting to be read; try again later")
         try:
             async with asyncio.timeout(self._limit_s):

@@ -8,14 +8,14 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.control.facts import Drain, Observed, Phase, Start, Step, StopMember, SwitchRole
+from kvferry.fleet.control.facts import Drain, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import WantedFleet
+from kvferry.fleet.control.spec import DesiredFleet
 
-_MOST_STEPS = 100_000
+_MAX_STEPS = 100_000
 
 
-def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) -> list[Step]:
+def dry_run_steps(fleet: DesiredFleet, members: Sequence[ObservedInstance], now: float = 0.0) -> list[Step]:
     """All steps until the fleet is as it is to be, if every step succeeds at once. Raises `ConfigError` if it would
     come to a stop before: the settings leave no way to replace what is there. Members that start are taken to serve,
     and those that leave to have left."""
@@ -23,7 +23,7 @@ def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) 
     staying = (one for one in members if one.phase in (Phase.READY, Phase.STARTING))
     present = {one.name: replace(one, phase=Phase.READY) for one in staying}
     fleet = _unpaused(fleet)
-    while len(steps) < _MOST_STEPS:
+    while len(steps) < _MAX_STEPS:
         new = plan(fleet, list(present.values()), (), now)
         if not new:
             break
@@ -31,11 +31,11 @@ def rehearse(fleet: WantedFleet, members: Sequence[Observed], now: float = 0.0) 
         for step in new:
             _imagine(present, step, now)
     if stuck := sorted(one.name for one in present.values() if one.revision != fleet.revision):
-        raise ConfigError(no_way_to_replace(fleet, stuck))
+        raise ConfigError(explain_blocked_roll(fleet, stuck))
     return steps
 
 
-def no_way_to_replace(fleet: WantedFleet, stuck: Sequence[str]) -> str:
+def explain_blocked_roll(fleet: DesiredFleet, stuck: Sequence[str]) -> str:
     """Why the settings keep these instances of another revision where they are."""
     return (
         f"{', '.join(stuck[:3])} {'and others ' if len(stuck) > 3 else ''}could never be replaced: there is no room"
@@ -44,14 +44,14 @@ def no_way_to_replace(fleet: WantedFleet, stuck: Sequence[str]) -> str:
     )
 
 
-def _unpaused(fleet: WantedFleet) -> WantedFleet:
+def _unpaused(fleet: DesiredFleet) -> DesiredFleet:
     return msgspec.structs.replace(fleet, roll=msgspec.structs.replace(fleet.roll, pause=False))
 
 
-def _imagine(present: dict[str, Observed], step: Step, now: float) -> None:
+def _imagine(present: dict[str, ObservedInstance], step: Step, now: float) -> None:
     match step:
         case Start():
-            present[step.name] = Observed(step.name, step.role, step.revision, Phase.READY, now, step.unit)
+            present[step.name] = ObservedInstance(step.name, step.role, step.revision, Phase.READY, now, step.unit)
         case SwitchRole():
             present[step.name] = replace(present[step.name], role=step.role, phase=Phase.READY, since=now)
         case Drain() | StopMember():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvferry.fleet.first_cause import FirstCause
+from kvferry.fleet.exit_cause import ExitCause
 
 EXIT_USER_ERROR = 2
 """Exit code of a process with wrong settings; a restart would end in the same way."""
 ERROR_PREFIX = "kvferry: error: "
 """How the line begins in which a process reports wrong settings."""
-_MOST_LINES = 20
+_MAX_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Ended:
     is_misconfigured: bool = False
 
 
-class LastWords:
+class LogTail:
     """The last lines of a member's log."""
 
     def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_MOST_LINES)
-        self._first_cause = FirstCause()
+        self.lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._first_cause = ExitCause()
 
     def add(self, line: str, *, has_served: bool) -> None:
         """The next line. Once it serves, errors are those of requests."""

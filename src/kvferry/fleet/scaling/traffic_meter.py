@@ -11,22 +11,30 @@ import numpy as np
 from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.demand import Demand
 from kvferry.fleet.scaling.predictor import LatencyTargets
-from kvferry.fleet.scaling.scaler import Attained, Measured
-from kvferry.fleet.scaling.traffic import ROOM_UNKNOWN, PhaseTimes, Room, Vector, Workload, fit_answers, fit_line
+from kvferry.fleet.scaling.scaler import MeasuredTraffic, TargetShare
+from kvferry.fleet.scaling.traffic import (
+    ROOM_UNKNOWN,
+    DecodeCapacity,
+    PhaseTimes,
+    Vector,
+    Workload,
+    fit_answers,
+    fit_line,
+)
 
-MOST_ASKED = 1024
+MAX_ASKED = 1024
 """Requests of each router that are looked at."""
 LOOK_BACK_S = 3600
 """Older requests say nothing about those of now."""
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 """Requests of a fleet that are kept, the newest."""
-_MOST_BINS = 4096
-_MOST_ROUTERS = 256
+_MAX_BINS = 4096
+_MAX_ROUTERS = 256
 _AHEAD_S = 5.0
 """How much a router's clock may be ahead, once clocks have been set."""
-_FEWEST_TOKENS = 4
+_MIN_TOKENS = 4
 """An answer of fewer says nothing about a step's time."""
-_SHORTEST_STEP_S = 1e-4
+_MIN_STEP_S = 1e-4
 """A step that seems to take less was not measured: there were only answers of the same length."""
 _QUICK = 0.1
 """The share of hand-offs that waited for nothing on the decode instance."""
@@ -37,14 +45,14 @@ _Key = tuple[str, float, int]
 """The key of a request: its router, arrival and length."""
 
 
-class Measuring:
+class TrafficMeter:
     """What is known of one fleet's requests. Times are in wall-clock seconds."""
 
     def __init__(self, bin_s: float, now: float) -> None:
         self._bin_s, self._began_at = bin_s, now
         self._num_arrived: dict[str, int] = {}
         """How many requests have arrived, by router, as each said last."""
-        self._bins = deque[float](maxlen=_MOST_BINS)
+        self._bins = deque[float](maxlen=_MAX_BINS)
         self._bin_began_at, self._last_arrival_at = now, now
         self._num_in_bin = 0.0
         self._num_waiting = 0
@@ -76,7 +84,7 @@ class Measuring:
                 self._last_arrival_at = now
             self._num_arrived.pop(router, None)
             self._num_arrived[router] = report.num_arrived
-        for router in list(self._num_arrived)[:-_MOST_ROUTERS]:  # one that does not answer now may do so again
+        for router in list(self._num_arrived)[:-_MAX_ROUTERS]:  # one that does not answer now may do so again
             del self._num_arrived[router]
         self._num_waiting = sum(one.num_waiting for one in reports.values())
         requests = sorted((one for each in reports.values() for one in each.requests), key=lambda one: one.arrived)
@@ -92,14 +100,14 @@ class Measuring:
             lately = (one for one in report.requests if self._since <= one.arrived <= until)
             found = (((router, one.arrived, one.prompt_tokens), one) for one in lately)
             self._known.update((key, one) for key, one in found if key not in self._void)
-        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MOST_KEPT:]
+        newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MAX_KEPT:]
         self._known = {key: one for key, one in newest if one.state != "failed"}
 
     def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
         """What came before this process looked: an earlier one was asked for it."""
         if not requests:
             return
-        first = max(requests[0].arrived, now - _MOST_BINS * self._bin_s)
+        first = max(requests[0].arrived, now - _MAX_BINS * self._bin_s)
         num_bins = int((now - first) / self._bin_s)
         if num_bins > 0:
             counts, _ = np.histogram([one.arrived for one in requests], bins=num_bins, range=(first, now))
@@ -110,30 +118,30 @@ class Measuring:
     def _close_bins(self, now: float) -> None:
         elapsed = now - self._bin_began_at
         if elapsed >= self._bin_s:
-            number = min(int(elapsed / self._bin_s), _MOST_BINS)
+            number = min(int(elapsed / self._bin_s), _MAX_BINS)
             self._bins.extend([self._num_in_bin * self._bin_s / elapsed] * number)
             self._bin_began_at, self._num_in_bin = now, 0.0
 
-    def attained(self, targets: LatencyTargets, since: float, now: float) -> Attained:
+    def attained(self, targets: LatencyTargets, since: float, now: float) -> TargetShare:
         """What was kept of the requests that arrived since then, of which it is known."""
         lately = [one for one in self._known.values() if one.arrived >= since and one.streams]
         judged = [found for one in lately if (found := _is_within(one, targets, now)) is not None]
-        return Attained(sum(judged) / len(judged) if judged else 0.0, len(judged))
+        return TargetShare(sum(judged) / len(judged) if judged else 0.0, len(judged))
 
-    def measured(self, room: Room, now: float, hold_s: float = 900.0) -> Measured:
+    def measured(self, room: DecodeCapacity, now: float, hold_s: float = 900.0) -> MeasuredTraffic:
         """What is known now. `room`: what one decode instance takes. `hold_s`: for how long a request counts."""
         demand = Demand(tuple(self._bins), self._bin_s)
         known = list(self._known.values())
-        warm = [one for one in known if self._is_warm(one)][-MOST_ASKED:]
+        warm = [one for one in known if self._is_warm(one)][-MAX_ASKED:]
         times = phase_times(warm, room)
         workload = None
         if times is not None:
             first = known[0].arrived
-            began = max(now - hold_s, first if len(known) == MOST_KEPT else min(first, self._began_at))
+            began = max(now - hold_s, first if len(known) == MAX_KEPT else min(first, self._began_at))
             lately = [one for one in known if one.arrived >= began] or known[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
         num_known = sum(one.state == "done" for one in warm)
-        return Measured(demand, num_known, workload, times, now - self._last_arrival_at, self._num_waiting)
+        return MeasuredTraffic(demand, num_known, workload, times, now - self._last_arrival_at, self._num_waiting)
 
 
 def _is_within(one: RequestObservation, targets: LatencyTargets, now: float) -> bool | None:
@@ -172,17 +180,17 @@ def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) 
         if one.state == "running":
             runs_s = 0.0 if one.first_s is None else now - one.arrived - one.first_s
             step_s = times.decode_base_s + times.decode_sequence_s * max(1.0, one.beside)
-            output = max(typical, runs_s / max(step_s, _SHORTEST_STEP_S))
+            output = max(typical, runs_s / max(step_s, _MIN_STEP_S))
         found.append((float(one.uncached), output or typical))
     return found
 
 
-def phase_times(known: Sequence[RequestObservation], room: Room = ROOM_UNKNOWN) -> PhaseTimes | None:
+def phase_times(known: Sequence[RequestObservation], room: DecodeCapacity = ROOM_UNKNOWN) -> PhaseTimes | None:
     """Lines through what was measured; None: something was not measured yet."""
     prefill = fit_line(_computed(known))
     if prefill is None:
         prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
-    answers = [one for one in known if one.answer_s and one.output_tokens >= _FEWEST_TOKENS]
+    answers = [one for one in known if one.answer_s and one.output_tokens >= _MIN_TOKENS]
     if prefill is None:
         return None
     answers = [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
@@ -202,7 +210,7 @@ def phase_times(known: Sequence[RequestObservation], room: Room = ROOM_UNKNOWN) 
         decode_sequence_s=growth,
         first_token_s=float(np.quantile(hand_offs, _QUICK)) if hand_offs else 0.0,
         hand_off_s=delay,
-        most_sequences=room.fits(mean_tokens),
+        max_sequences=room.fits(mean_tokens),
     )
 
 

@@ -31,7 +31,7 @@ NOTHING = Counts(0, 0)
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScalingRules:
     """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: the most
     of both, weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of
     prefill instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do

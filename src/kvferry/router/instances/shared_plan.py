@@ -9,7 +9,7 @@ from kvferry.core.messages.traffic import FleetPlan
 NO_PLAN = b"{}"
 
 
-class Directions:
+class SharedFleetPlan:
     """The fleet's plan, as all routers of the port have it; `Membership` writes it."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvferry.router.request.leg import Leg
 
 
-class Patience:
+class ProgressTimeout:
     """How long to wait for a leg: for `silence_s` without a sign of progress, and no longer once its instance seems
     dead, if it is `movable`: another instance can give the rest. Progress of the leg `beside` it, for which its
     instance waits, counts too until that one has ended."""

@@ -8,8 +8,8 @@ import pytest
 
 from fleet.backends.kubernetes.test_backend import fleet
 from fleet.recording import RecordingDisplay
-from kvferry.fleet.backends.kubernetes.known_pods import KnownPods
 from kvferry.fleet.backends.kubernetes.pod import pods_for
+from kvferry.fleet.backends.kubernetes.pod_cache import PodCache
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 
 RUNS = {"phase": "Running", "podIP": "10.0.0.1", "containerStatuses": [{"started": True, "state": {"running": {}}}]}
@@ -17,8 +17,8 @@ ENDED = {"phase": "Failed", "reason": "Evicted"}
 WIDE = {"pod": {"decode": {"hosts": 2}}}
 
 
-def known(**kubernetes: Any) -> KnownPods:
-    found = KnownPods(RecordingDisplay(), lambda: None)
+def known(**kubernetes: Any) -> PodCache:
+    found = PodCache(RecordingDisplay(), lambda: None)
     found.use(fleet(**kubernetes))
     return found
 
@@ -29,7 +29,7 @@ def told(version: int, uid: str = "a", status: dict[str, Any] | None = None, **l
     return {**pod, "metadata": {**metadata, "labels": {**metadata["labels"], **labels}}, "status": status or {}}
 
 
-def only(pods: KnownPods) -> Member:
+def only(pods: PodCache) -> Member:
     (member,) = pods.members()
     return member
 
@@ -111,7 +111,7 @@ def test_pods_with_labels_that_do_not_go_with_their_name_are_ignored(
 
 def test_an_instance_without_one_of_its_pods_has_ended() -> None:
     wide = fleet(**WIDE, tensor_parallel_size=2)
-    pods = KnownPods(RecordingDisplay(), lambda: None)
+    pods = PodCache(RecordingDisplay(), lambda: None)
     pods.use(wide)
     both = pods_for(wide, MemberSpec("decode-0", "decode", "r"))
     for number, one in enumerate(both):

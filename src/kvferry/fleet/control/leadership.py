@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.lease import Lease
-from kvferry.fleet.control.ledger import FleetStatus, Ledger, Wanted
+from kvferry.fleet.control.ledger import DesiredState, FleetStatus, Ledger
 from kvferry.fleet.display import Display
 from kvferry.fleet.started import started_at
 
@@ -19,9 +19,9 @@ _TRY_AGAIN_S = 0.5
 """How often a controller that waits tries to become the one that acts."""
 
 
-class RightToAct:
+class Leadership:
     """One controller's right to act, from `take` until `close`. `waits`: until another controller has ended, if there
-    is one. `follows`: as in `Holder`. `ended` is done once the controller is to end: then it waits no longer."""
+    is one. `follows`: as in `LeaseHolder`. `ended` is done once the controller is to end: then it waits no longer."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class RightToAct:
         self._lease: Lease | None = None
         self._saying: asyncio.Task[None] | None = None
 
-    async def take(self, look: Callable[[], Wanted]) -> bool:
+    async def take(self, look: Callable[[], DesiredState]) -> bool:
         """Whether this controller acts; False if it was told to end meanwhile, or does not wait. `look` is called
         before the backend is asked: the backend is to know what is wanted."""
         return await self._take_here() and await self._take_everywhere(look)
@@ -46,7 +46,7 @@ class RightToAct:
     async def _take_here(self) -> bool:
         """Be the one controller of this machine."""
         waited = False
-        while (lease := self._ledger.try_to_act(follows=self._follows)) is None:
+        while (lease := self._ledger.try_acquire(follows=self._follows)) is None:
             if not self._waits and self._ledger.has_controller:
                 self._display.note("another controller looks after this fleet")
                 return False
@@ -56,14 +56,14 @@ class RightToAct:
             if await self._has_ended():
                 return False
         self._lease = lease
-        self._saying = asyncio.create_task(lease.keep_saying())
+        self._saying = asyncio.create_task(lease.heartbeat())
         return True
 
-    async def _take_everywhere(self, look: Callable[[], Wanted]) -> bool:
+    async def _take_everywhere(self, look: Callable[[], DesiredState]) -> bool:
         """Be the one controller of all machines."""
         told = (0, "")
         wanted = look()
-        while not await self._backend.try_to_act():
+        while not await self._backend.try_acquire():
             why = f"{self._backend.acts_instead} looks after this fleet"
             if told[1] != why:
                 self._display.note(f"{why}; waiting in case it ends")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cli.demo.stalls import Characters, Stalls, draw_stalls, verdict
+from kvferry.cli.demo.token_gaps import Characters, TokenGaps, draw_stalls, verdict
 
-SMOOTH = Stalls([index * 0.1 for index in range(10)], [0.25], [0.5])
-STALLED = Stalls([0.0, 0.1, 0.2, 0.3, 0.7, 0.8, 0.9], [0.3], [0.4])
+SMOOTH = TokenGaps([index * 0.1 for index in range(10)], [0.25], [0.5])
+STALLED = TokenGaps([0.0, 0.1, 0.2, 0.3, 0.7, 0.8, 0.9], [0.3], [0.4])
 
 
 def test_a_gap_fills_every_column_that_it_reaches_into() -> None:
-    stalls = Stalls([0.0, 0.5, 3.25, 3.5], [], [])
+    stalls = TokenGaps([0.0, 0.5, 3.25, 3.5], [], [])
     assert stalls.longest_gaps_s(6, 1.0) == [2.75, 2.75, 2.75, 2.75, 0.0, 0.0]
 
 

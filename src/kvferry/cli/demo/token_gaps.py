@@ -11,7 +11,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from kvferry.cli.demo.requests import DemoAnswer, Endpoint, Piece
+from kvferry.cli.demo.requests import DemoAnswer, DemoPrompt, Endpoint
 
 STREAM_TOKENS = 320
 LONG_EVERY = 56
@@ -27,7 +27,7 @@ Characters = Literal["blocks", "ascii"]
 
 
 @dataclass(frozen=True)
-class Stalls:
+class TokenGaps:
     """One endpoint's stream. Times are in seconds since the stream's first token."""
 
     tokens_s: list[float]
@@ -50,7 +50,7 @@ class Stalls:
         return longest
 
 
-async def measure_stalls(endpoint: Endpoint, short: Piece, longs: Sequence[Piece]) -> Stalls:
+async def measure_stalls(endpoint: Endpoint, short: DemoPrompt, longs: Sequence[DemoPrompt]) -> TokenGaps:
     """Stream one answer, and send the next long prompt whenever another `LONG_EVERY` tokens of it have arrived."""
     waiting = list(reversed(longs))
     running: list[asyncio.Task[DemoAnswer]] = []
@@ -65,14 +65,14 @@ async def measure_stalls(endpoint: Endpoint, short: Piece, longs: Sequence[Piece
     async with asyncio.TaskGroup() as group:
         stream = await endpoint.ask(short, STREAM_TOKENS, on_token)
     begin, answers = stream.token_times_s[0], [task.result() for task in running]
-    return Stalls(
+    return TokenGaps(
         [time - begin for time in stream.token_times_s],
         [answer.asked_s - begin for answer in answers],
         [answer.token_times_s[0] - answer.asked_s for answer in answers],
     )
 
 
-def draw_stalls(measured: Mapping[str, Stalls], width: int, characters: Characters) -> Iterator[Text]:
+def draw_stalls(measured: Mapping[str, TokenGaps], width: int, characters: Characters) -> Iterator[Text]:
     """The gaps of each stream over time, all on the same two linear scales, in lines of at most `width` characters."""
     num_columns = max(width - _MARGIN, 10)
     column_s = max(stalls.tokens_s[-1] for stalls in measured.values()) / num_columns
@@ -100,7 +100,7 @@ def draw_stalls(measured: Mapping[str, Stalls], width: int, characters: Characte
     yield Text(f"{'':{_MARGIN}}{arrival} a long prompt arrives", style="yellow")
 
 
-def verdict(disaggregated: Stalls, plain: Stalls) -> tuple[str, bool]:
+def verdict(disaggregated: TokenGaps, plain: TokenGaps) -> tuple[str, bool]:
     """What the two streams show in a sentence or two, and whether the first had the shorter longest gap."""
     split, whole = max(disaggregated.gaps_s) * 1e3, max(plain.gaps_s) * 1e3
     usual = statistics.median(disaggregated.gaps_s) * 1e3, statistics.median(plain.gaps_s) * 1e3

@@ -24,7 +24,7 @@ _WAIT_S = 0.5
 """Seconds to wait after an accept that failed, in general for want of descriptors."""
 
 
-class Door:
+class Acceptor:
     """Owns the listening socket, from `open` to `close`. `context`: for TLS."""
 
     def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:

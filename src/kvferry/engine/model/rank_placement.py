@@ -24,7 +24,7 @@ def default_num_threads() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Tensor-parallel rank `rank` of `size`; without arguments, the only one. `shares_machine`: all ranks are on one
     machine, and divide its devices and CPU threads; otherwise each has those that its process sees."""
 
@@ -33,7 +33,7 @@ class Place:
     shares_machine: bool = True
 
     @classmethod
-    def of_rank(cls, rank: int, config: EngineConfig) -> Place:
+    def of_rank(cls, rank: int, config: EngineConfig) -> RankPlacement:
         """The place of a rank of an engine with this configuration."""
         return cls(rank, config.tensor_parallel_size, config.ranks_at is None)
 

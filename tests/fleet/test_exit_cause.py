@@ -8,8 +8,8 @@ import pytest
 
 from fleet.fleets import run
 from fleet.recording import RecordingDisplay
-from kvferry.fleet.first_cause import FirstCause
-from kvferry.fleet.process import Foreign, ProcessSpec
+from kvferry.fleet.exit_cause import ExitCause
+from kvferry.fleet.process import ExternalServer, ProcessSpec
 
 WORKER = "(Worker pid=22390) ERROR 11-23 23:02:08 [multiproc_executor.py:1063] "
 ENGINE = "(EngineCore pid=21563) ERROR 11-23 23:02:08 [core.py:1510] "
@@ -73,7 +73,7 @@ def with_exception(text: str, *before: str) -> list[str]:
     ],
 )
 def test_the_first_cause_is_found(lines: list[str], cause: str) -> None:
-    found = FirstCause()
+    found = ExitCause()
     for line in lines:
         found.feed(line)
     assert found.text == cause
@@ -81,7 +81,7 @@ def test_the_first_cause_is_found(lines: list[str], cause: str) -> None:
 
 async def test_it_is_told_instead_of_the_last_lines() -> None:
     program = "raise SystemExit('Traceback (most recent call last):\\n  frame\\nValueError: the cause\\nmore\\n')"
-    spec = ProcessSpec("engine", (sys.executable, "-c", program), foreign=Foreign("http://127.0.0.1:9"))
+    spec = ProcessSpec("engine", (sys.executable, "-c", program), foreign=ExternalServer("http://127.0.0.1:9"))
     display = RecordingDisplay()
     assert await run(display, {"both": lambda name: spec}) == 1
     assert display.of("note") == [["error: both-0 ended with exit code 1 while starting: ValueError: the cause"]]

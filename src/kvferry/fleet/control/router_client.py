@@ -13,7 +13,7 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.keys import http_secret
 from kvferry.core.messages.traffic import PLAN_PATH, TRAFFIC_PATH, FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member
-from kvferry.fleet.scaling.traffic import Room
+from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
@@ -25,7 +25,7 @@ Answered = TypeVar("Answered")
 _ASK_S, _ASK_AGAIN_S = 5.0, 1.0
 """How long an answer is waited for; and that of a router that did not answer last, so that one that hangs keeps nobody
 from looking after the others."""
-_MOST_BYTES = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
 class ViewedFacts(msgspec.Struct, frozen=True):
@@ -50,17 +50,17 @@ class View(msgspec.Struct, frozen=True):
     no_hand_off: str = ""
 
 
-def room_of(views: Iterable[View]) -> Room:
+def capacity_of(views: Iterable[View]) -> DecodeCapacity:
     """What one of these decode instances takes, as far as they have said so."""
     told = (one.facts for one in views if one.role == "decode" and one.facts is not None)
-    return Room.least((one.num_kv_tokens, one.max_num_seqs) for one in told)
+    return DecodeCapacity.least((one.num_kv_tokens, one.max_num_seqs) for one in told)
 
 
 class _Shown(msgspec.Struct):
     instances: list[View]
 
 
-class Front:
+class RouterClient:
     """Owns the connections to the routers. Everything it asks for is signed for operators."""
 
     def __init__(self, token: str = "") -> None:
@@ -72,7 +72,7 @@ class Front:
         self._refused: dict[str, str] = {}
         """What routers answered last instead of what they were asked for; each of it is logged once."""
 
-    async def __aenter__(self) -> Front:
+    async def __aenter__(self) -> RouterClient:
         await self._http.__aenter__()
         return self
 
@@ -136,7 +136,7 @@ class Front:
         origin = Origin.parse(router)
         try:
             status, _, answer = await self._client.ask(
-                origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=_MOST_BYTES
+                origin, "GET", target, purpose="operate", timeout_s=_ASK_S, max_bytes=_MAX_BYTES
             )
             return msgspec.json.decode(answer, type=kind) if status == 200 else None
         except (KvferryError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -148,7 +148,7 @@ class Front:
         origin, within_s = Origin.parse(router), _ASK_AGAIN_S if router in self._silent else _ASK_S
         try:
             status, _, answer = await self._client.ask(
-                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=_MOST_BYTES
+                origin, method, _PATH, purpose="operate", timeout_s=within_s, body=body, max_bytes=_MAX_BYTES
             )
             if status != 200:
                 self._refuses(router, f"{method} {_PATH} with {status}: {answer[:300].decode(errors='replace')}")

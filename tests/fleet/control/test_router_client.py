@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.fleet.control.backend import Member, MemberState
-from kvferry.fleet.control.front import Front
+from kvferry.fleet.control.router_client import RouterClient
 from support.processes import AUTH_TOKEN, begun, kvferry
 
 DECODE = Member("decode-0", "decode", "r", MemberState.SERVING, url="http://127.0.0.1:9")
@@ -21,7 +21,7 @@ async def test_routers_that_share_nothing_are_each_told(tmp_path: Path) -> None:
     arguments = ("router", "--registration", "--host=127.0.0.1")
     with begun(*arguments, log=tmp_path / "a") as first, begun(*arguments, log=tmp_path / "b") as second:
         urls = [first().url, second().url]
-        async with Front(AUTH_TOKEN) as front:
+        async with RouterClient(AUTH_TOKEN) as front:
             views = await front.declare(["http://127.0.0.1:9", *urls], [DECODE], [])
             assert views is not None
             assert (views["decode-0"].draining, views["decode-0"].drained) == (False, False)
@@ -43,7 +43,7 @@ async def test_what_a_router_refuses_again_and_again_is_logged_once(
 ) -> None:
     with kvferry("router", "--registration", "--host=127.0.0.1", log=tmp_path / "a") as router:
         wrong = [DECODE, replace(DECODE, name="decode-1")]  # both at one address
-        async with Front(AUTH_TOKEN) as front:
+        async with RouterClient(AUTH_TOKEN) as front:
             for _ in range(3):
                 assert await front.declare([router.url], wrong, []) is None
             assert len([one for one in caplog.messages if "two instances have the URL" in one]) == 1
