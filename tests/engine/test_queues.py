@@ -10,7 +10,7 @@ from kvferry.core.errors import LeakError
 from kvferry.core.request import Request
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.queues import RemovableHeap, SequenceQueues
-from kvferry.engine.sequence import Meeting, Sequence, Status
+from kvferry.engine.sequence import LoadMeetingPoint, Sequence, Status
 
 
 def sequence(name: str, order: int, priority: int = 0) -> Sequence:
@@ -45,7 +45,7 @@ def test_the_least_urgent_is_neither_scheduled_nor_written_to() -> None:
     queues, running = SequenceQueues(), [sequence(str(order), order) for order in range(4)]
     for one in running:
         queues.start(one)
-    running[2].load.meeting = Meeting(4, 8)
+    running[2].load.meeting = LoadMeetingPoint(4, 8)
     assert queues.least_urgent({"3"}) is running[1]
 
 

@@ -35,8 +35,8 @@ drained   -     -     -     -       -       -     -      -
 """From a state, by an event, to a state; -: it stays."""
 
 ROADS = {
-    State.NEW: "", State.UP: "well", State.DEGRADED: "late", State.UNRESPONSIVE: "silent", State.DOWN: "down", State.DUPLICATE: "twin",
-    State.DRAINING: "drain", State.DRAINED: "drain",
+    State.NEW: "", State.UP: "well", State.DEGRADED: "late", State.UNRESPONSIVE: "silent", State.DOWN: "down",
+    State.DUPLICATE: "twin", State.DRAINING: "drain", State.DRAINED: "drain",
 }  # fmt: skip
 
 

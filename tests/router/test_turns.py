@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.core.errors import QueueFull
-from kvferry.router.edge import turns as module
+from kvferry.router.edge import fair_queue as module
 from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.tenants import Limits, Tenant
 

@@ -16,7 +16,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.model.loader import read_settings
-from kvferry.engine.model.rank_placement import Place
+from kvferry.engine.model.rank_placement import RankPlacement
 from support.engines import random_prompts, run_prompts
 from support.families import TRAINED_CONTEXT, CannotBuildSmall, Case, make_config, make_model
 
@@ -68,7 +68,7 @@ def _by_configuration(case: Case, folder: Path, why: str) -> Outcome:
     except (CannotBuildSmall, TypeError):
         return Outcome("not tried", why)
     try:
-        read_settings(EngineConfig(model=str(folder)), Place())
+        read_settings(EngineConfig(model=str(folder)), RankPlacement())
     except (UnsupportedModel, ConfigError) as error:
         return Outcome("refused", _reason(error, case, folder))
     return Outcome("not tried", why)

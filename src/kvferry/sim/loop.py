@@ -188,9 +188,9 @@ class Simulation:
         self._ready.append(loop)
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), max_callbacks: int = 2**62) -> bool:
-        """Let everything happen until it is `done`, which is looked at when the time is about to move, or the time is
-        `until`, or so many callbacks have run, which is when it returns True. Raises `Deadlock` if nothing more happens,
-        and there is no `until`."""
+        """Run until it is `done`, which is checked when the time is about to move, or the time is `until`, or so many
+        callbacks have run, which is when it returns True. Raises `Deadlock` if nothing more happens, and there is no
+        `until`."""
         last = self.num_callbacks + max_callbacks
         while not self._run_ready(last):
             if done() or self.now >= until:

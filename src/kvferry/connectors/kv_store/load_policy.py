@@ -1,7 +1,8 @@
 """Whether a prompt's KV is loaded or computed again, from speeds that were measured: no clock, no tensor, no I/O.
 
-What is known of each medium is how long it took before: some seconds to begin, and a time for each further byte or
-token (`LinearCost`, newer measurements weigh more). A request then has four ways to its first token; the fastest is taken:
+For each medium, the times of earlier loads are fitted as some seconds to begin and a time for each further byte or
+token (`LinearCost`; newer measurements weigh more). A request then has four ways to its first token; the fastest is
+taken:
 
     load       all blocks that there are; then compute the rest of the prompt
     prefix     only those of the faster tiers: the tiers below would take longer than the model

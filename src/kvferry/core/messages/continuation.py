@@ -1,12 +1,12 @@
 """An answer that one instance has begun and another continues.
 
-A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a `StreamMark`,
-which contains the tokens that the event completes. A client that has all marks can let another instance continue the
-answer: it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The tokens of the
-answer then arrive without a gap or a repetition, in events of the same form. Only the tokens so far are needed, because
-each random number is a function of (seed, position), and text, stop strings and counts are functions of the tokens.
-All else that the answer is a function of has a name in the first mark (`answer_name`), and an instance whose own name
-for the request differs does not continue it.
+A request for a stream with the header `X-Kvferry-Progress` gets a comment before each server-sent event: a
+`StreamMark`, which contains the tokens that the event completes. A client that has all marks can let another instance
+continue the answer: it sends the same request there, with a `Continuation` as `kv_transfer_params.continue_from`. The
+tokens of the answer then arrive without a gap or a repetition, in events of the same form. Only the tokens so far are
+needed, because each random number is a function of (seed, position), and text, stop strings and counts are functions
+of the tokens. All else that the answer is a function of has a name in the first mark (`answer_name`), and an instance
+whose own name for the request differs does not continue it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
-`RankFailed` are sent unasked, `TableRequest` (`store`) is answered by `TableAnswer`, and `Ping`, at any time, by `Pong`.
-The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection between machines
-(`link`).
+`RankFailed` are sent unasked. `TableRequest` (`store`) is answered by `TableAnswer`, and `Ping`, at any time, by
+`Pong`. The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection between
+machines (`link`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a fleet is to be: one frozen value, read from TOML.
+"""The desired state of a fleet: one frozen value, read from TOML.
 
     name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
 
-Every table and key is a field below. `DesiredFleet.revision` names what cannot be changed in a running instance: a fleet
-with another one is *rolled*, one with other numbers is *scaled*.
+Every table and key is a field below. `DesiredFleet.revision` names what cannot be changed in a running instance: a
+fleet with another one is *rolled*, one with other numbers is *scaled*.
 """
 
 from __future__ import annotations

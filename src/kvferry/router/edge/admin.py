@@ -71,7 +71,7 @@ class ChangeRole(msgspec.Struct, forbid_unknown_fields=True):
     role: LegRole
 
 
-BodyT = TypeVar("Asked", bound=msgspec.Struct)
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class Admin:

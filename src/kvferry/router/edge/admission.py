@@ -58,8 +58,8 @@ class Slot(msgspec.Struct, eq=False):
 
 
 class Admission:
-    """Limits the bytes of request bodies, counted as they arrive. A request waits for its turn (`FairQueue`) only once its
-    body is complete. Incomplete bodies of one client address may take half of the bytes, or `min_unfinished_bytes`
+    """Limits the bytes of request bodies, counted as they arrive. A request waits for its turn (`FairQueue`) only once
+    its body is complete. Incomplete bodies of one client address may take half of the bytes, or `min_unfinished_bytes`
     (the longest body allowed) if that is more."""
 
     def __init__(self, max_bytes: int, *, min_unfinished_bytes: int = 0) -> None:

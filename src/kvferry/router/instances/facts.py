@@ -118,8 +118,8 @@ def process_of(health: bytes) -> str:
 
 
 async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
-    """What the instance is; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each question may take
-    `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
+    """The facts of an instance; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each question may
+    take `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
 
     If the protocol was set explicitly, only the questions of that protocol are asked.
     """

@@ -296,8 +296,8 @@ class Legs:
         beside: Leg | None = None,
     ) -> Leg:
         """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
-        `computes`, `decodes`: as in `Work`; `beside`: as in `ProgressTimeout`. Raises `InvalidRequest` for what cannot be
-        sent."""
+        `computes`, `decodes`: as in `Work`; `beside`: as in `ProgressTimeout`. Raises `InvalidRequest` for what
+        cannot be sent."""
         try:
             call = self._connections.http.start(
                 instance.address.origin, method, instance.address.base_path + target, headers, body, repeatable=True

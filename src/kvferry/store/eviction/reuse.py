@@ -1,4 +1,5 @@
-"""The better of two orders: what is learned about reuse (`LearnedPolicy`), or LRU while popularity changes faster than that.
+"""The better of two orders: what is learned about reuse (`LearnedPolicy`), or LRU while popularity changes faster than
+that.
 
 Both orders run all the time, each on a *shadow*: the blocks that a cache of the same size would keep by that order
 alone. So it is known which one would have found more, exactly and whatever is followed meanwhile. The cache itself
