@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adapters.test_worker_half import FakeStream, Recorder, make_half, step
+from adapters.vllm.test_worker_half import FakeStream, Recorder, make_half, step
 
 pytestmark = pytest.mark.vllm
 

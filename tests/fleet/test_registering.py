@@ -20,8 +20,8 @@ from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.recipe import TOKEN_VARIABLE
 from kvferry.fleet.spec import FleetSpec, InstanceSpec
 from kvferry.http.server.config import HttpConfig
+from router.instances.test_membership import holds
 from router.peers import SECRET, routing
-from router.test_membership import holds
 
 TOKEN = SECRET
 HTTP = HttpConfig(shutdown_grace_s=1, secret=TOKEN)

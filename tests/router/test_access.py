@@ -9,7 +9,7 @@ import aiohttp
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.edge.fair_queue import FairQueue
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, signed, ticket
-from router.test_hand_off import BODY
+from router.request.test_hand_off import BODY
 
 
 async def test_clients_show_a_key_and_operators_see_addresses() -> None:

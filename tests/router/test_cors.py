@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvferry.core.errors import ConfigError
 from kvferry.http.server.config import HttpConfig
 from router.peers import DECODE, Peer, answer, instances, routing
-from router.test_hand_off import BODY
+from router.request.test_hand_off import BODY
 
 PAGE = "http://localhost:3000"
 PREFLIGHT = {

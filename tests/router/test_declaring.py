@@ -9,8 +9,8 @@ import aiohttp
 
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
+from router.instances.test_membership import KEY, change, holds, post
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, instances, routing, ticket
-from router.test_membership import KEY, change, holds, post
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 SOON = {"health_interval_s": 0.05, "declared": True, "disaggregate_from": "0", "hand_off": "sequential"}

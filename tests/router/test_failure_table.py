@@ -33,7 +33,7 @@ from router.peers import (
     routing,
     ticket_for,
 )
-from router.test_sglang import SglangPeer
+from router.protocols.test_sglang import SglangPeer
 
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 8}
 Fault = Callable[[Peer, Request, Any], Awaitable[Response]]

@@ -26,7 +26,7 @@ from router.peers import (
     routing,
     ticket_when_told,
 )
-from router.test_hand_off import BODY, MODES, a_decode, a_prefill, get, post
+from router.request.test_hand_off import BODY, MODES, a_decode, a_prefill, get, post
 
 SOON: dict[str, Any] = {
     "first_byte_timeout_s": 0.2,

@@ -15,7 +15,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
 from kvferry.router.instances.instance import Facts, NotProbed, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
-from router.test_hand_off import BODY, get, post
+from router.request.test_hand_off import BODY, get, post
 
 
 def layout(dtype: str = "float32", block_size: int = 16, num_layers: int = 2) -> KVLayout:

@@ -16,8 +16,8 @@ from kvferry.router.instances.instance import Bootstrap, NotProbed, UnknownFacts
 from kvferry.router.protocols.choose import can_pair, choose_form
 from kvferry.router.protocols.mooncake import mooncake
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket, unused_address
+from router.request.test_hand_off import BODY, get, leave_after, post
 from router.test_failures import holds
-from router.test_hand_off import BODY, get, leave_after, post
 from router.vllm_peers import VERSION, KvferryPair, MooncakePrefill, NixlPair
 
 PROTOCOLS = ["auto", "nixl"]

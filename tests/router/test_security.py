@@ -31,8 +31,8 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 from kvferry.router.instances.instance import InstanceState
+from router.instances.test_membership import holds
 from router.peers import DECODE, SECRET, Peer, answer, instances, routing, signed
-from router.test_membership import holds
 
 ROOT = Path(__file__).parents[2]
 HTTP = HttpConfig(api_key=("key-of-a-client",), admin_key=("key-of-an-operator",), secret=SECRET, shutdown_grace_s=1)

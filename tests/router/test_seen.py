@@ -18,7 +18,7 @@ from starlette.routing import Route
 from kvferry.http.server.config import HttpConfig
 from kvferry.router.edge.fleet_metrics import merge
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, serving, ticket, ticket_for
-from router.test_hand_off import BODY, a_decode, a_prefill, get, post
+from router.request.test_hand_off import BODY, a_decode, a_prefill, get, post
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -13,10 +13,10 @@ import pytest
 
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
+from router.instances.test_membership import holds
+from router.instances.test_registrations import registering, registrar
 from router.peers import CONCURRENT, DECODE, SECRET, Peer, answer, instances, routing, ticket
-from router.test_hand_off import BODY
-from router.test_membership import holds
-from router.test_registrations import registering, registrar
+from router.request.test_hand_off import BODY
 from support.certificates import Authority
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from router.instances.test_registrations import Sender, a_decode, registering, registrar
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, signed, ticket
-from router.test_next_turn import keeping, told
-from router.test_registrations import Sender, a_decode, registering, registrar
+from router.request.test_next_turn import keeping, told
 from router.test_workers import Workers, complete, until, workers
 
 LEASE_S = 1.0

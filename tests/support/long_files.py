@@ -37,7 +37,7 @@ LONG_FILES = (
     "end_to_end/test_failure_table.py",
     "engine/test_hand_off_bfloat16.py",
     "router/test_workers.py",
-    "engine/test_batch_invariance.py",
+    "engine/model/test_batch_invariance.py",
     "router/test_continuation.py",
     "engine/test_cache_beside_hand_off.py",
     "transport/fabric/test_nixl_and_mooncake.py",

@@ -15,7 +15,7 @@ from kvferry.router.instances.instance import SglangFacts, VllmFacts
 from kvferry.router.protocols.choose import can_pair
 from kvferry.router.protocols.sglang import sglang
 from router.peers import Peer, answer, cut, failing, instances, routing
-from router.test_hand_off import BODY, get, post
+from router.request.test_hand_off import BODY, get, post
 
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 

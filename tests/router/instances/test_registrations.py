@@ -26,6 +26,7 @@ from kvferry.router.app import Router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import NotProbed
 from kvferry.router.instances.pools import Pools
+from router.instances.test_membership import KEY, change, follow, holds, post
 from router.peers import (
     CONCURRENT,
     DECODE,
@@ -39,7 +40,6 @@ from router.peers import (
     ticket,
     unused_address,
 )
-from router.test_membership import KEY, change, follow, holds, post
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,), secret=SECRET)
 SOON = {"health_interval_s": 0.05, "registration": True, "registration_lease_s": 60.0}

@@ -17,7 +17,7 @@ from kvferry.router.body import RequestBody
 from kvferry.router.instances.instance import NotProbed, VllmFacts
 from kvferry.router.protocols.choose import can_pair, can_pair_by_keys
 from router.peers import CONCURRENT, DECODE, Peer, answer, failing, instances, routing, ticket
-from router.test_hand_off import BODY, get, post
+from router.request.test_hand_off import BODY, get, post
 
 FIELDS = {"prefix_prompt_ids": [1, 2], "kvcache_store_keys": ["s"], "kvcache_load_keys": ["l"], "kvcache_ttl_s": 5}
 KEEPS = {"keeps_keys": True, "connector": "KVStoreConnector", "kv_port": 0}

@@ -19,7 +19,7 @@ from kvferry.http.errors import Unreachable
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.tls import client_context
 
-from .running import limits, opened, request, running, wire
+from ..running import limits, opened, request, running, wire
 
 
 async def status_of(port: int, path: str, key: str | None = None) -> int:

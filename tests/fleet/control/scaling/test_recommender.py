@@ -22,9 +22,9 @@ from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.control.scaling.recommender import REGISTERS_S, Recommender, read_recommended
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.router.app import Router
+from router.instances.test_membership import holds
+from router.instances.test_registrations import HTTP, SOON, a_decode, a_prefill, registering, registrar
 from router.peers import SECRET, instances, routing
-from router.test_membership import holds
-from router.test_registrations import HTTP, SOON, a_decode, a_prefill, registering, registrar
 
 ROLES = {"prefill": {"count": 2, "min": 1, "max": 6}, "decode": {"count": 2, "min": 1, "max": 6}}
 

@@ -16,7 +16,7 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 
-from .running import Handlers, limits, request, running, wire
+from ..running import Handlers, limits, request, running, wire
 
 HALF = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nhalf"
 

@@ -113,7 +113,7 @@ def test_neither_does_a_hand_off(architecture: str, form: str, model_maker: Any)
 
 WITHOUT_KERNELS = """
 from pathlib import Path
-from engine.test_batch_invariance import GREEDY, engine_of, one_at_a_time, require_equal
+from engine.model.test_batch_invariance import GREEDY, engine_of, one_at_a_time, require_equal
 from support.engines import run_prompts
 model = Path({model!r})
 prompts, expected, _ = one_at_a_time(model, {num_prompts}, GREEDY, batch_invariant=True)
@@ -137,7 +137,7 @@ def test_without_kernels_the_flag_sees_to_it(
 
 KERNELS = """
 from pathlib import Path
-from engine.test_batch_invariance import engine_of
+from engine.model.test_batch_invariance import engine_of
 with engine_of(Path({model!r})) as engine:
     print(engine.layout.kernels)
 """

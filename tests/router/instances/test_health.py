@@ -18,8 +18,8 @@ from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.health import Health
 from kvferry.router.instances.instance import InstanceState, NotProbed, UnknownFacts
 from kvferry.router.instances.pools import Pools
+from router.instances.test_membership import KEY, holds, post
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket, unused_address
-from router.test_membership import KEY, holds, post
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 

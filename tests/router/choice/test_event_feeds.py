@@ -18,7 +18,7 @@ from kvferry.router.app import Router
 from kvferry.router.choice import event_feeds
 from kvferry.router.choice.event_feeds import parse_events_address
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, routing, ticket
-from router.test_hand_off import post
+from router.request.test_hand_off import post
 
 TOKENS = list(range(64))
 
