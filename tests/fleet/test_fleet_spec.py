@@ -201,6 +201,22 @@ def test_a_key_is_not_written_into_a_spec(flag: str, where: str) -> None:
         fleet_from(told)
 
 
+@pytest.mark.parametrize("arguments", [["--api-key=k"], ["--api_key", "k"], ["--api-ke", "k"]])
+@pytest.mark.parametrize("backend", ["local", "kubernetes"])
+@pytest.mark.parametrize("where", ["engine", "role"])
+def test_a_key_of_a_vllm_server_is_not_written_into_a_spec(arguments: list[str], backend: str, where: str) -> None:
+    """Kubernetes' pods would have it on their command lines."""
+    told: dict[str, Any] = {"name": "chat", "model": "m", "mode": "pooling", "role": {"both": {}}}
+    told["engine"] = {"kind": "vllm"}
+    (told["engine"] if where == "engine" else told["role"]["both"])["args"] = arguments
+    if backend == "kubernetes":
+        told["backend"] = {"kind": "kubernetes", "kubernetes": {"image": "i"}}
+    with pytest.raises(ConfigError, match=r"args: --api-key is a secret.*VLLM_API_KEY.*pod\.ROLE\.secrets"):
+        fleet_from(told)
+    told["engine"]["args"], told["role"] = ["--api-server-count=1"], {"both": {}}
+    fleet_from(told)
+
+
 @pytest.mark.parametrize("key", ["kv_transfer_config", "args"])
 def test_a_password_is_not_written_into_a_spec(key: str) -> None:
     url = '{"store": "valkey://:pw/with@10.0.0.1:6379"}'

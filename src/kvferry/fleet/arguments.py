@@ -16,6 +16,23 @@ KEY_FIELDS = ("api_key", "admin_key", "instance_api_key")
 """Settings that are secrets. Everyone on a machine can read command lines, so they travel in the environment, or as
 the names of files."""
 
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+"""The variable in which vLLM's servers read their key."""
+_VLLM_KEY_FLAG, _SHORTEST_KEY_FLAG = "--api-key", "--api-k"
+"""As vLLM's parser spells it, and the shortest that may mean it."""
+
+
+def own_key_flag(argument: str) -> str:
+    """The flag of one of `KEY_FIELDS` in an argument of kvferry's; empty if it is another."""
+    flag = _said(argument)
+    return flag if flag in map(flag_name, KEY_FIELDS) else ""
+
+
+def vllm_key_flag(argument: str) -> str:
+    """The flag for a server's key in an argument of `vllm serve`, which may be cut short; empty if it is another."""
+    flag = argument.partition("=")[0].replace("_", "-")
+    return _VLLM_KEY_FLAG if _VLLM_KEY_FLAG.startswith(flag) and flag.startswith(_SHORTEST_KEY_FLAG) else ""
+
 
 def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
     """Flags that give the same `config`. Fields that are None, and those in `without`, are left out."""

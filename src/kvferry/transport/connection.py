@@ -11,7 +11,8 @@ Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go betw
 A code is an HMAC-SHA256 with a key derived from the shared token (`core.keys`), over the side's name, all messages so
 far and the identity that it comes with. So neither side's code can be replayed to it, and no identity can be exchanged.
 From then on each frame is sealed with a key for its direction, derived in the same way. Both sides then compare
-layouts, and each raises `LayoutMismatch` with the field if blocks cannot be converted.
+layouts, and each raises `LayoutMismatch` with the field if blocks cannot be converted. For purposes that are about no
+blocks (`WITHOUT_BLOCKS`), layouts may differ.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from kvferry.transport.memory_vector import MemoryVector
 
 PROTOCOL_VERSION = 8
+RELEASE_PURPOSE = "release"
+"""To say which hand-offs will not be fetched, as an instance must that cannot read them."""
+WITHOUT_BLOCKS = frozenset({RELEASE_PURPOSE})
 MAX_GREETING_BYTES = 64 * 2**10
 """The longest frame that is accepted from a peer that has not proved who it is."""
 NONCE_BYTES = 32
@@ -335,7 +339,8 @@ async def greet(connection: Connection, purpose: str, identity: Identity, token:
     connection.trust(
         proof.identity, _code(token, "dialler's frames", transcript), _code(token, "listener's frames", transcript)
     )
-    identity.layout.require_reconcilable(proof.identity.layout)
+    if purpose not in WITHOUT_BLOCKS:
+        identity.layout.require_reconcilable(proof.identity.layout)
 
 
 async def answer(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
@@ -364,7 +369,8 @@ async def answer(connection: Connection, purposes: Collection[str], identity: Id
     connection.trust(
         proof.identity, _code(token, "listener's frames", transcript), _code(token, "dialler's frames", transcript)
     )
-    identity.layout.require_reconcilable(proof.identity.layout)
+    if hello.purpose not in WITHOUT_BLOCKS:
+        identity.layout.require_reconcilable(proof.identity.layout)
     return hello.purpose
 
 

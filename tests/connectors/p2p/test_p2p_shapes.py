@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine, FakeRequest, consumed, produced
 from kv_support import make_layout, sharded
@@ -156,7 +157,7 @@ def test_other_tokens_are_not_taken_for_a_prefix(make_engine: MakeEngine, num_pr
     decode = consumer.run(consumed(PROMPT, early_ticket(producer) if early else ticket))
     assert isinstance(decode.error, ProtocolError)
     assert decode.num_computed_here == len(PROMPT)
-    producer.scheduler.release("t")  # a ticket that is refused unseen is left to its lease
+    until_free(producer)
 
 
 def test_a_prefix_that_the_decode_instance_has_already(make_engine: MakeEngine) -> None:
@@ -176,7 +177,20 @@ def test_sizes_that_do_not_divide_are_refused_by_name(make_engine: MakeEngine) -
     decode = consumer.run(consumed(PROMPT, producer.run(produced(PROMPT)).ticket))
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "block_size"
-    producer.scheduler.release("t")
+    until_free(producer)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_another_models_ticket_is_released_at_once(make_engine: MakeEngine, early: bool) -> None:
+    """The instance that refuses it is the only one that knows that nobody fetches it."""
+    producer = make_engine("P2pConnector", layout=msgspec.structs.replace(make_layout(2, 4), model_fingerprint="new"))
+    consumer = make_engine("P2pConnector", layout=make_layout(2, 4))
+    ticket = producer.run(produced(PROMPT)).ticket
+    decode = consumer.run(consumed(PROMPT, early_ticket(producer) if early else ticket))
+    assert isinstance(decode.error, LayoutMismatch)
+    assert decode.error.field == "model_fingerprint"
+    until_free(producer)
+    assert producer.worker.statistics()["ended_released"] == 1
 
 
 def test_a_ticket_with_the_wrong_number_of_ranks(make_engine: MakeEngine) -> None:
@@ -186,7 +200,7 @@ def test_a_ticket_with_the_wrong_number_of_ranks(make_engine: MakeEngine) -> Non
     decode = consumer.run(consumed(PROMPT, resealed(ticket | {"tp_size": 1, "remote_ranks": None})))
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "tp_size"
-    producer.scheduler.release("t")
+    producer.scheduler.release("t")  # it names no way to all ranks
 
 
 def test_a_ticket_that_names_one_rank_twice(make_engine: MakeEngine) -> None:
@@ -196,7 +210,7 @@ def test_a_ticket_that_names_one_rank_twice(make_engine: MakeEngine) -> None:
     decode = consumer.run(consumed(PROMPT, resealed(ticket | {"remote_ranks": [ticket["remote_ranks"][0]] * 2})))
     assert isinstance(decode.error, LayoutMismatch)
     assert decode.error.field == "tp_rank"
-    producer.scheduler.release("t")
+    producer.scheduler.release("t")  # it names no way to all ranks
 
 
 # What goes wrong on one of several ranks.

@@ -364,7 +364,9 @@ def test_a_sitecustomize_of_the_users_is_run_too(tmp_path: Path) -> None:
     assert done.stdout.split() == ["_sleep", str(tmp_path / "sitecustomize.py")]
 
 
-@pytest.mark.parametrize("flags", [("--api-key=the-key",), ("--api-key", "the-key"), ("--api_key", "the-key")])
+@pytest.mark.parametrize(
+    "flags", [("--api-key=the-key",), ("--api-key", "the-key"), ("--api_key", "the-key"), ("--api-k", "the-key")]
+)
 def test_the_key_of_a_server_is_not_on_its_command_line(flags: tuple[str, ...]) -> None:
     for spec in servers(fleet(arguments=(*flags, "--dtype", "float32"))):
         assert not any("key" in one for one in spec.command)

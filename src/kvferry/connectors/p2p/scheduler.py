@@ -241,7 +241,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
                 self._cancelled.add(request_id)
                 return True
             self._work.unwanted[request_id] = fetch.ticket
-        elif ticket is not None and self._unusable(ticket) is None:
+        elif ticket is not None and isinstance(self._unusable(ticket), LayoutMismatch | None):
             # The ticket is for another prompt: vLLM ends a request that its front end refused with a prompt of one
             # token. Nobody else will fetch it.
             self._work.unwanted[request_id] = ticket

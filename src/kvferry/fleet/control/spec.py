@@ -22,7 +22,7 @@ from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.options import read_options, read_value, unknown_key
 from kvferry.core.settings.toml_file import read_toml
 from kvferry.core.settings.transfer_config import names_password
-from kvferry.fleet.arguments import KEY_FIELDS, flag_name
+from kvferry.fleet.arguments import VLLM_KEY_VARIABLE, own_key_flag, vllm_key_flag
 from kvferry.fleet.control.kubernetes_spec import KubernetesSpec, read_kubernetes
 from kvferry.fleet.control.ray_spec import ActorRole, ActorSpec, read_ray
 
@@ -352,14 +352,16 @@ def _require_no_keys(fleet: DesiredFleet) -> None:
     ConfigMap."""
     of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
     tables = {"args": fleet.args, "router.args": fleet.router.args}
-    for where, arguments in (tables | of_ours if fleet.engine.kind == "kvferry" else tables).items():
-        for argument in arguments:
-            flag = argument.partition("=")[0].replace("_", "-")
-            if flag in map(flag_name, KEY_FIELDS):
-                raise ConfigError(
-                    f"{where}: {flag} is a secret, and a spec is none: name a file with {flag}-file, or in Kubernetes a"
-                    " Secret in backend.kubernetes.pod.ROLE.secrets"
-                )
+    for where, arguments in (tables | of_ours).items():
+        is_vllms = fleet.engine.kind == "vllm" and where in of_ours
+        for flag in filter(None, map(vllm_key_flag if is_vllms else own_key_flag, arguments)):
+            instead = f"name a file with {flag}-file"
+            if is_vllms:
+                instead = f"set {VLLM_KEY_VARIABLE} in the environment of the command that starts the fleet"
+            raise ConfigError(
+                f"{where}: {flag} is a secret, and a spec is none: {instead}, or in Kubernetes a"
+                " Secret in backend.kubernetes.pod.ROLE.secrets"
+            )
     told = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
     for where, texts in told.items():
         if any(map(names_password, texts)):

@@ -15,7 +15,7 @@ from kvferry.core.messages.registration import Role
 from kvferry.core.settings.environment import CALM_VLLM
 from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import refuse_own_flags
+from kvferry.fleet.arguments import VLLM_KEY_VARIABLE, refuse_own_flags, vllm_key_flag
 from kvferry.fleet.cpu import Cores, thread_variables
 from kvferry.fleet.process import ExternalServer, ProcessSpec
 from kvferry.fleet.spec import EngineChoice, InstanceSpec
@@ -44,7 +44,6 @@ CALM = Path(__file__).with_name("calm")
 would starve others where a server has few cores."""
 
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
-_KEY_FLAG, _KEY_VARIABLE = "--api-key", "VLLM_API_KEY"
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 
@@ -173,8 +172,8 @@ def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     can read command lines. Raises `ConfigError` for several keys."""
     left, keys, takes = list[str](), list[str](), False
     for one in arguments:
-        name, has_value, value = one.partition("=")
-        if name.replace("_", "-") == _KEY_FLAG:
+        _, has_value, value = one.partition("=")
+        if vllm_key_flag(one):
             takes = not has_value
             keys = [value] if has_value else []
         elif takes and not one.startswith("-"):
@@ -183,8 +182,8 @@ def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             takes = False
             left.append(one)
     if len(keys) > 1:
-        raise ConfigError(f"{_KEY_FLAG}: a vLLM server of kvferry's has one key, which is not on its command line")
-    return left, {_KEY_VARIABLE: keys[0]} if keys else {}
+        raise ConfigError("--api-key: a vLLM server of kvferry's has one key, which is not on its command line")
+    return left, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
 
 
 def _has_several_workers(arguments: Sequence[str]) -> bool:

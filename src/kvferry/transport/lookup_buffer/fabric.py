@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.blocks.layout import KVLayout
-from kvferry.core.errors import ChecksumMismatch, ConfigError, KvferryError, PeerLost, ProtocolError
-from kvferry.transport.connection import Connection, limited_to
+from kvferry.core.errors import ChecksumMismatch, ConfigError, KvferryError, LayoutMismatch, PeerLost, ProtocolError
+from kvferry.transport.connection import RELEASE_PURPOSE, Connection, limited_to
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import Fabric, FabricContext, build_fabrics, check_transport
 from kvferry.transport.lookup_buffer.base import LookupBuffer, LookupBufferContext, Source, Taken, Want
@@ -64,6 +64,7 @@ class FabricLookupBuffer(LookupBuffer):
         self._sessions: set[Session] = set()
         self._num_mismatches = 0
         self._listener.handle(PURPOSE, self._serve)
+        self._listener.handle(RELEASE_PURPOSE, self._serve_release)
 
     @classmethod
     def build(cls, context: LookupBufferContext) -> FabricLookupBuffer:
@@ -150,14 +151,38 @@ class FabricLookupBuffer(LookupBuffer):
                 await over
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
-        async with limited_to(deadline, f"release of {key!r}"), self.pool.using(source) as peer:
-            peer.post(ReleaseKey(key))
+        async with limited_to(deadline, f"release of {key!r}"):
+            try:
+                async with self.pool.using(source) as peer:
+                    peer.post(ReleaseKey(key))
+            except LayoutMismatch:
+                await self._release_unread(key, source, deadline)
+
+    async def _release_unread(self, key: str, source: Source, deadline: float) -> None:
+        """Release a key of a producer whose blocks cannot be read here."""
+        connection = await self._listener.dial(source.host, source.port, RELEASE_PURPOSE, deadline)
+        try:
+            await connection.send(ReleaseKey(key))
+        finally:
+            await connection.close()
 
     # Producer.
 
+    async def _serve_release(self, connection: Connection) -> None:
+        """Release keys for a consumer that cannot read them."""
+        while True:
+            message: ReleaseKey = await connection.receive(ReleaseKey)
+            self._release(_checked(message.key), connection.peer.engine_id)
+
+    def _release(self, key: str, engine_id: str) -> None:
+        """A consumer releases a key for its own instance only: as after a retry, another one may have selected it with
+        the same ticket."""
+        if not any(session.selects(key) and session.engine_id != engine_id for session in self._sessions):
+            self.table.release(key)
+
     async def _serve(self, connection: Connection) -> None:
         """Serve one consumer until it disconnects. Keys that it has not taken stay until their lease expires."""
-        session = Session(self.table, connection, self._memory, self._sessions)
+        session = Session(self.table, connection, self._memory, self._release)
         self._sessions.add(session)
         try:
             await connection.send(self._info)
@@ -217,9 +242,10 @@ class Session:
     selected. Used on the transfer loop, except `wake`."""
 
     def __init__(
-        self, table: EntryTable, connection: Connection, memory: BlockMemory, sessions: Collection[Session]
+        self, table: EntryTable, connection: Connection, memory: BlockMemory, release: Callable[[str, str], None]
     ) -> None:
-        self._table, self._connection, self._memory, self._sessions = table, connection, memory, sessions
+        """`release`: a key, for the consumer with an engine id."""
+        self._table, self._connection, self._memory, self._on_release = table, connection, memory, release
         self._loop = asyncio.get_running_loop()
         self._selected: dict[int, Cursor] = {}
         self._answers: deque[News] = deque()
@@ -256,7 +282,7 @@ class Session:
                     self._table.renew(*(cursor.key for cursor in self._selected.values()))
                     await self._connection.send(message)
                 case ReleaseKey():
-                    self._release(_checked(message.key))
+                    self._on_release(_checked(message.key), self.engine_id)
 
     def _select(self, message: Select) -> None:
         if len(self._selected) >= MAX_SELECTS or message.select_id in self._selected:
@@ -285,12 +311,6 @@ class Session:
         ):
             self._forget(message.select_id)
             self._answer(News(message.select_id, message.generation, held=True))
-
-    def _release(self, key: str) -> None:
-        """A consumer releases a key for its own instance only: as after a retry, another one may have selected it with
-        the same ticket."""
-        if not any(other.selects(key) and other.engine_id != self.engine_id for other in self._sessions):
-            self._table.release(key)
 
     @property
     def engine_id(self) -> str:
