@@ -201,6 +201,14 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
             await handlers.cancelled.wait()
 
 
+async def test_a_client_that_sends_no_more_still_gets_an_answer_that_takes_no_time() -> None:
+    """As `nc -N` does. While a request runs, the same is how a client leaves."""
+    async with running() as served, wire(served.port) as client:
+        client.send(request("/health"))
+        client.writer.write_eof()
+        assert (await client.reply()).status == 200
+
+
 async def test_a_slow_reader_holds_the_writer_up() -> None:
     handlers = Handlers()
     async with running(handlers) as served, wire(served.port) as client:

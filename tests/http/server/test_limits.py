@@ -205,6 +205,22 @@ async def test_a_flood_of_connections_beyond_the_bound_is_not_even_answered() ->
         assert (await clients[0].reply()).status == 200
 
 
+async def test_a_flood_of_one_address_takes_few_places_of_others() -> None:
+    """Those that are refused are listened to for two seconds, which is a place too."""
+    async with running(limits=limits(http_client_connections=10)) as served, AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(wire(served.port)) for _ in range(10)]
+        for client in slow:
+            client.send(b"GET /ok HTTP/1.1\r\n")
+        refused = [await stack.enter_async_context(wire(served.port)) for _ in range(400)]
+        answers = [await client.to_end() for client in refused]
+        assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) >= 10
+        assert answers.count(b"") >= 100
+        assert served.server.service.statistics()["connections"] <= 10 + 64
+        async with wire(served.port, local_addr=("127.0.0.2", 0)) as other:
+            other.send(request("/ok"))
+            assert (await other.reply()).status == 200
+
+
 async def test_the_number_of_connections_is_bounded_and_recovers() -> None:
     async with running(limits=limits(http_connections=5)) as served:
         async with AsyncExitStack() as stack:

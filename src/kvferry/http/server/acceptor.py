@@ -82,7 +82,7 @@ class Acceptor:
         """A connection beyond the limit is closed without a message if a message would need a handshake, or if there is
         no room."""
         connection = ServerConnection(self._service, self._side, client)
-        if not connection.admit() and (self._context is not None or self._service.crowded):
+        if not connection.admit() and (self._context is not None or self._service.is_crowded_by(client)):
             accepted.close()
             connection.connection_lost(None)
             return

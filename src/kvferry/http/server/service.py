@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _SPARE_FILES = 256
 """Descriptors reserved for everything but client connections; at most half of all."""
 
+_REFUSED_AT_ONCE = 64
+"""Connections of one client beyond its limit that get an answer with the reason; further ones are just closed."""
+
 
 class ConnectedClient(Protocol):
     """A client's connection, as the server sees it."""
@@ -90,10 +93,11 @@ class Service:
         self._num_refused += 1
         return Unavailable(f"{most} connections{where} are open, which is the limit; try again later")
 
-    @property
-    def crowded(self) -> bool:
-        """Whether there is no room even for connections that only receive a refusal."""
-        return len(self.connections) > self._most + self._spare // 2
+    def is_crowded_by(self, client: str) -> bool:
+        """Whether there is no room even for connections of this client that only receive a refusal. Refused clients are
+        listened to for a while, and one address that connects without end is not to take others' places with that."""
+        surplus = self._per_client[client] - self.config.limits.http_client_connections
+        return surplus > _REFUSED_AT_ONCE or len(self.connections) > self._most + self._spare // 2
 
     def forget(self, connection: ConnectedClient) -> None:
         """Forget a connection that is gone."""
