@@ -11,7 +11,7 @@ from kvferry.fleet.control.backend import MemberSpec
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.fleet import FleetWorld, StartedMember
 from kvferry.sim.world import RequestResult, World
-from kvferry.store.media.file_room import LOOK_SHARE, PIN_SUFFIX, SUFFIX
+from kvferry.store.media.file_room import SCAN_SHARE, PIN_SUFFIX, SUFFIX
 
 _ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
 """What stores count while it is on its way; with several connectors, a number is before the name."""
@@ -126,8 +126,8 @@ def of_stores(world: World) -> list[Violation]:
         if file.owner is not None and file.owner.is_alive:
             found.append(Violation("no file is half written", f"{file.owner.name}: {name}"))
     room = capacity_of(world.spec.instance)
-    # Each process looks how full the directory is when it has written `LOOK_SHARE` of it, at least one block.
-    if room is not None and total > room * (1 + len(world.instances) * (LOOK_SHARE + _BLOCK_SHARE)):
+    # Each process looks how full the directory is when it has written `SCAN_SHARE` of it, at least one block.
+    if room is not None and total > room * (1 + len(world.instances) * (SCAN_SHARE + _BLOCK_SHARE)):
         found.append(Violation("blocks fit into their room", f"{total} bytes in {room}"))
     return found
 

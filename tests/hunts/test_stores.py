@@ -159,11 +159,11 @@ def test_a_load_whose_end_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_pin_that_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = _scenario([FILE], [Fault(1.7, "pin", 0.1, 0.3, 1.0)])
     assert not run(scenario).violations
-    monkeypatch.setattr(FileStore, "_unmark", lambda self, hashes: 0)
+    monkeypatch.setattr(FileStore, "_unpin", lambda self, hashes: 0)
     assert "no pin is left" in _names(run(scenario))
 
 
 def test_files_that_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileRoom, "_look_is_due", lambda self: False)
+    monkeypatch.setattr(FileRoom, "_is_scan_due", lambda self: False)
     scenario = _scenario(["file:/kv?max_bytes=24KiB"], prompts=8)
     assert "blocks fit into their room" in _names(run(scenario))

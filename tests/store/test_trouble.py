@@ -737,7 +737,7 @@ def test_a_store_of_another_package_that_never_returns(
         gates.append(store.gate)
 
     monkeypatch.setattr(Endless, "__init__", noted)
-    monkeypatch.setattr(tier_module, "APART_S", 0.1)
+    monkeypatch.setattr(tier_module, "LOOP_CLOSE_S", 0.1)
     try:
         run([f"{__name__}:Endless?deadline_s=0.1", f"file:{tmp_path}"], use)
     finally:
@@ -849,7 +849,7 @@ def test_what_a_tier_does_not_pin_is_told_with_the_reason(tmp_path: Path) -> Non
 def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(store: TieredStore) -> None:
         memory = store.tiers[0].store
-        fill, take = memory._fill, memory._index.take  # type: ignore[attr-defined]
+        fill, take = memory._fill, memory._index.reserve  # type: ignore[attr-defined]
         takes = iter(range(100))
 
         def no_fill(*arguments: object) -> None:
@@ -860,7 +860,7 @@ def test_slots_of_a_put_that_fails_are_not_lost(tmp_path: Path, monkeypatch: pyt
                 raise ZeroDivisionError("a policy with a bug")
             return take()
 
-        for name, broken, right in (("_fill", no_fill, fill), ("take", no_take, take)):
+        for name, broken, right in (("_fill", no_fill, fill), ("reserve", no_take, take)):
             owner = memory if name == "_fill" else memory._index  # type: ignore[attr-defined]
             for _ in range(4):
                 setattr(owner, name, broken)
@@ -1005,7 +1005,7 @@ def test_values_of_any_length_at_a_mooncake_store_are_not_fetched(tmp_path: Path
     async def use(store: TieredStore) -> None:
         inner: Any = store.tiers[0].store
         enormous = bytes(inner.records.max_record_bytes + 1)
-        assert inner._joined.put(inner._key(name_of(0)), enormous) == 0
+        assert inner._connected_client.put(inner._key(name_of(0)), enormous) == 0
         fetched: list[str] = []
         inner._client = _Listening(inner._client, fetched)
         assert await fetch(store, [0]) == [False]

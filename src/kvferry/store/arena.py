@@ -45,9 +45,9 @@ class Arena:
         """Attach to the segment, or create it. Raises `ConfigError` if the machine does not have that much free memory,
         or the directory for shared files cannot be used."""
         self._label = f"kvferry-{name}"
-        self._path = _meeting_place() / f"{name}.members"
+        self._path = _rendezvous_folder() / f"{name}.members"
         self._thread_lock = threading.Lock()
-        self._descriptor = self._attached(num_bytes)
+        self._descriptor = self._attach(num_bytes)
         try:
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
         except (OSError, ValueError) as error:
@@ -81,12 +81,12 @@ class Arena:
     @property
     def identity(self) -> tuple[int, int]:
         """This process: its id, and when it began, in the kernel's ticks since boot."""
-        return os.getpid(), _own_start(os.getpid())
+        return os.getpid(), _own_start_ticks(os.getpid())
 
     def is_alive(self, identity: tuple[int, int]) -> bool:
-        """Whether the process with this `identity` is there."""
-        pid, started = identity
-        return (_own_start(pid) if pid == os.getpid() else _start_of(pid)) == started
+        """True if the process with this `identity` is there."""
+        pid, start_ticks = identity
+        return (_own_start_ticks(pid) if pid == os.getpid() else _start_ticks(pid)) == start_ticks
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Memory that blocks are copied from or to. Not while the lock is held: in a simulation this takes time."""
@@ -106,13 +106,13 @@ class Arena:
                 self.buffer.release()
                 self._mapping.close()
             os.close(self._descriptor)
-        with suppress(ConfigError), self._meeting():
+        with suppress(ConfigError), self._locked_members():
             pass  # entering it removes this process from the members
 
     # How processes find each other.
 
     @contextmanager
-    def _meeting(self) -> Iterator[list[tuple[int, int]]]:
+    def _locked_members(self) -> Iterator[list[tuple[int, int]]]:
         """The attached processes as (pid, descriptor), without those that have died. Excludes other processes that
         attach or detach; the caller may append to the list."""
         with _open_members(self._path) as file:
@@ -122,9 +122,9 @@ class Arena:
                     raise ConfigError(f"{self._path} is locked by another process")
                 time.sleep(LOCK_POLL_S)
             # A process that was killed while it wrote may have left a torn line.
-            found = re.findall(r"^(\d{1,9}) (\d{1,9})$", file.read(), re.MULTILINE)
+            lines = re.findall(r"^(\d{1,9}) (\d{1,9})$", file.read(), re.MULTILINE)
             members = [
-                member for member in ((int(pid), int(number)) for pid, number in found) if self._is_there(member)
+                member for member in ((int(pid), int(number)) for pid, number in lines) if self._is_attached(member)
             ]
             yield members
             content = "".join(f"{pid} {number}\n" for pid, number in members).encode()
@@ -134,22 +134,22 @@ class Arena:
             except OSError as error:
                 raise ConfigError(f"cannot use {self._path} to share memory: {error.strerror}") from error
 
-    def _is_there(self, member: tuple[int, int]) -> bool:
+    def _is_attached(self, member: tuple[int, int]) -> bool:
         with suppress(OSError):
             return str(_descriptor_path(member).readlink()).startswith(f"/memfd:{self._label} ")
         return False
 
-    def _attached(self, num_bytes: int) -> int:
+    def _attach(self, num_bytes: int) -> int:
         """A descriptor of the segment."""
-        found: int | None = None
+        descriptor: int | None = None
         try:
-            with self._meeting() as members:
-                found = self._join(members, num_bytes)
+            with self._locked_members() as members:
+                descriptor = self._join(members, num_bytes)
         except BaseException:
-            if found is not None:
-                os.close(found)
+            if descriptor is not None:
+                os.close(descriptor)
             raise
-        return found
+        return descriptor
 
     def _join(self, members: list[tuple[int, int]], num_bytes: int) -> int:
         for member in members:
@@ -159,7 +159,7 @@ class Arena:
                     members.append((os.getpid(), descriptor))
                     return descriptor
                 os.close(descriptor)
-        descriptor = _make(self._label, num_bytes)
+        descriptor = _create_segment(self._label, num_bytes)
         members.append((os.getpid(), descriptor))
         return descriptor
 
@@ -172,11 +172,11 @@ class Arena:
 
 
 @cache
-def _own_start(pid: int) -> int:
-    return _start_of(pid)
+def _own_start_ticks(pid: int) -> int:
+    return _start_ticks(pid)
 
 
-def _start_of(pid: int) -> int:
+def _start_ticks(pid: int) -> int:
     """When a process began, in the kernel's ticks since boot; 0: there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
@@ -204,7 +204,7 @@ def _open_members(path: Path):  # type: ignore[no-untyped-def]
         raise ConfigError(f"cannot use {path} to share memory: {error.strerror}") from error
 
 
-def _make(label: str, num_bytes: int) -> int:
+def _create_segment(label: str, num_bytes: int) -> int:
     free = usable_memory().available
     descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
     try:
@@ -220,7 +220,7 @@ def _make(label: str, num_bytes: int) -> int:
     return descriptor
 
 
-def meeting_id() -> str:
+def rendezvous_id() -> str:
     """Equal for processes that could share an arena: of one user on one machine, which see each other's process ids."""
     parts = [str(os.getuid())]
     with suppress(OSError):
@@ -229,7 +229,7 @@ def meeting_id() -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
 
 
-def _meeting_place() -> Path:
+def _rendezvous_folder() -> Path:
     """The directory for the files by which processes find each other; only this user can access it. Raises
     `ConfigError`."""
     try:

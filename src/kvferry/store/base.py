@@ -57,17 +57,17 @@ class Put(Enum):
 
     STORED = "stored"
     PRESENT = "present"
-    """The block was there already, and counts as used now."""
+    """The block was stored already, and counts as used now."""
     DROPPED = "dropped"
-    """The block was not stored: there is no room for it, the store cannot be asked, or the call was cancelled."""
+    """The block was not stored: there is no room for it, the store is unreachable, or the call was cancelled."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Blocks that were stored on one medium (`KVStore.medium`), and blocks that are no longer there."""
+    """Blocks that were stored on one medium (`KVStore.medium`), and blocks that were removed from it."""
 
     medium: str
-    kept: list[BlockHash]
+    stored: list[BlockHash]
     removed: list[BlockHash]
 
 
@@ -94,8 +94,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "none"
     """How blocks are encoded: a name of `codecs.table`."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 0.25
-    """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier without an answer by then
-    is not asked any more, until it answers again."""
+    """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier that does not answer by
+    then is not used until it answers again."""
     pinned_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     """Share of a bounded store's room that may be pinned, so that there is always room for other blocks."""
 
@@ -112,16 +112,16 @@ class KVStore(ABC):
     medium: ClassVar[str] = "STORAGE"
     """Where the blocks are, as KV events name it: "CPU" or "STORAGE"."""
     is_shared: ClassVar[bool] = True
-    """Whether other instances find the blocks and notes that this one stores."""
+    """True if other instances find the blocks and notes that this one stores."""
     has_layers: ClassVar[bool] = False
-    """Whether `get_layer` is implemented."""
+    """True if `get_layer` is implemented."""
     ends_calls: ClassVar[bool] = False
-    """Whether a call that is cancelled ends at once, and leaves the caller's memory alone from then on, whatever the
-    medium does. Others, whose calls may not return or block their loop, are called on a loop of their own, and with
-    copies of the caller's memory."""
+    """True if a cancelled call ends at once and no longer touches the caller's memory, whatever the medium does. Other
+    stores, whose calls may hang or block their loop, are called on a separate loop, with copies of the caller's
+    memory."""
 
     def __init__(self, location: str, options: StoreOptions, layout: KVLayout) -> None:
-        """Does not open the store yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
+        """Do not open the store yet. `location`: the URL between the scheme and the `?`. Raises `ConfigError`."""
         self.location, self.options, self.layout = location, options, layout
         self.machine = MACHINE
         self.records = RecordFormat(layout, make_codec(options.codec, layout))
@@ -130,11 +130,11 @@ class KVStore(ABC):
         self._last_warning = -WARN_EVERY_S
         self._watched = False
         self._changed: dict[BlockHash, bool] = {}
-        """Blocks, by whether they are there now."""
+        """Changed blocks; the value is true if the block is stored now."""
 
     def run_on(self, machine: Machine) -> None:
-        """Use the threads, files and shared memory of this machine. Called before `open`, if at all. A store that has
-        some overrides this."""
+        """Use the threads, files and shared memory of this machine. Called before `open`, if at all. A store that uses
+        any of these overrides this method."""
         self.machine = machine
 
     @classmethod
@@ -161,8 +161,7 @@ class KVStore(ABC):
 
     @abstractmethod
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of the blocks, from the first on, are there. They are not read, so `get` may still find one
-        damaged."""
+        """Number of leading blocks that are stored. They are not read, so `get` may still find one damaged."""
 
     async def runs(self, hashes: Sequence[BlockHash]) -> list[BlockRun]:
         """Like `match`, by tier."""
@@ -184,16 +183,16 @@ class KVStore(ABC):
 
     @abstractmethod
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Protect these blocks from eviction until `unpin`, as far as `pinned_share` allows. Returns how many of them
+        """Protect these blocks from eviction until `unpin`, as far as `pinned_share` allows. Returns the number that
         are pinned now. Pins are not counted: one `unpin` undoes any number of `pin`."""
 
     @abstractmethod
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Let these blocks be evicted again. Returns how many are there."""
+        """Allow eviction of these blocks again. Returns the number that are stored."""
 
     @abstractmethod
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Remove these blocks, pinned or not. Returns how many were there."""
+        """Remove these blocks, pinned or not. Returns the number that were stored."""
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
         """A hint that these blocks will be read soon. Default: ignored."""
@@ -218,16 +217,16 @@ class KVStore(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     async def remove_note(self, name: str) -> None:
-        """Remove a note, if it is there."""
+        """Remove a note, if it exists."""
         raise NotImplementedError(f"{type(self).__name__} keeps no notes")
 
     def answers(self, shared: Collection[int]) -> bool:
-        """Whether one of these shared tiers, by their numbers among the shared ones, can be asked. True for a
-        store without tiers."""
+        """True if at least one of these shared tiers is reachable. `shared`: their indices among the shared tiers.
+        Always true for a store without tiers."""
         return True
 
     def takes(self) -> list[int]:
-        """The shared tiers that took all that was put and written last, by their numbers among these."""
+        """Indices, among the shared tiers, of those that accepted everything in the last put and the last note."""
         return [0]
 
     # Insight.
@@ -237,13 +236,13 @@ class KVStore(ABC):
         self._watched = True
 
     def take_changes(self) -> list[Changes]:
-        """What this process did or found since the last call: one entry for each tier with changes. Empty before
-        `watch`."""
+        """Return the changes that this process made or noticed since the last call: one entry for each tier with
+        changes. Empty before `watch`."""
         with self._counts_lock:
             changed, self._changed = self._changed, {}
-        kept = [name for name, there in changed.items() if there]
-        removed = [name for name, there in changed.items() if not there]
-        return [Changes(self.medium, kept, removed)] if changed else []
+        stored = [name for name, is_stored in changed.items() if is_stored]
+        removed = [name for name, is_stored in changed.items() if not is_stored]
+        return [Changes(self.medium, stored, removed)] if changed else []
 
     def statistics(self) -> dict[str, float]:
         """Counters of this process: `stored_blocks`, `present_blocks`, `loaded_blocks`, `missing_blocks`,
@@ -265,46 +264,46 @@ class KVStore(ABC):
             self._counts.update(changes)
 
     def note_removed(self, hashes: Iterable[BlockHash]) -> None:
-        """Record for `take_changes` that these blocks are gone. Any thread."""
+        """Record for `take_changes` that these blocks were removed. Any thread."""
         self._note(hashes, False)
 
     def note_kept(self, hashes: Iterable[BlockHash]) -> None:
-        """Record for `take_changes` that these blocks are there. Any thread."""
+        """Record for `take_changes` that these blocks are stored. Any thread."""
         self._note(hashes, True)
 
-    def _note(self, hashes: Iterable[BlockHash], there: bool) -> None:
+    def _note(self, hashes: Iterable[BlockHash], is_stored: bool) -> None:
         if self._watched:
             with self._counts_lock:
                 for name in hashes:
                     self._changed.pop(name, None)
-                    self._changed[name] = there
+                    self._changed[name] = is_stored
 
 
 MAX_NOTE_BYTES = 2**16
 
 
-def require_short_note(content: bytes, most: int = MAX_NOTE_BYTES) -> None:
-    """Raise `StoreError` if a note is longer than `most` bytes."""
-    if len(content) > most:
-        raise StoreError(f"a note of {len(content)} bytes; at most {most} are accepted")
+def require_short_note(content: bytes, max_bytes: int = MAX_NOTE_BYTES) -> None:
+    """Raise `StoreError` if a note is longer than `max_bytes` bytes."""
+    if len(content) > max_bytes:
+        raise StoreError(f"a note of {len(content)} bytes; at most {max_bytes} are accepted")
 
 
 def part_of(runs: Sequence[BlockRun], first: int, last: int) -> list[BlockRun]:
     """The part of `runs` that holds blocks `[first, last)`, counted from the first block of `runs`."""
-    found, start = [], 0
+    part, start = [], 0
     for run in runs:
         begin, end = max(first, start), min(last, start + run.num_blocks)
         if begin < end:
-            found.append(BlockRun(run.tier, end - begin))
+            part.append(BlockRun(run.tier, end - begin))
         start += run.num_blocks
-    return found
+    return part
 
 
 def joined(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
     """The same runs, with neighbours in one tier joined."""
-    found: list[BlockRun] = []
+    merged: list[BlockRun] = []
     for run in runs:
-        if found and found[-1].tier == run.tier:
-            run = BlockRun(run.tier, found.pop().num_blocks + run.num_blocks)
-        found.append(run)
-    return tuple(found)
+        if merged and merged[-1].tier == run.tier:
+            run = BlockRun(run.tier, merged.pop().num_blocks + run.num_blocks)
+        merged.append(run)
+    return tuple(merged)

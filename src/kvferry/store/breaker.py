@@ -1,7 +1,7 @@
-"""Whether a tier is used. After a failure it is left alone until a probe in the background succeeds.
+"""The circuit breaker of a tier: after a failure the tier is not used until a probe in the background succeeds.
 
-Requests never test whether a tier works again; the probe does. One that hangs is still awaited while others follow, so
-that a server which goes on, or a disk that returns, is noticed at once.
+Requests never test whether a tier works again; the probe does. A hung probe is abandoned after `PROBE_S`, and the next
+one follows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 2.0
 """Seconds between two probes; the pause doubles with each that fails."""
 PROBE_S = 10.0
-"""Most seconds for one probe; whether it was too late is known only afterwards."""
+"""Maximum seconds for one probe; a probe within them may still fail because its answer was too late."""
 
 
 class Breaker:
@@ -32,11 +32,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is left alone."""
+        """True if the tier is not used."""
         return self._probing is not None
 
     def open(self, reason: str) -> None:
-        """Leave the tier alone from now on."""
+        """Stop using the tier, and start to probe it."""
         self.num_failures += 1
         if self._probing is None:
             log.warning(

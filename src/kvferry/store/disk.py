@@ -1,6 +1,6 @@
-"""Files that appear completely or not at all, and what else stores do with files.
+"""File operations of the stores; a written file appears completely or not at all.
 
-`Disk` is all that stores ask of a file system; a simulation gives them another one (`store.machine`).
+`Disk` has all file operations of the stores; a simulation replaces it (`store.machine`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOUCH_S = 60.0
 
 
 class NotAFile(OSError):
-    """There is something other than a plain file, such as a FIFO, a read of which might never end."""
+    """The path is not a plain file but, for example, a FIFO, a read of which might never end."""
 
 
 class Disk:
@@ -97,8 +97,8 @@ class Disk:
         return os.read(descriptor, max_bytes)
 
     def touch_open(self, descriptor: int) -> None:
-        """Renew an open file's modification time if it is older than `TOUCH_S`. Errors are ignored: who may only read a
-        store does not influence its eviction."""
+        """Renew an open file's modification time if it is older than `TOUCH_S`. Errors are ignored: a process with
+        read-only access does not influence eviction."""
         with suppress(OSError):
             if SYSTEM_CLOCK.wall() - os.fstat(descriptor).st_mtime > TOUCH_S:
                 os.utime(descriptor)
@@ -106,7 +106,7 @@ class Disk:
     # Files by their paths.
 
     def touch(self, path: str) -> bool:
-        """Renew a file's modification time. False: it is not there, or this process may not read it."""
+        """Renew a file's modification time. False: it does not exist, or this process may not read it."""
         try:
             os.utime(path)
         except FileNotFoundError:
@@ -116,24 +116,24 @@ class Disk:
         return True
 
     def is_readable(self, path: str) -> bool:
-        """Whether this process may read a file. Raises `FileNotFoundError`."""
+        """True if this process may read the file. Raises `FileNotFoundError`."""
         status = os.stat(path)  # noqa: PTH116 - see above
         own = status.st_uid == os.geteuid() and bool(status.st_mode & stat.S_IRUSR)
         return own or os.access(path, os.R_OK, effective_ids=True)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file. Never raises."""
+        """True if the file exists. Never raises."""
         return Path(path).exists()
 
     def remove(self, path: str) -> bool:
-        """Remove a file. False: it was not there, or cannot be removed. Never raises."""
+        """Remove a file. False: it did not exist, or cannot be removed. Never raises."""
         try:
             os.unlink(path)  # noqa: PTH108 - see above
             return True
         except OSError:
             return False
 
-    # What there is.
+    # Directories.
 
     def glob(self, folder: Path, pattern: str) -> Iterable[Path]:
         """Files and directories in a directory whose name matches."""
@@ -141,11 +141,11 @@ class Disk:
 
     def status(self, path: Path) -> tuple[float, int]:
         """When a file was last modified (s since the epoch), and its size."""
-        found = path.stat()
-        return found.st_mtime, found.st_size
+        status = path.stat()
+        return status.st_mtime, status.st_size
 
     def is_stale(self, path: Path, modified_s: float) -> bool:
-        """Whether a temporary file belongs to a process that no longer writes it. Never raises."""
+        """True if the writer of a temporary file no longer writes it. Never raises."""
         machine, pid = path.name.split(".")[-4:-2] if path.name.count(".") >= 4 else ("", "")
         if machine == _machine() and pid.isdigit():
             return not Path(f"/proc/{pid}").exists()
@@ -153,7 +153,7 @@ class Disk:
 
 
 DISK = Disk()
-"""This machine's own."""
+"""The file systems of this machine."""
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:

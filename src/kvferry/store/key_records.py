@@ -1,8 +1,8 @@
-"""Key records: the notes in which a store keeps what a client's key names.
+"""Key records: the notes in which a store lists the blocks that a client's key names.
 
-A record lists block hashes, and says of which model, layout and salt they are. A reader never loads what a record
-says: it computes the hashes of its own prompt, and compares. So a key that was taken by another prompt, model, adapter
-or configuration is a miss, and whoever can write to the store can only cause misses.
+A record lists block hashes with their model, layout and salt. A reader never trusts the hashes of a record: it computes
+the hashes of its own prompt, and compares. So a key that was stored for another prompt, model, adapter or configuration
+is a miss, and a malicious writer can only cause misses.
 
 A record's name is a digest of the tenant and the key, made with the fleet's token: no key can name anything else of
 the store, tenants do not see each other's keys, and no bytes of a key appear in a path. A record is signed under its
@@ -31,20 +31,21 @@ NAMES_PER_NOTE = 960
 """Block hashes in one note: every store has room for a note of this length."""
 MAX_PAGES = 4096
 SKEW_S = 60.0
-"""How much the clocks of two machines may differ (s)."""
+"""Maximum difference between the clocks of two machines (s)."""
 _CODE_BYTES = 16
 Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 class BadKeyRecord(StoreError):
-    """What lies under a key's name is not a record of this fleet."""
+    """The note under a key's name is not a record of this fleet."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one key names: blocks `[first, first + num_blocks)` of a prompt.
+    """The blocks `[first, first + num_blocks)` of a prompt, which one key names.
 
-    `salt`: a digest of what the KV depends on besides model and tokens. `names`: the beginnings of the block hashes, as
-    many as one note has room for; `num_pages` notes have the others. `created_s`, `expires_s`: since the epoch.
+    `salt`: a digest of everything else that the KV depends on besides model and tokens. `names`: the beginnings of the
+    block hashes, as many as one note has room for; `num_pages` notes have the others. `created_s`, `expires_s`: since
+    the epoch.
     """
 
     layout: str
@@ -60,7 +61,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     names: bytes
     num_pages: int = 0
 
-    def until(self, expires_s: float) -> KeyRecord:
+    def with_expiry(self, expires_s: float) -> KeyRecord:
         """The same record with another expiry."""
         return msgspec.structs.replace(self, expires_s=expires_s)
 
@@ -84,7 +85,7 @@ def make_record(
 ) -> tuple[KeyRecord, list[bytes]]:
     """A record of these blocks, which begin with block `first` of a prompt, and the lists of its further pages."""
     names = [block_hash[:NAME_BYTES] for block_hash in hashes]
-    lists = [b"".join(names[at : at + NAMES_PER_NOTE]) for at in range(0, len(names), NAMES_PER_NOTE)]
+    lists = [b"".join(names[start : start + NAMES_PER_NOTE]) for start in range(0, len(names), NAMES_PER_NOTE)]
     record = KeyRecord(
         layout=layout.fingerprint(),
         model=layout.model_fingerprint,
@@ -109,7 +110,7 @@ class KeyNotes:
         self._secret = derive(token, "keys")
 
     def name(self, tenant: str, key: str, rank: int, page: int = 0) -> str:
-        """The name of a note. It has a space, as no name of a marker has that clients can choose."""
+        """The name of a note. It contains a space, which no marker name chosen by a client does."""
         parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, key)]
         digest = hmac.digest(self._secret or b"kvferry", msgspec.msgpack.encode(parts), "sha256").hex()
         return f"key {digest} {rank} {page}"
@@ -155,9 +156,9 @@ class KeyNotes:
         return hmac.digest(self._secret, name.encode() + b"\0" + body, "sha256")[:_CODE_BYTES]
 
 
-def refusal_of(record: KeyRecord, hashes: Sequence[BlockHash], salt: str, layout: KVLayout) -> str | None:
-    """Why a key names nothing for a prompt with these block hashes in this layout, in the words that follow "the key";
-    None if it does, or names no block."""
+def explain_mismatch(record: KeyRecord, hashes: Sequence[BlockHash], salt: str, layout: KVLayout) -> str | None:
+    """The reason why a key does not match a prompt with these block hashes in this layout, as a phrase that follows
+    "the key"; None if it matches, or names no block."""
     if record.layout != layout.fingerprint():
         if record.model != layout.model_fingerprint:
             return "is of another model, or of another configuration of it"
@@ -166,14 +167,14 @@ def refusal_of(record: KeyRecord, hashes: Sequence[BlockHash], salt: str, layout
         return "is of KV in another layout (dtype, ranks, layers)"
     if record.salt != salt_digest(salt):
         return "is of another LoRA adapter, or of other images"
-    own = [block_hash[:NAME_BYTES] for block_hash in hashes[record.first : record.first + record.num_blocks]]
-    named = record.block_names()
-    num_same = num_equal(named, own)
-    if num_same == min(len(named), len(own)) and (own or not named):
+    prompt_names = [block_hash[:NAME_BYTES] for block_hash in hashes[record.first : record.first + record.num_blocks]]
+    record_names = record.block_names()
+    num_same = num_equal(record_names, prompt_names)
+    if num_same == min(len(record_names), len(prompt_names)) and (prompt_names or not record_names):
         return None
     same = f", whose first {(record.first + num_same) * record.block_size} tokens are the same" if num_same else ""
     return f"is of another prompt{same}"
 
 
 def _split(names: bytes) -> list[bytes]:
-    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+    return [names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES)]

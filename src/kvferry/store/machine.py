@@ -1,7 +1,7 @@
-"""What stores and connectors use of the machine they run on: threads, event loops, files and shared memory.
+"""Machine resources of stores and connectors: threads, event loops, files and shared memory.
 
-Whoever builds a connector says which machine that is (`ConnectorContext.machine`). A simulation gives each simulated
-process one of its own, whose threads take virtual time and whose files are nowhere (`kvferry.sim.machine`).
+The builder of a connector chooses the machine (`ConnectorContext.machine`). A simulation gives each simulated process
+its own, whose threads take virtual time and whose files exist only in memory (`kvferry.sim.machine`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Machine:
     disk: Disk = DISK
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
-        """At most `number` threads for calls that block. `moves_blocks` false: the calls take no time worth speaking
-        of, if they return at all."""
+        """At most `number` threads for calls that block. `moves_blocks` false: the calls take negligible time, if they
+        return at all."""
         return Threads(number, name)
 
     def transfer_loop(self, name: str) -> TransferLoop:

@@ -47,13 +47,13 @@ _SPAN = struct.Struct("<QQ")
 _SEAL = struct.Struct("<Q")
 
 
-def _at_once(copy: Callable[[], object]) -> bool:
+def _write_now(copy: Callable[[], object]) -> bool:
     copy()
     return True
 
 
 class CorruptBlock(Exception):
-    """What a store holds under a hash is not that block. Handled within the store, as a miss."""
+    """The value under a hash is not that block. Handled within the store, as a miss."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class RecordFormat:
         self._limits = tuple(codec.max_encoded_bytes(layer) for layer in range(layout.num_layers))
         self.header_bytes = _HEAD.size + layout.num_layers * _SPAN.size + _SEAL.size
         self.is_plain = isinstance(codec, NoCodec)
-        """Whether the payload is the block's bytes unchanged."""
+        """True if the payload is the block's bytes unchanged."""
 
     @cached_property
     def max_record_bytes(self) -> int:
-        """No record is longer."""
+        """Maximum bytes of a record."""
         return self.header_bytes + sum(self._limits)
 
     def encode(self, block_hash: BlockHash, layers: LayerViews) -> list[memoryview]:
@@ -101,7 +101,7 @@ class RecordFormat:
         if len(encoded) != self.header_bytes:
             raise CorruptBlock("it is too short")
         head = bytes(encoded)
-        _require_sealed(head)
+        _verify_seal(head)
         spans = tuple(_SPAN.iter_unpack(head[_HEAD.size : -_SEAL.size]))
         lengths, checksums = tuple(span[0] for span in spans), tuple(span[1] for span in spans)
         if any(length > limit for length, limit in zip(lengths, self._limits, strict=True)):
@@ -110,12 +110,12 @@ class RecordFormat:
             raise CorruptBlock("it is of another version, codec, layout or block")
         return Header(tuple(accumulate(lengths, initial=self.header_bytes))[:-1], lengths, checksums)
 
-    def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews, write: Write = _at_once) -> bool:
+    def decode(self, record: memoryview, block_hash: BlockHash, into: LayerViews, write: Write = _write_now) -> bool:
         """Verify a record and decode it into `into`, one view for each layer. Raises `CorruptBlock`. False: `write`,
-        which calls what writes to `into`, did not.
+        which calls the function that writes to `into`, did not call it.
 
-        `record` may change meanwhile: what is verified is the copy. A codec, which may be anybody's and not return,
-        decodes to other memory first.
+        `record` may change meanwhile: the copy is verified. A codec, which may be another package's and hang, decodes
+        to other memory first.
         """
         header = self.header(record[: self.header_bytes], block_hash)
         if len(record) < header.record_bytes:
@@ -130,7 +130,7 @@ class RecordFormat:
                 raise CorruptBlock("it is too short")
             return write(partial(self._copy, span, header, layer, into))
         encoded = memoryview(bytes(span))
-        self._require(header, layer, encoded)
+        self._verify_span(header, layer, encoded)
         decoded = memoryview(bytearray(len(into)))
         try:
             self.codec.decode(encoded, layer, decoded)
@@ -140,9 +140,9 @@ class RecordFormat:
 
     def _copy(self, span: memoryview, header: Header, layer: int, into: memoryview) -> None:
         copy_bytes(into, span)
-        self._require(header, layer, into)
+        self._verify_span(header, layer, into)
 
-    def _require(self, header: Header, layer: int, encoded: memoryview) -> None:
+    def _verify_span(self, header: Header, layer: int, encoded: memoryview) -> None:
         if len(encoded) != header.lengths[layer] or xxhash.xxh3_64_intdigest(encoded) != header.checksums[layer]:
             raise CorruptBlock(f"layer {layer} does not verify")
 
@@ -153,7 +153,7 @@ class RecordFormat:
 
 @dataclass(frozen=True)
 class Label:
-    """What a record's header says, for a reader that does not know the layout."""
+    """The fields of a record's header, for a reader that does not know the layout."""
 
     block_hash: BlockHash
     fingerprint: str
@@ -178,7 +178,7 @@ def read_label(record: bytes | memoryview) -> Label:
     if magic != MAGIC or version != VERSION or not 0 < num_layers <= MAX_LAYERS or len(record) < header_bytes:
         raise CorruptBlock("it is no record of this version")
     head = bytes(record[:header_bytes])
-    _require_sealed(head)
+    _verify_seal(head)
     spans = tuple(_SPAN.iter_unpack(head[_HEAD.size : -_SEAL.size]))
     if sum(length for length, _ in spans) != payload_bytes:
         raise CorruptBlock("its lengths disagree")
@@ -198,7 +198,7 @@ def verify_record(record: memoryview) -> Label:
     return label
 
 
-def _require_sealed(head: bytes) -> None:
+def _verify_seal(head: bytes) -> None:
     if _SEAL.unpack(head[-_SEAL.size :])[0] != xxhash.xxh3_64_intdigest(head[: -_SEAL.size]):
         raise CorruptBlock("the header does not verify")
 
@@ -214,18 +214,18 @@ def read_exactly(descriptor: int, views: Sequence[memoryview], offset: int) -> N
         if not count:
             raise CorruptBlock("the file is too short")
         offset += count
-        rest = without_first(rest, count)
+        rest = skip_bytes(rest, count)
 
 
 def write_all(descriptor: int, views: Sequence[memoryview]) -> None:
     """Write all views to the file, in order."""
     rest = [view for view in views if len(view)]
     while rest:
-        rest = without_first(rest, os.writev(descriptor, rest[:1024]))
+        rest = skip_bytes(rest, os.writev(descriptor, rest[:1024]))
 
 
-def without_first(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the views after their first `num_bytes`."""
+def skip_bytes(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """The views without their first `num_bytes`."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

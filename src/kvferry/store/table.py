@@ -44,7 +44,7 @@ class StoreSpec:
 
     @property
     def uses_finishes(self) -> bool:
-        """Whether the store's eviction policy learns from the ends of requests."""
+        """True if the store's eviction policy learns from the ends of requests."""
         eviction = getattr(self.options, "eviction", None)
         return eviction is not None and eviction_class(eviction).finish is not EvictionPolicy.finish
 
@@ -69,10 +69,10 @@ def find_store(text: str) -> StoreSpec:
 
 def find_stores(texts: str | Sequence[str]) -> list[StoreSpec]:
     """The store of one URL, or the tiers of a list, the fastest first. Raises `ConfigError`."""
-    named = [texts] if isinstance(texts, str) else list(texts)
-    if not named or len(named) > MAX_TIERS:
+    urls = [texts] if isinstance(texts, str) else list(texts)
+    if not urls or len(urls) > MAX_TIERS:
         raise ConfigError(f"store: give a URL, or a list of 1 to {MAX_TIERS} of them, the fastest first")
-    return [find_store(text) for text in named]
+    return [find_store(text) for text in urls]
 
 
 def lossy_codecs(specs: Sequence[StoreSpec]) -> list[str]:
@@ -81,7 +81,7 @@ def lossy_codecs(specs: Sequence[StoreSpec]) -> list[str]:
     return sorted(name for name in names if not codec_class(name).lossless)
 
 
-def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
+def stored_layout(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
     """The layout under which these tiers store blocks: the lossy codecs among them are part of its fingerprint, so that
     exact and lossy KV never share an arena, a directory or a key."""
     lossy = lossy_codecs(specs)
@@ -90,12 +90,13 @@ def layout_kept_by(specs: Sequence[StoreSpec], layout: KVLayout) -> KVLayout:
     return msgspec.structs.replace(layout, model_fingerprint=f"{layout.model_fingerprint} by {'+'.join(lossy)}")
 
 
-def ways_to_hand_off(specs: Sequence[StoreSpec], layout: KVLayout) -> list[str]:
-    """One for each shared tier, each of which has blocks and markers. Two instances with none in common cannot hand off
-    to each other; those that have one may still name different servers or directories."""
-    kept = layout_kept_by(specs, layout).fingerprint()
+def hand_off_paths(specs: Sequence[StoreSpec], layout: KVLayout) -> list[str]:
+    """A description of each shared tier, which can hand off blocks and markers. Two instances with none in common
+    cannot hand off to each other. Equal descriptions may still mean different servers or directories."""
+    layout = stored_layout(specs, layout)
     return [
-        f"{spec.kind.shared_name(spec.url.location, spec.options)} with codec {spec.options.codec} and layout {kept}"
+        f"{spec.kind.shared_name(spec.url.location, spec.options)} with codec {spec.options.codec}"
+        f" and layout {layout.fingerprint()}"
         for spec in specs
         if spec.kind.is_shared
     ]

@@ -1,7 +1,7 @@
 """The threads of a store, for calls that block, such as those to a network file system whose server is gone.
 
-Owns the threads. Nothing can end a call that does not return: its caller continues without it, and its thread is left
-behind, for which another takes its place. The threads are daemons, so that a process ends without them.
+Owns the threads. Nothing can end a call that does not return: its caller continues without it, its thread is left
+behind, and another thread replaces it. The threads are daemons, so that a process ends without them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvferry.core.errors import StoreError
 log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
-"""Most seconds that `close` waits for running calls."""
+"""Maximum seconds that `close` waits for running calls."""
 MAX_LEFT = 16
-"""Most threads that may be left behind in calls; while there are that many, no other call is made."""
+"""Maximum number of threads that may be left behind in calls; while there are that many, no other call is made."""
 Result = TypeVar("Result")
 
 
@@ -38,7 +38,7 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether the function should stop."""
+        """True if the function should stop."""
         return self._requested
 
     def write(self, function: Callable[[], object]) -> bool:
@@ -79,9 +79,9 @@ class Threads:
         self._is_closed = False
 
     async def run(self, function: Callable[[Stop], Result]) -> Result:
-        """Run a function on a thread. On cancellation it is asked to stop and left behind: it must write to the
-        caller's memory by `Stop.write` only, and may read it until it ends. Raises `StoreError` if too many calls do
-        not return, and what the function raises."""
+        """Run a function on a thread. On cancellation it gets a request to stop and is left behind: it must write to
+        the caller's memory by `Stop.write` only, and may read it until it ends. Raises `StoreError` if too many calls
+        do not return, and what the function raises."""
         call = ThreadCall(function)
         with self._changed:
             if self._is_closed or self._num_left >= MAX_LEFT:
@@ -90,8 +90,8 @@ class Threads:
             self._calls.append(call)
             self._wake()
         try:
-            found: Result = await asyncio.wrap_future(call.future)
-            return found
+            result: Result = await asyncio.wrap_future(call.future)
+            return result
         except asyncio.CancelledError:
             self._leave(call)
             raise
@@ -108,7 +108,7 @@ class Threads:
                 log.warning("%d calls of a store do not return; their threads are left behind", self._num_threads)
 
     def _wake(self) -> None:
-        """Find a thread for the newest call."""
+        """Wake or start a thread for the newest call."""
         if len(self._calls) <= self._num_idle:
             self._changed.notify()
         elif self._num_threads - self._num_left < self._number:

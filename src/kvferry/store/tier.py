@@ -1,9 +1,9 @@
-"""One store as a tier of a list: opened when it is first used, asked within its deadline, left alone while it fails.
+"""One store as a tier of a list: opened on first use, called within its deadline, and not used while it fails.
 
 A tier never raises for what its store does: a call that fails, or is late, gives the caller's default instead (nothing
-found, nothing stored), and its `Breaker` keeps all others from asking until it answers again. A put that is refused,
-as by a full or a read-only store, says nothing of what can be read there: it is only tried again in the background,
-so that `takes` is true soon after the store takes blocks again.
+found, nothing stored), and its `Breaker` prevents further calls until it answers again. A refused put, as by a full or
+a read-only store, does not prevent reads: it is only retried in the background, so that `takes` is true soon after the
+store accepts blocks again.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-SLOWEST_BYTES_PER_S = 64 * 2**20
+MIN_BYTES_PER_S = 64 * 2**20
 """Blocks may take the time that this rate allows, in addition to the deadline: KV that comes more slowly is hardly
 worth loading."""
 PUT_S = 5.0
-"""Least deadline of a put, for which no request waits."""
-FOUND_S = 0.002
-"""Seconds to find one block, as on a disk with cold caches, in addition to the deadline."""
-SILENT_SHARE = 0.25
+"""Minimum deadline of a put, for which no request waits."""
+LOOKUP_S = 0.002
+"""Seconds to look up one block, as on a disk with cold caches, in addition to the deadline."""
+WATCHDOG_SHARE = 0.25
 """Part of the deadline after which a tier that is busy with blocks gets a small request, to detect one that hangs."""
 MAX_PROBED = 32
 """Blocks that are read again to find out whether the tier is still too slow."""
-APART_S = 1.0
-"""How long `close` waits for a separate loop to end; one that is in a call that does not return is left behind."""
-PUT_AGAIN_S = 0.5
-"""Pause before what the store did not take is put again."""
+LOOP_CLOSE_S = 1.0
+"""Seconds that `close` waits for a separate loop to end; a loop in a call that does not return is left behind."""
+RETRY_S = 0.5
+"""Seconds before a refused put or note is retried."""
 GRACE_S = 0.1
 """A timer that fires this much too late shows that this machine is busy, and not that the store is slow."""
 NO_BLOCK: BlockHash = bytes(32)
-"""A hash that no block has, to find out whether the store answers."""
+"""A hash that no block has, to probe whether the store answers."""
 
 
 @dataclass(frozen=True, eq=False)
 class RefusedWrites:
-    """The block, and the note (name, content, time to live in seconds), that a store refused when it was last given
-    some; None: it took them."""
+    """A block of the last put, and the last note (name, content, time to live in seconds), if the store refused them;
+    None: it accepted them."""
 
     block: Block | None = None
     note: tuple[str, bytes, float] | None = None
@@ -66,33 +66,33 @@ class Tier:
         self.breaker = Breaker(url, self._probe)
         self.is_open = self._is_closed = False
         self._refused = RefusedWrites()
-        self._putting_again: asyncio.Task[None] | None = None
+        self._retry_task: asyncio.Task[None] | None = None
         self.on_takes: Callable[[], None] = lambda: None
         """Called when `takes` has changed."""
         self.num_late = 0
         """Number of calls that had no answer by their deadline."""
-        self._apart: TransferLoop | None = None
+        self._separate_loop: TransferLoop | None = None
         """A separate event loop for a store whose calls may not return (`KVStore.ends_calls`)."""
         self._opening: asyncio.Task[None] | None = None
-        """The attempt to open the store that is under way, or the last one. Callers wait for it together, and it
-        continues when they give up."""
-        self._under_way: dict[asyncio.Timeout, None] = {}
+        """The current or last attempt to open the store. All callers wait for it, and it continues when they give
+        up."""
+        self._timeouts: dict[asyncio.Timeout, None] = {}
         self._moving_bytes = 0
-        self._read_last: Sequence[BlockHash] = ()
+        self._last_reads: Sequence[BlockHash] = ()
 
     @property
     def is_up(self) -> bool:
-        """Whether the store is in use: the breaker is closed."""
+        """True if the store is in use: the breaker is closed."""
         return not self.breaker.is_open
 
     @property
     def takes(self) -> bool:
-        """Whether the store took everything that it was last given."""
+        """True if the store accepted all blocks of the last put and the last note."""
         return self._refused.block is None and self._refused.note is None
 
     async def open(self) -> None:
-        """Open the store unless it is open. A call while an attempt is under way waits for that attempt, so that one
-        that hangs is not repeated beside itself. Raises what `KVStore.open` raises."""
+        """Open the store unless it is open. A call during an attempt waits for that attempt, so that a hung attempt is
+        not repeated concurrently. Raises what `KVStore.open` raises."""
         if self.is_open:
             return
         if self._opening is None or self._opening.done():
@@ -103,9 +103,9 @@ class Tier:
     async def _open(self) -> None:
         if self._is_closed:
             raise StoreError("the store is closed")
-        if not self.store.ends_calls and self._apart is None:
-            self._apart = self.store.machine.transfer_loop("kvferry-store-apart")
-            self._apart.start()
+        if not self.store.ends_calls and self._separate_loop is None:
+            self._separate_loop = self.store.machine.transfer_loop("kvferry-store-apart")
+            self._separate_loop.start()
         await self._call(self.store.open)
         self.is_open = True
 
@@ -113,68 +113,68 @@ class Tier:
         """End the breaker's probes and an attempt to open, and close the store. Raises what `KVStore.close` raises."""
         self._is_closed = True
         await self.breaker.close()
-        if self._putting_again is not None:
-            self._putting_again.cancel()
-            await asyncio.wait({self._putting_again}, timeout=self.deadline_s / 2)
+        if self._retry_task is not None:
+            self._retry_task.cancel()
+            await asyncio.wait({self._retry_task}, timeout=self.deadline_s / 2)
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
             await asyncio.wait({self._opening}, timeout=self.deadline_s / 2)
         try:
             await self._call(self.store.close)
         finally:
-            if self._apart is not None:
-                self._apart.close(APART_S)
+            if self._separate_loop is not None:
+                self._separate_loop.close(LOOP_CLOSE_S)
 
     async def _call(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Make a call of the store's. On a separate loop, the call is left behind when this is cancelled."""
-        if self._apart is None:
+        """Make a call of the store. On a separate loop, the call is left behind when this is cancelled."""
+        if self._separate_loop is None:
             return await call()
 
         async def wait() -> Result:
             return await call()
 
-        return await asyncio.wrap_future(self._apart.submit(wait()))
+        return await asyncio.wrap_future(self._separate_loop.submit(wait()))
 
     # Calls.
 
-    async def ask(self, call: Callable[[], Awaitable[Result]], otherwise: Result) -> Result:
-        """The result of a call of the store's that moves no blocks, or `otherwise` if the tier is left alone, fails, or
-        is late."""
-        return await self._ask(call, otherwise, self.deadline_s)
+    async def ask(self, call: Callable[[], Awaitable[Result]], default: Result) -> Result:
+        """The result of a call of the store that moves no blocks, or `default` if the tier is not in use, fails, or is
+        late."""
+        return await self._ask(call, default, self.deadline_s)
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """`KVStore.match`; 0 where `ask` returns `otherwise`."""
-        limit_s = self.deadline_s + len(hashes) * FOUND_S
-        return await self._ask(partial(self.store.match, hashes), 0, limit_s, busy=bool(hashes))
+        """`KVStore.match`; 0 where `ask` returns `default`."""
+        limit_s = self.deadline_s + len(hashes) * LOOKUP_S
+        return await self._ask(partial(self.store.match, hashes), 0, limit_s, is_busy=bool(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """`KVStore.get`; all False where `ask` returns `otherwise`."""
-        self._read_last = [read.block_hash for read in reads[:MAX_PROBED]]
+        """`KVStore.get`; all False where `ask` returns `default`."""
+        self._last_reads = [read.block_hash for read in reads[:MAX_PROBED]]
         num_bytes = self.store.layout.block_bytes * len(reads)
-        apart = [] if self.store.ends_calls else [Read(read.block_hash, _alike(read.into)) for read in reads]
-        call = partial(self.store.get, apart or reads)
-        found = await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
-        for read, copy, there in zip(reads, apart, found, strict=False):
-            for view, content in zip(read.into, copy.into if there else (), strict=False):
+        copies = [] if self.store.ends_calls else [Read(read.block_hash, _buffers_like(read.into)) for read in reads]
+        call = partial(self.store.get, copies or reads)
+        hits = await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
+        for read, copy, is_hit in zip(reads, copies, hits, strict=False):
+            for view, content in zip(read.into, copy.into if is_hit else (), strict=False):
                 copy_bytes(view, content)
-        return found
+        return hits
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
-        """`KVStore.get_layer`; all False where `ask` returns `otherwise`."""
+        """`KVStore.get_layer`; all False where `ask` returns `default`."""
         num_bytes = sum(len(into) for _, into in reads)
         call = partial(self.store.get_layer, layer, reads)  # which the loader has made memory of its own for
         return await self._ask(call, [False] * len(reads), self.deadline_s, num_bytes)
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """`KVStore.put`; all `DROPPED` where `ask` returns `otherwise`, or if the store takes no blocks. The blocks'
+        """`KVStore.put`; all `DROPPED` where `ask` returns `default`, or if the store takes no blocks. The blocks'
         memory must not change: a block that is refused is put again later."""
         if not blocks:
             return []
         num_bytes = self.store.layout.block_bytes * len(blocks)
-        none, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
-        outcomes = await self._ask(partial(self._put, blocks), none, limit_s, num_bytes)
+        all_dropped, limit_s = [Put.DROPPED] * len(blocks), max(self.deadline_s, PUT_S)
+        outcomes = await self._ask(partial(self._put, blocks), all_dropped, limit_s, num_bytes)
         dropped = (block for block, outcome in zip(blocks, outcomes, strict=True) if outcome is Put.DROPPED)
-        self._remember(RefusedWrites(next(dropped, None), self._refused.note))
+        self._set_refused(RefusedWrites(next(dropped, None), self._refused.note))
         return outcomes
 
     async def _put(self, blocks: Sequence[Block]) -> list[Put]:
@@ -185,7 +185,7 @@ class Tier:
             return [Put.DROPPED] * len(blocks)
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> bool:
-        """`KVStore.write_note`; returns whether the store took the note."""
+        """`KVStore.write_note`; returns true if the store accepted the note."""
 
         async def write() -> bool:
             try:
@@ -195,104 +195,104 @@ class Tier:
                 return False
             return True
 
-        took = await self.ask(write, False)
-        self._remember(RefusedWrites(self._refused.block, None if took else (name, content, ttl_s)))
-        return took
+        is_stored = await self.ask(write, False)
+        self._set_refused(RefusedWrites(self._refused.block, None if is_stored else (name, content, ttl_s)))
+        return is_stored
 
     def _warn_full(self, error: StoreError) -> None:
-        if not self._is_closed:  # by who puts it: nothing is missing that somebody could make room for
+        if not self._is_closed:  # by the caller that put it: more room would not help
             self.store.warn_full(error)
 
-    def _remember(self, refused: RefusedWrites) -> None:
-        """Remember what the store refused of the last block and note, and put it again until the store takes it."""
-        before, self._refused = self.takes, refused
-        if self.takes != before:
+    def _set_refused(self, refused: RefusedWrites) -> None:
+        """Set the refused block and note, and retry them until the store accepts them."""
+        took_all, self._refused = self.takes, refused
+        if self.takes != took_all:
             self.on_takes()
-        if not self.takes and self._putting_again is None and not self._is_closed:
-            self._putting_again = asyncio.create_task(self._put_again())
+        if not self.takes and self._retry_task is None and not self._is_closed:
+            self._retry_task = asyncio.create_task(self._retry_refused())
 
-    async def _put_again(self) -> None:
+    async def _retry_refused(self) -> None:
         while not self.takes:
-            await asyncio.sleep(PUT_AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             if self.is_up and self._refused.block is not None:
                 await self.put([self._refused.block])
             if self.is_up and self._refused.note is not None:
                 await self.write_note(*self._refused.note)
-        self._putting_again = None
+        self._retry_task = None
 
     async def _ask(
         self,
         call: Callable[[], Awaitable[Result]],
-        otherwise: Result,
+        default: Result,
         limit_s: float,
         num_bytes: int = 0,
         *,
-        busy: bool = False,
+        is_busy: bool = False,
     ) -> Result:
         """Call the store. At the deadline, or when the breaker opens meanwhile, the call is cancelled; this returns
         only when it has really ended, since a thread may still be using the caller's memory."""
         if self.breaker.is_open:
-            return otherwise
+            return default
         self._moving_bytes += num_bytes
-        late = _LateTimer(self, limit_s + self._moving_bytes / SLOWEST_BYTES_PER_S)
-        silent = asyncio.create_task(self._watch()) if num_bytes or busy else None
+        late_timer = _LateTimer(self, limit_s + self._moving_bytes / MIN_BYTES_PER_S)
+        watchdog = asyncio.create_task(self._watch()) if num_bytes or is_busy else None
         try:
-            async with asyncio.timeout(None) as under_way:
-                self._under_way[under_way] = None
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts[timeout] = None
                 try:
                     await self.open()
                     return await self._call(call)
                 finally:
-                    del self._under_way[under_way]
+                    del self._timeouts[timeout]
         except KvferryError as error:
-            self.failed(str(error))
+            self.mark_failed(str(error))
         except Exception as error:
-            if not under_way.expired():
+            if not timeout.expired():
                 log.exception("store tier %s failed unexpectedly", self.name)
-                self.failed(repr(error))
+                self.mark_failed(repr(error))
         finally:
             self._moving_bytes -= num_bytes
-            late.cancel()
-            if silent is not None:
-                silent.cancel()
-        return otherwise
+            late_timer.cancel()
+            if watchdog is not None:
+                watchdog.cancel()
+        return default
 
     async def _watch(self) -> None:
-        """A long call is only waited for as long as the store answers others."""
-        await asyncio.sleep(self.deadline_s * SILENT_SHARE)
+        """Check that the store still answers other calls during a long one."""
+        await asyncio.sleep(self.deadline_s * WATCHDOG_SHARE)
         if self.is_open:
-            await self._ask(partial(self.store.match, [NO_BLOCK]), 0, self.deadline_s * (1 - SILENT_SHARE))
+            await self._ask(partial(self.store.match, [NO_BLOCK]), 0, self.deadline_s * (1 - WATCHDOG_SHARE))
 
     # Failures.
 
-    def failed(self, reason: str) -> None:
-        """Leave the tier alone until it answers again, and cut off all calls that wait for it."""
+    def mark_failed(self, reason: str) -> None:
+        """Open the breaker until the tier answers again, and end all calls that wait for it."""
         if not self.breaker.is_open:
             self.breaker.open(reason)
-            for call in tuple(self._under_way):
+            for call in tuple(self._timeouts):
                 if not call.expired():
                     call.reschedule(0)
 
-    def is_late(self, limit_s: float) -> None:
-        """Note that a call has no answer by its deadline."""
+    def mark_late(self, limit_s: float) -> None:
+        """Record that a call has no answer by its deadline."""
         self.num_late += 1
-        self.failed(f"did not answer within {limit_s:.3g} s")
+        self.mark_failed(f"did not answer within {limit_s:.3g} s")
 
     async def _probe(self) -> None:
-        """Ask again for what was asked last, for the breaker. Raises `StoreError` if the answer is late."""
+        """Repeat the last read, for the breaker. Raises `StoreError` if the answer is late."""
         await self.open()
-        begun, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+        started, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
         await self._call(partial(self.store.match, [NO_BLOCK]))
         sizes = [self.store.layout.span_bytes(layer) for layer in range(self.store.layout.num_layers)]
-        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._read_last]
+        reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in self._last_reads]
         if reads:
             await self._call(partial(self.store.get, reads))
         num_bytes = len(reads) * self.store.layout.block_bytes
-        if loop.time() - begun > self.deadline_s + num_bytes / SLOWEST_BYTES_PER_S:
+        if loop.time() - started > self.deadline_s + num_bytes / MIN_BYTES_PER_S:
             raise StoreError("it answers, but too late")
 
 
-def _alike(views: Sequence[memoryview]) -> list[memoryview]:
+def _buffers_like(views: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(len(view))) for view in views]
 
 
@@ -317,8 +317,8 @@ class _LateTimer:
             self._due = now + GRACE_S
             self._timer = self._loop.call_at(self._due, self._expire)
         else:
-            self._tier.is_late(self._limit_s)
+            self._tier.mark_late(self._limit_s)
 
     def cancel(self) -> None:
-        """Note that the call has ended."""
+        """Stop the timer, as the call has ended."""
         self._timer.cancel()

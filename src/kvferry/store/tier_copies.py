@@ -1,7 +1,7 @@
 """Copies of blocks between the tiers of one store: upwards when they are read, downwards after they were written.
 
 Owns the tasks that copy, the memory that they use, and the queue of blocks that write policy "back" has yet to copy to
-lower tiers. Which tier a block is read from or written to first is decided by `tiers`.
+lower tiers. `tiers` decides from which tier a block is read, and to which it is written first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvferry.store.tier import Tier
 
 log = logging.getLogger(__name__)
 
-MOVING_BYTES = 256 * 2**20
-"""Most bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
+MAX_COPY_BYTES = 256 * 2**20
+"""Maximum bytes of blocks in copies between tiers; beyond it, nothing is promoted or prefetched."""
 MAX_DIRTY = 65536
-"""Most blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
-MOVE_BLOCKS = 16
+"""Maximum number of blocks that wait to be copied to lower tiers; beyond it, blocks stay in the first tier only."""
+BATCH_BLOCKS = 16
 """Blocks in one batch of copies."""
 SETTLE_S = 30.0
-"""Most seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
+"""Maximum seconds that a note waits for the blocks that were put before it to reach the lower tiers."""
 
 
 class TierCopies:
@@ -70,43 +70,43 @@ class TierCopies:
             self._start(self._put_above(copies, level))
 
     async def _put_above(self, blocks: Sequence[Block], level: int) -> None:
-        with self._moves([block.block_hash for block in blocks]):
+        with self._counted_as_moving([block.block_hash for block in blocks]):
             for tier in self._tiers[:level]:
                 outcomes = await tier.put(blocks)
                 self._count(promoted_blocks=outcomes.count(Put.STORED))
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Copy the blocks that only lower tiers have to the first tier, as far as `MOVING_BYTES` allows."""
+        """Copy the blocks that only lower tiers have to the first tier, as far as `MAX_COPY_BYTES` allows."""
         first = self._tiers[0]
-        for start in range(0, len(hashes), MOVE_BLOCKS):
-            part = hashes[start : start + MOVE_BLOCKS]
-            there = await first.match(part)
+        for start in range(0, len(hashes), BATCH_BLOCKS):
+            part = hashes[start : start + BATCH_BLOCKS]
+            num_present = await first.match(part)
             if not first.is_up:
                 return
-            missing = [name for name in part[there:] if name not in self._moving]
+            missing = [name for name in part[num_present:] if name not in self._moving]
             if not missing or not self._may_move(len(missing)):
                 continue
-            with self._moves(missing):
+            with self._counted_as_moving(missing):
                 await self._copy_to_first(missing)
 
     async def _copy_to_first(self, hashes: Sequence[BlockHash]) -> None:
         sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
         reads = [Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in hashes]
-        found: dict[BlockHash, Read] = {}
+        reads_by_hash: dict[BlockHash, Read] = {}
         for tier in self._tiers[1:]:
-            rest = [read for read in reads if read.block_hash not in found]
-            got = await tier.get(rest)
-            found |= {read.block_hash: read for read, there in zip(rest, got, strict=True) if there}
-        blocks = [Block(name, found[name].into) for name in hashes if name in found]
+            missing = [read for read in reads if read.block_hash not in reads_by_hash]
+            hits = await tier.get(missing)
+            reads_by_hash |= {read.block_hash: read for read, is_hit in zip(missing, hits, strict=True) if is_hit}
+        blocks = [Block(name, reads_by_hash[name].into) for name in hashes if name in reads_by_hash]
         if blocks:
             outcomes = await self._tiers[0].put(blocks)
             self._count(prefetched_blocks=outcomes.count(Put.STORED))
 
     def _may_move(self, num_blocks: int) -> bool:
-        return self._moving_bytes + num_blocks * self._layout.block_bytes <= MOVING_BYTES
+        return self._moving_bytes + num_blocks * self._layout.block_bytes <= MAX_COPY_BYTES
 
     @contextmanager
-    def _moves(self, hashes: Sequence[BlockHash]) -> Iterator[None]:
+    def _counted_as_moving(self, hashes: Sequence[BlockHash]) -> Iterator[None]:
         """Count these blocks, and the memory of their copies, as moving while the body runs."""
         num_bytes = len(hashes) * self._layout.block_bytes
         self._moving_bytes += num_bytes
@@ -152,7 +152,7 @@ class TierCopies:
         sizes = [self._layout.span_bytes(layer) for layer in range(self._layout.num_layers)]
         while True:
             names = [await self._dirty.get()]
-            while len(names) < MOVE_BLOCKS and not self._dirty.empty():
+            while len(names) < BATCH_BLOCKS and not self._dirty.empty():
                 names.append(self._dirty.get_nowait())
             try:
                 await self._flush_batch([Read(name, [memoryview(bytearray(size)) for size in sizes]) for name in names])
@@ -165,19 +165,19 @@ class TierCopies:
                     self._dirty.task_done()
 
     async def _flush_batch(self, reads: Sequence[Read]) -> None:
-        got = [False] * len(reads)
+        hits = [False] * len(reads)
         for tier in self._tiers[:-1]:  # the first may have been avoided when they were put, or have evicted them
-            rest = [read for read, there in zip(reads, got, strict=True) if not there]
-            if rest:
-                more = iter(await tier.get(rest))
-                got = [there or next(more) for there in got]
+            missing = [read for read, is_hit in zip(reads, hits, strict=True) if not is_hit]
+            if missing:
+                rest = iter(await tier.get(missing))
+                hits = [is_hit or next(rest) for is_hit in hits]
         blocks = [
             Block(read.block_hash, read.into, self._parents.get(read.block_hash))
-            for read, there in zip(reads, got, strict=True)
-            if there
+            for read, is_hit in zip(reads, hits, strict=True)
+            if is_hit
         ]
-        kept = [False] * len(blocks)
+        stored = [False] * len(blocks)
         for tier in self._tiers[1:]:
             outcomes = await tier.put(blocks)
-            kept = [was or now is not Put.DROPPED for was, now in zip(kept, outcomes, strict=True)]
-        self._count(flushed_blocks=sum(kept), unflushed_blocks=len(reads) - sum(kept))
+            stored = [was or now is not Put.DROPPED for was, now in zip(stored, outcomes, strict=True)]
+        self._count(flushed_blocks=sum(stored), unflushed_blocks=len(reads) - sum(stored))

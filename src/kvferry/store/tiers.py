@@ -1,17 +1,17 @@
 """Several stores as one, the fastest first; or one store alone, with a deadline and a breaker.
 
-A tier that fails or is late counts as empty: the block is found in a lower tier, or computed. Only if no tier at all
-can be asked is there a `StoreError`. `tier` has the deadline and the breaker of one tier, `tier_copies` what is copied
-between tiers.
+A tier that fails or is late counts as empty: the block is found in a lower tier, or computed. `StoreError` is raised
+only if no tier is reachable. `tier` has the deadline and the breaker of one tier, `tier_copies` the copies between
+tiers.
 
-* Write policy "through": `put` returns when every tier that can be asked has the block. "back": when the first one has
+* Write policy "through": `put` returns when every reachable tier has the block. "back": when the first one has
   it; a task copies it to the others, in order. A block that is evicted before that stays out of the others
   (`unflushed_blocks`).
 * A block found in a lower tier is copied to those above it, in the background (`promoted_blocks`).
 * Notes are in every tier that other instances share, so that each of these can do without the others.
 * `prefetch` copies blocks that will be read soon to the first tier (`prefetched_blocks`).
-* If one tier's codec is lossy, the blocks of all tiers have names of their own: what is read from that tier is copied
-  upwards, and what is computed from it is stored in all tiers, so exact KV must never be found under the same names.
+* If one tier's codec is lossy, the blocks of all tiers have names of their own: blocks read from that tier are copied
+upwards, and KV computed from them is stored in all tiers, so exact KV must never be found under the same names.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import Block, BlockRun, Changes, KVStore, Put, Read, StoreOptions
 from kvferry.store.machine import MACHINE, Machine
-from kvferry.store.table import MAX_TIERS, StoreSpec, layout_kept_by
+from kvferry.store.table import MAX_TIERS, StoreSpec, stored_layout
 from kvferry.store.tier import Tier
 from kvferry.store.tier_copies import TierCopies
 
 WritePolicy = Literal["through", "back"]
 OPEN_S, CLOSE_S = 5.0, 3.0
-"""Least deadlines for opening and for closing a tier; one that is down has a third of it to close."""
+"""Minimum deadlines for opening and for closing a tier; a tier that is down has a third of it to close."""
 GAUGES = frozenset({"kept_bytes", "pinned_blocks", "moving_bytes", "dirty_blocks"}) | {
     f"tier{level}_{name}" for level in range(MAX_TIERS) for name in ("healthy", "kept_bytes", "pinned_blocks")
 }
@@ -45,7 +45,7 @@ class TieredStore(KVStore):
     """The tiers of `specs`, the fastest first, as one store of `layout`.
 
     Its `statistics` are the sums over all tiers, and for each tier `tier<number>_<name>`. `put`, `get` and the others
-    raise `StoreError` only if no tier can be asked.
+    raise `StoreError` only if no tier is reachable.
     """
 
     def __init__(
@@ -58,25 +58,26 @@ class TieredStore(KVStore):
         assert specs, "a store without tiers"
         super().__init__("", StoreOptions(), layout)
         self._specs = list(specs)
-        kept = layout_kept_by(specs, layout)
+        store_layout = stored_layout(specs, layout)
+        stores = [spec.make(store_layout, machine) for spec in specs]
         self.tiers = [
-            Tier(f"{index} ({spec.url.scheme})", str(spec.url), spec.make(kept, machine), spec.options.deadline_s)
-            for index, spec in enumerate(specs)
+            Tier(f"{index} ({spec.url.scheme})", str(spec.url), store, spec.options.deadline_s)
+            for index, (spec, store) in enumerate(zip(specs, stores, strict=True))
         ]
         self._write = write
         self._copies = TierCopies(self.tiers, layout, self.count)
 
     @property
     def has_layers(self) -> bool:  # type: ignore[override]
-        """Whether every tier can read single layers."""
+        """True if every tier can read single layers."""
         return all(tier.store.has_layers for tier in self.tiers)
 
     async def open(self) -> None:
         """Open all tiers that can be opened now. May be called repeatedly.
 
         A server that does not answer yet is not an error: the tier is tried again later. Raises `ConfigError` for a
-        tier that can never work (a directory that cannot be made, too little memory), rather than keep nothing in
-        silence.
+        tier that can never work (a directory that cannot be made, too little memory), rather than silently store
+        nothing.
         """
         for tier in self.tiers:
             if not tier.is_up:
@@ -86,12 +87,13 @@ class TieredStore(KVStore):
                 async with asyncio.timeout(limit_s):
                     await tier.open()
             except TimeoutError:
-                tier.failed(f"did not open within {limit_s:g} s")
+                tier.mark_failed(f"did not open within {limit_s:g} s")
             except StoreError as error:
-                tier.failed(str(error))
+                tier.mark_failed(str(error))
 
     async def close(self) -> None:
-        """Copy what lower tiers have yet to get, and close all tiers, each within `CLOSE_S` or its deadline."""
+        """Copy the remaining dirty blocks to the lower tiers, and close all tiers, each within `CLOSE_S` or its
+        deadline."""
         await self._copies.close(max(CLOSE_S, *(tier.deadline_s for tier in self.tiers)))
         for tier in self.tiers:
             with suppress(KvferryError, TimeoutError):
@@ -101,98 +103,98 @@ class TieredStore(KVStore):
     # Blocks.
 
     async def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many blocks, from the first on, are in any tier; each may be in a different one."""
+        """Number of leading blocks that are in any tier; each may be in a different one."""
         return sum(run.num_blocks for run in await self.runs(hashes))
 
     async def runs(self, hashes: Sequence[BlockHash]) -> list[BlockRun]:
-        """Like `match`, by tier. The tiers are asked in turn, each for the blocks behind what was found, until no tier
-        has the next block."""
-        self._require_any()
-        found: list[BlockRun] = []
+        """Like `match`, by tier. Each tier in turn looks up the blocks after the last match, until no tier has the next
+        block."""
+        self._require_reachable()
+        runs: list[BlockRun] = []
         count, before = 0, -1
         while before < count < len(hashes):
             before = count
             for level, tier in enumerate(self.tiers):
-                more = await tier.match(hashes[count:]) if count < len(hashes) else 0
-                if more:
-                    found.append(BlockRun(level, more))
-                    count += more
+                num_present = await tier.match(hashes[count:]) if count < len(hashes) else 0
+                if num_present:
+                    runs.append(BlockRun(level, num_present))
+                    count += num_present
             if len(self.tiers) == 1:
                 break
-        return found
+        return runs
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Read each block from the first tier that has it, and promote what lower tiers had."""
-        self._require_any()
-        found = [False] * len(reads)
+        """Read each block from the first tier that has it, and promote the blocks of lower tiers."""
+        self._require_reachable()
+        hits = [False] * len(reads)
         for level, tier in enumerate(self.tiers):
-            wanted = [index for index, there in enumerate(found) if not there]
-            if not wanted:
+            missing = [index for index, is_hit in enumerate(hits) if not is_hit]
+            if not missing:
                 break
-            part = [reads[index] for index in wanted]
-            got = await tier.get(part)
-            for index, there in zip(wanted, got, strict=True):
-                found[index] = there
+            part = [reads[index] for index in missing]
+            part_hits = await tier.get(part)
+            for index, is_hit in zip(missing, part_hits, strict=True):
+                hits[index] = is_hit
             if level:
-                self._copies.promote([read for read, there in zip(part, got, strict=True) if there], level)
-        return found
+                self._copies.promote([read for read, is_hit in zip(part, part_hits, strict=True) if is_hit], level)
+        return hits
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
         """Like `get` for one layer, without promotion."""
-        self._require_any()
-        found = [False] * len(reads)
+        self._require_reachable()
+        hits = [False] * len(reads)
         for tier in self.tiers:
-            wanted = [index for index, there in enumerate(found) if not there]
-            if not wanted:
+            missing = [index for index, is_hit in enumerate(hits) if not is_hit]
+            if not missing:
                 break
-            part = [reads[index] for index in wanted]
-            got = await tier.get_layer(layer, part)
-            for index, there in zip(wanted, got, strict=True):
-                found[index] = there
-        return found
+            part = [reads[index] for index in missing]
+            part_hits = await tier.get_layer(layer, part)
+            for index, is_hit in zip(missing, part_hits, strict=True):
+                hits[index] = is_hit
+        return hits
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Put into all tiers, or, with write policy "back", into the first that takes them and later into the others.
+        """Put into all tiers, or, with write policy "back", into the first that accepts them and later into the others.
         A block is `DROPPED` only if no tier has it."""
-        self._require_any()
+        self._require_reachable()
         if self._write == "back" and len(self.tiers) > 1:
             return await self._put_back(blocks)
         answers = await asyncio.gather(*(tier.put(blocks) for tier in self.tiers))
-        return [_joined(outcomes) for outcomes in zip(*answers, strict=True)]
+        return [_combined_outcome(outcomes) for outcomes in zip(*answers, strict=True)]
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Pin in every tier; returns the most that one tier has pinned."""
-        return await self._most(lambda store: store.pin(hashes))
+        """Pin in every tier; returns the maximum number that one tier has pinned."""
+        return await self._max_over_tiers(lambda store: store.pin(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        """Unpin in every tier; returns the most that one tier has."""
-        return await self._most(lambda store: store.unpin(hashes))
+        """Unpin in every tier; returns the maximum number that one tier has."""
+        return await self._max_over_tiers(lambda store: store.unpin(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        """Delete from every tier; returns the most that one tier had."""
-        return await self._most(lambda store: store.delete(hashes))
+        """Delete from every tier; returns the maximum number that one tier had."""
+        return await self._max_over_tiers(lambda store: store.delete(hashes))
 
     async def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None = None) -> list[TierShare]:
-        """How many of these blocks, from the first on, each tier has. `pin` true: pin them there, as far as
-        `pinned_share` allows; false: unpin all of them; None: change nothing."""
-        self._require_any()
-        found = []
+        """Number of leading blocks that each tier has. `pin` true: pin them there, as far as `pinned_share` allows;
+        false: unpin all of them; None: change nothing."""
+        self._require_reachable()
+        shares = []
         for tier in self.tiers:
             num_present = await tier.match(hashes)
             num_pinned = await tier.ask(partial(tier.store.pin, hashes[:num_present]), 0) if pin else 0
             if pin is False:
                 await tier.ask(partial(tier.store.unpin, hashes), 0)
-            refusal = _refusal(tier) if pin and tier.is_up and num_pinned < num_present else None
-            found.append(TierShare(tier.name, num_present, num_pinned, tier.is_up, refusal))
-        return found
+            refusal = _pin_refusal(tier) if pin and tier.is_up and num_pinned < num_present else None
+            shares.append(TierShare(tier.name, num_present, num_pinned, tier.is_up, refusal))
+        return shares
 
     async def prefetch(self, hashes: Sequence[BlockHash]) -> None:
-        """Copy what only lower tiers have to the first one, as far as there is memory for copies."""
+        """Copy the blocks that only lower tiers have to the first one, as far as there is memory for copies."""
         if len(self.tiers) > 1:
             await self._copies.prefetch(hashes)
 
     async def finish(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """Tell the tiers whose eviction policy learns from it."""
+        """Report to the tiers whose eviction policy learns from it."""
         for tier, spec in zip(self.tiers, self._specs, strict=True):
             if spec.uses_finishes:
                 await tier.ask(partial(_finish, tier.store, hashes, num_output_tokens), False)
@@ -201,49 +203,50 @@ class TieredStore(KVStore):
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         """Write to all shared tiers; to each once the blocks that were put before have reached it, since the note may
-        refer to them. Raises `StoreError` if no tier took the note."""
+        refer to them. Raises `StoreError` if no tier accepted the note."""
         shared = self._shared()
         first = shared
         if self._write == "back":
-            first = [tier for tier in shared if tier is next((one for one in self.tiers if one.is_up), None)]
-        took = await self._write_notes(first, name, content, ttl_s)
+            fastest = next((tier for tier in self.tiers if tier.is_up), None)
+            first = [tier for tier in shared if tier is fastest]
+        is_stored = await self._write_notes(first, name, content, ttl_s)
         if len(first) < len(shared):
             await self._copies.settle()
-            took |= await self._write_notes([tier for tier in shared if tier not in first], name, content, ttl_s)
-        if not took:
+            is_stored |= await self._write_notes([tier for tier in shared if tier not in first], name, content, ttl_s)
+        if not is_stored:
             raise StoreError("no tier of the store took a note: " + ", ".join(tier.name for tier in shared))
 
     async def _write_notes(self, tiers: Sequence[Tier], name: str, content: bytes, ttl_s: float) -> bool:
         return any(await asyncio.gather(*(tier.write_note(name, content, ttl_s) for tier in tiers)))
 
     async def read_note(self, name: str) -> bytes | None:
-        """Read from the first shared tier that has it. Raises `StoreError` if none has it, and none could be asked."""
-        answered = False
+        """Read from the first shared tier that has it. Raises `StoreError` if none has it, and none was reachable."""
+        has_answered = False
         for tier in self._shared():
-            found = await tier.ask(partial(tier.store.read_note, name), None)
-            if found is not None:
-                return found
-            answered = answered or tier.is_up
-        if not answered:
-            raise _none_answers(self._shared())
+            note = await tier.ask(partial(tier.store.read_note, name), None)
+            if note is not None:
+                return note
+            has_answered = has_answered or tier.is_up
+        if not has_answered:
+            raise _unreachable_error(self._shared())
         return None
 
     async def remove_note(self, name: str) -> None:
         """Remove from all shared tiers; where that fails, the note expires by itself."""
         for tier in self._shared():
-            await tier.ask(lambda tier=tier: _and_true(tier.store.remove_note(name)), False)  # type: ignore[misc]
+            await tier.ask(lambda tier=tier: _true_after(tier.store.remove_note(name)), False)  # type: ignore[misc]
 
     def answers(self, shared: Collection[int]) -> bool:
-        """Whether one of these shared tiers, by their numbers among these, can be asked."""
+        """True if at least one of these shared tiers is reachable. `shared`: their indices among the shared tiers."""
         return any(tier.is_up for number, tier in enumerate(self._shared()) if number in shared)
 
     def on_takes(self, call: Callable[[], None]) -> None:
-        """Call this whenever `takes` has changed, on the store's loop."""
+        """Register a callback for changes of `takes`; it is called on the store's loop."""
         for tier in self._shared():
             tier.on_takes = call
 
     def takes(self) -> list[int]:
-        """The shared tiers, by their numbers among these, that took all that they were last given."""
+        """Indices, among the shared tiers, of those that accepted everything in the last put and the last note."""
         return [number for number, tier in enumerate(self._shared()) if tier.takes]
 
     # Insight.
@@ -260,22 +263,22 @@ class TieredStore(KVStore):
     def statistics(self) -> dict[str, float]:
         """Sums over all tiers; `tier<number>_<name>` for each if there are several; `tier<number>_healthy` (0 or 1),
         `_failures` and `_late`; and what is being copied between tiers."""
-        whole: dict[str, float] = dict(super().statistics())
+        totals: dict[str, float] = dict(super().statistics())
         for level, tier in enumerate(self.tiers):
-            figures = tier.store.statistics()
-            for name, value in figures.items():
-                whole[name] = whole.get(name, 0.0) + value
+            tier_statistics = tier.store.statistics()
+            for name, value in tier_statistics.items():
+                totals[name] = totals.get(name, 0.0) + value
             if len(self.tiers) > 1:
-                whole |= {f"tier{level}_{name}": value for name, value in figures.items()}
-            whole |= {
+                totals |= {f"tier{level}_{name}": value for name, value in tier_statistics.items()}
+            totals |= {
                 f"tier{level}_healthy": float(tier.is_up),
                 f"tier{level}_failures": float(tier.breaker.num_failures),
                 f"tier{level}_late": float(tier.num_late),
             }
-        return whole | self._copies.statistics()
+        return totals | self._copies.statistics()
 
     async def _put_back(self, blocks: Sequence[Block]) -> list[Put]:
-        """Put into the first tier that takes them; the others get the blocks later."""
+        """Put into the first tier that accepts them; the others get the blocks later."""
         for tier in self.tiers[:-1]:
             outcomes = await tier.put(blocks)
             if tier.takes:
@@ -288,14 +291,14 @@ class TieredStore(KVStore):
 
     # All tiers.
 
-    async def _most(self, call: Callable[[KVStore], Awaitable[int]]) -> int:
-        self._require_any()
+    async def _max_over_tiers(self, call: Callable[[KVStore], Awaitable[int]]) -> int:
+        self._require_reachable()
         answers = [await tier.ask(partial(call, tier.store), 0) for tier in self.tiers]
         return max(answers)
 
-    def _require_any(self) -> None:
+    def _require_reachable(self) -> None:
         if not any(tier.is_up for tier in self.tiers):
-            raise _none_answers(self.tiers)
+            raise _unreachable_error(self.tiers)
 
     def _shared(self) -> Sequence[Tier]:
         shared = [tier for tier in self.tiers if tier.store.is_shared]
@@ -304,12 +307,12 @@ class TieredStore(KVStore):
         return shared
 
 
-def _none_answers(tiers: Sequence[Tier]) -> StoreError:
+def _unreachable_error(tiers: Sequence[Tier]) -> StoreError:
     return StoreError("no tier of the store can be asked now: " + ", ".join(tier.name for tier in tiers))
 
 
-def _refusal(tier: Tier) -> str:
-    """What a user reads if a tier did not pin all that it has."""
+def _pin_refusal(tier: Tier) -> str:
+    """The message for a user if a tier did not pin all blocks that it has."""
     share = tier.store.options.pinned_share
     return (
         f"tier {tier.name} did not pin all of it: it pins at most {share:.0%} of its room (lmcache: of the places"
@@ -317,7 +320,7 @@ def _refusal(tier: Tier) -> str:
     )
 
 
-def _joined(outcomes: Sequence[Put]) -> Put:
+def _combined_outcome(outcomes: Sequence[Put]) -> Put:
     """The outcome of one block in several tiers: `STORED` if it is new in any, `DROPPED` if it is in none."""
     for outcome in (Put.STORED, Put.PRESENT):
         if outcome in outcomes:
@@ -330,6 +333,6 @@ async def _finish(store: KVStore, hashes: Sequence[BlockHash], num_output_tokens
     return True
 
 
-async def _and_true(call: Awaitable[object]) -> bool:
+async def _true_after(call: Awaitable[object]) -> bool:
     await call
     return True

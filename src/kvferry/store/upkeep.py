@@ -1,4 +1,4 @@
-"""What `kvferry cache` does with the directory of a file store: list, verify, pin, remove, export, import.
+"""The operations of `kvferry cache` on the directory of a file store: list, verify, pin, remove, export, import.
 
 Needs no model: what a record must contain follows from its path, `<layout fingerprint>[.<codec>]/<first byte>/<block
 hash>.kv`. Every function may run while instances use the store.
@@ -94,14 +94,14 @@ def entries(root: Path, prefix: str = "") -> Iterator[Entry]:
 
 def totals(root: Path) -> dict[str, Totals]:
     """The sums of all blocks of each model, by `Entry.fingerprint`."""
-    found: dict[str, Totals] = {}
+    totals_by_fingerprint: dict[str, Totals] = {}
     for entry in entries(root):
-        one = found.setdefault(entry.fingerprint, Totals())
-        one.add(entry)
-        if not one.codecs:
+        model_totals = totals_by_fingerprint.setdefault(entry.fingerprint, Totals())
+        model_totals.add(entry)
+        if not model_totals.codecs:
             with suppress(CorruptBlock, OSError):
-                one.codecs.add(label_of(entry).codec)
-    return found
+                model_totals.codecs.add(label_of(entry).codec)
+    return totals_by_fingerprint
 
 
 def label_of(entry: Entry) -> Label:
@@ -111,29 +111,29 @@ def label_of(entry: Entry) -> Label:
 
 
 def verify(root: Path) -> Verified:
-    """Read every block; remove those that do not verify, and what crashes left."""
-    found = Verified()
+    """Read every block; remove the damaged ones, and the files that crashes left."""
+    result = Verified()
     for entry in entries(root):
         try:
-            _require_right(entry)
+            _read_verified(entry)
         except FileNotFoundError:
             continue
         except CorruptBlock as error:
             if DISK.remove(str(entry.path)):
                 DISK.remove(str(entry.path.with_suffix(PIN_SUFFIX)))
-                found.removed[entry.path] = str(error)
+                result.removed[entry.path] = str(error)
             else:
-                found.left[entry.path] = f"it is damaged ({error}) and cannot be removed"
+                result.left[entry.path] = f"it is damaged ({error}) and cannot be removed"
         except OSError as error:
-            found.left[entry.path] = f"it cannot be read: {error.strerror}"
+            result.left[entry.path] = f"it cannot be read: {error.strerror}"
         else:
-            found.num_blocks += 1
-            found.num_bytes += entry.num_bytes
-    found.num_orphans = _sweep(root)
-    return found
+            result.num_blocks += 1
+            result.num_bytes += entry.num_bytes
+    result.num_orphans = _sweep(root)
+    return result
 
 
-def _require_right(entry: Entry) -> bytearray:
+def _read_verified(entry: Entry) -> bytearray:
     """The content of a block's file. Raises `CorruptBlock`, `OSError`."""
     with DISK.open(str(entry.path)) as descriptor:
         num_bytes = DISK.num_bytes(descriptor)
@@ -158,7 +158,7 @@ def _sweep(root: Path) -> int:
 
 
 def set_pinned(root: Path, prefix: str, pinned: bool) -> int:
-    """Pin or unpin the blocks whose hash begins with `prefix`. Returns how many there are. Raises `StoreError`."""
+    """Pin or unpin the blocks whose hash begins with `prefix`. Returns their number. Raises `StoreError`."""
     count = 0
     for entry in entries(root, prefix):
         pin_entry(entry, pinned, count)
@@ -180,8 +180,8 @@ def pin_entry(entry: Entry, pinned: bool, count: int) -> None:
 
 
 def remove(root: Path, prefix: str, *, pinned_too: bool = False) -> int:
-    """Remove the blocks whose hash begins with `prefix`, pinned ones only with `pinned_too`. Returns how many were
-    removed."""
+    """Remove the blocks whose hash begins with `prefix`, pinned ones only with `pinned_too`. Returns the number that
+    were removed."""
     count = 0
     for entry in entries(root, prefix):
         if pinned_too or not entry.is_pinned:
@@ -197,7 +197,7 @@ def export(root: Path, file: IO[bytes], prefix: str = "") -> tuple[int, int]:
     with tarfile.open(fileobj=file, mode="w|") as archive:
         for entry in entries(root, prefix):
             try:
-                content = _require_right(entry)
+                content = _read_verified(entry)
             except FileNotFoundError:  # removed meanwhile
                 continue
             except (CorruptBlock, OSError):
@@ -217,7 +217,7 @@ def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
     The archive is not trusted: only what verifies is written, to the path that follows from the block's own header.
     Raises `ConfigError` if it is not an archive.
     """
-    taken = refused = 0
+    stored = refused = 0
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
@@ -229,10 +229,10 @@ def import_(root: Path, file: IO[bytes]) -> tuple[int, int]:
                     refused += 1
                     continue
                 DISK.write(str(path[0]), [memoryview(path[1])], access_of(path[0].parents[1], root))
-                taken += 1
+                stored += 1
     except tarfile.TarError as error:
         raise ConfigError(f"this is no archive of blocks: {error}") from error
-    return taken, refused
+    return stored, refused
 
 
 def _path_for(root: Path, content: bytes) -> tuple[Path, bytes] | None:

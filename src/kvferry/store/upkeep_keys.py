@@ -1,4 +1,4 @@
-"""What `kvferry cache … --key` does with the directory of a file store: the blocks that a client's key names.
+"""The operations of `kvferry cache … --key` on the directory of a file store: on the blocks that a client's key names.
 
 Every function may run while instances use the store. Keys are found with the token of the instances that stored them.
 """
@@ -18,13 +18,14 @@ from kvferry.store.media.file_notes import NoteFiles
 from kvferry.store.media.file_room import PIN_SUFFIX
 from kvferry.store.upkeep import Entry, entries, pin_entry
 
-PINNED_S = 10 * 365 * 24 * 3600.0
-"""How long a pinned key is kept."""
+PIN_TTL_S = 10 * 365 * 24 * 3600.0
+"""Time to live of a pinned key."""
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """A key in a store. `record`: that of the first rank; `names`: the beginnings of the hashes of all its blocks."""
+    """A key in a store. `record`: the record of the first rank; `names`: the beginnings of the hashes of all its
+    blocks."""
 
     record: KeyRecord
     names: frozenset[bytes]
@@ -52,38 +53,38 @@ class KeyFolder:
             names += self._notes.open_page(name, note, record) if note is not None else []
         return KeyEntry(record, frozenset(names))
 
-    def blocks(self, found: KeyEntry) -> Iterator[Entry]:
-        """The blocks that are there, of all ranks, and of every codec."""
+    def blocks(self, key_entry: KeyEntry) -> Iterator[Entry]:
+        """The key's stored blocks, of all ranks, and of every codec."""
         digits = 2 * NAME_BYTES
-        wanted = {name.hex() for name in found.names}
-        return (entry for entry in entries(self._root) if entry.name[:digits] in wanted)
+        hashes = {name.hex() for name in key_entry.names}
+        return (entry for entry in entries(self._root) if entry.name[:digits] in hashes)
 
-    def set_pinned(self, key: str, found: KeyEntry, pinned: bool, ttl_s: float) -> int:
+    def set_pinned(self, key: str, key_entry: KeyEntry, pinned: bool, ttl_s: float) -> int:
         """Pin or unpin the key's blocks, and let the key itself expire after `ttl_s`. Returns the number of blocks.
         Raises `StoreError`."""
         count = 0
-        for entry in self.blocks(found):
+        for entry in self.blocks(key_entry):
             pin_entry(entry, pinned, count)
             count += 1
         now_s = SYSTEM_CLOCK.wall()
-        for rank in range(found.record.tp_size):
+        for rank in range(key_entry.record.tp_size):
             record = self._record(key, rank)
             if record is not None:
                 self._renew(key, rank, record, now_s + ttl_s)
         return count
 
-    def remove(self, key: str, found: KeyEntry, *, pinned_too: bool) -> tuple[int, int]:
+    def remove(self, key: str, key_entry: KeyEntry, *, pinned_too: bool) -> tuple[int, int]:
         """Remove the key's blocks, pinned ones only with `pinned_too`, and the key unless some are left. Returns how
         many blocks were removed, and how many are left."""
         removed = left = 0
-        for entry in self.blocks(found):
+        for entry in self.blocks(key_entry):
             if entry.is_pinned and not pinned_too:
                 left += 1
                 continue
             removed += DISK.remove(str(entry.path))
             DISK.remove(str(entry.path.with_suffix(PIN_SUFFIX)))
-        for rank in range(0 if left else found.record.tp_size):
-            for page in range(found.record.num_pages + 1):
+        for rank in range(0 if left else key_entry.record.tp_size):
+            for page in range(key_entry.record.num_pages + 1):
                 self._files.remove(self._notes.name(self._tenant, key, rank, page))
         return removed, left
 
@@ -102,6 +103,6 @@ class KeyFolder:
             name = self._notes.name(self._tenant, key, rank, page)
             if (note := self._files.read(name)) is not None:
                 self._files.write(name, note, ttl_s)
-        renewed = record.until(expires_s)
+        renewed = record.with_expiry(expires_s)
         name = self._notes.name(self._tenant, key, rank)
         self._files.write(name, self._notes.seal(name, renewed), ttl_s)

@@ -77,16 +77,16 @@ def _options(text: str, query: str) -> dict[str, str]:
 
 def read_options(url: StoreUrl, kind: type[Options]) -> Options:
     """A store's options with their types; names that end in `_bytes` take sizes such as 4GiB. Raises `ConfigError`."""
-    known = _types(kind)
+    types = _types(kind)
     values: dict[str, Any] = {}
     for name, value in url.options.items():
-        if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        if name not in types:
+            near = get_close_matches(name, types, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types)}"
             raise ConfigError(f"store {url}: unknown option {name!r}; {hint}")
         where = f"store {url}: {name}"
-        given = parse_bytes(value, where) if name.endswith("_bytes") else value
-        values[name] = read_value(where, given, known[name])
+        text = parse_bytes(value, where) if name.endswith("_bytes") else value
+        values[name] = read_value(where, text, types[name])
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -95,8 +95,8 @@ def read_options(url: StoreUrl, kind: type[Options]) -> Options:
 
 @cache
 def _types(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The type of each option. Kept, as reading annotations takes longer than all else about a URL."""
-    return {one.name: one.type for one in msgspec.structs.fields(kind)}
+    """The type of each option. Cached, as reading annotations takes longer than the rest of parsing a URL."""
+    return {option.name: option.type for option in msgspec.structs.fields(kind)}
 
 
 def _shown(text: str) -> str:

@@ -243,7 +243,7 @@ class StoreContract:
         async def use(store: KVStore) -> None:
             store.watch()
             await store.put([block_of(0), block_of(1)])
-            kept = [set(changes.kept) for changes in store.take_changes()]
+            kept = [set(changes.stored) for changes in store.take_changes()]
             assert kept
             assert all(names == {name_of(0), name_of(1)} for names in kept)
             await store.delete([name_of(0)])

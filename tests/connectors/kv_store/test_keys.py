@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, FakeRequest
 from kv_support import make_layout, sharded
 
 from kvferry.core.messages.kv_keys import KVTransferParams
-from kvferry.store.key_records import BadKeyRecord, KeyNotes, make_record, refusal_of
+from kvferry.store.key_records import BadKeyRecord, KeyNotes, explain_mismatch, make_record
 from kvferry.store.media.file_notes import NoteFiles
 
 LAYOUT = sharded(make_layout(2), 2)
@@ -124,18 +124,18 @@ def test_what_else_the_kv_depends_on_is_compared() -> None:
     """In vLLM, the salt of a request stands for its LoRA adapter and images too; the tenant's is its `cache_salt`."""
     hashes = [bytes([number]) * 32 for number in range(4)]
     record, _ = make_record(LAYOUT, "an adapter", hashes, 0, 16, 0.0, 60.0)
-    assert refusal_of(record, hashes, "an adapter", LAYOUT) is None
-    assert refusal_of(record, hashes[:2], "an adapter", LAYOUT) is None
-    assert "another LoRA adapter" in (refusal_of(record, hashes, "", LAYOUT) or "")
+    assert explain_mismatch(record, hashes, "an adapter", LAYOUT) is None
+    assert explain_mismatch(record, hashes[:2], "an adapter", LAYOUT) is None
+    assert "another LoRA adapter" in (explain_mismatch(record, hashes, "", LAYOUT) or "")
     changed = [*hashes[:3], bytes(32)]
-    assert refusal_of(record, changed, "an adapter", LAYOUT) == (
+    assert explain_mismatch(record, changed, "an adapter", LAYOUT) == (
         "is of another prompt, whose first 12 tokens are the same"
     )
     behind, _ = make_record(LAYOUT, "", hashes[2:], 2, 16, 0.0, 60.0)
-    assert refusal_of(behind, hashes, "", LAYOUT) is None
-    assert refusal_of(behind, hashes[:2], "", LAYOUT) == "is of another prompt"
+    assert explain_mismatch(behind, hashes, "", LAYOUT) is None
+    assert explain_mismatch(behind, hashes[:2], "", LAYOUT) == "is of another prompt"
     empty, _ = make_record(LAYOUT, "", [], 0, 3, 0.0, 60.0)
-    assert refusal_of(empty, [], "", LAYOUT) is None
+    assert explain_mismatch(empty, [], "", LAYOUT) is None
 
 
 @pytest.mark.parametrize("change", ["code", "body", "name", "length"])

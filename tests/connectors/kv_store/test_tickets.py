@@ -66,7 +66,7 @@ def test_blocks_of_another_layout_are_not_read(other: dict[str, Any], fits: bool
 
 def test_memory_is_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     here = kinds(MEMORY), kinds([MEMORY, FILE])
-    monkeypatch.setattr(memory, "meeting_id", lambda: "another")
+    monkeypatch.setattr(memory, "rendezvous_id", lambda: "another")
     there = kinds(MEMORY), kinds([MEMORY, FILE])
     assert [one.fit(other) for one, other in zip(here, there, strict=True)] == [False, True]
 

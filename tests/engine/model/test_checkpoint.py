@@ -27,7 +27,7 @@ def load(folder: Path) -> LoadedModel:
     return load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"))
 
 
-def refusal_of(folder: Path) -> str:
+def explain_mismatch(folder: Path) -> str:
     with pytest.raises(KvferryError) as caught:
         load(folder)
     text = str(caught.value)
@@ -54,32 +54,32 @@ def change_config(folder: Path, **values: Any) -> None:
 
 def test_layers_that_the_file_lacks_are_named(folder: Path) -> None:
     change_config(folder, num_hidden_layers=6)
-    assert "model.layers.2.mlp.up_proj.weight and 35 others are missing from" in refusal_of(folder)
+    assert "model.layers.2.mlp.up_proj.weight and 35 others are missing from" in explain_mismatch(folder)
 
 
 def test_one_missing_weight_is_named(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
-    assert "model.layers.1.self_attn.q_proj.weight is missing from" in refusal_of(folder)
+    assert "model.layers.1.self_attn.q_proj.weight is missing from" in explain_mismatch(folder)
 
 
 def test_another_familys_config_is_not_served_with_random_weights(folder: Path) -> None:
     change_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=64, n_layer=2, n_head=4)
-    assert "missing from" in refusal_of(folder)
+    assert "missing from" in explain_mismatch(folder)
 
 
 def test_weights_that_nothing_takes_are_named(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.update({"model.layers.7.extra.weight": torch.ones(3)}))
-    assert "model.layers.7.extra.weight is in" in refusal_of(folder)
+    assert "model.layers.7.extra.weight is in" in explain_mismatch(folder)
 
 
 def test_more_layers_than_the_config_says_are_told(folder: Path) -> None:
     change_config(folder, num_hidden_layers=1)
-    assert "model.layers.1.mlp.up_proj.weight and 8 others are in" in refusal_of(folder)
+    assert "model.layers.1.mlp.up_proj.weight and 8 others are in" in explain_mismatch(folder)
 
 
 def test_a_shape_that_is_not_the_configs_is_told(folder: Path) -> None:
     change_config(folder, intermediate_size=120)
-    text = refusal_of(folder)
+    text = explain_mismatch(folder)
     assert "model.layers.0.mlp.down_proj.weight and 5 others" in text
     assert "([64, 128], not [64, 120])" in text
 
@@ -100,14 +100,14 @@ def test_buffers_of_older_checkpoints_are_no_weights(folder: Path) -> None:
 def test_a_file_cut_off_is_told(share: float, folder: Path) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[: int(len(data) * share)])
-    refusal_of(folder)
+    explain_mismatch(folder)
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 8, b"\x00" * 8, b"not a number of bytes"])
 def test_a_header_that_cannot_be_read_is_told(damage: bytes, folder: Path) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(damage + data[len(damage) :])
-    refusal_of(folder)
+    explain_mismatch(folder)
 
 
 def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
 )
 def test_a_config_that_cannot_be_read_is_told(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text, encoding="latin-1")
-    refusal_of(folder)
+    explain_mismatch(folder)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_config_that_makes_no_sense_is_told_in_one_line(values: dict[str, Any]
 
 def test_a_missing_tokenizer_is_told(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    refusal_of(folder)
+    explain_mismatch(folder)
 
 
 def test_a_shard_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def twice(folder: Path, factor: float) -> None:
 
 def test_a_weight_that_two_files_have_is_refused_unless_it_is_the_same(folder: Path) -> None:
     twice(folder, 2.0)
-    text = refusal_of(folder)
+    text = explain_mismatch(folder)
     assert "model.norm.weight is in part-0.safetensors and in part-1.safetensors" in text
     assert "with other values" in text
 
@@ -203,33 +203,33 @@ def test_a_weight_that_two_files_have_alike_is_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["nowhere.safetensors", "../model/part-0.safetensors", "/etc/passwd"])
 def test_a_file_that_is_not_beside_its_index_is_named(folder: Path, name: str) -> None:
     split(folder, lambda index: index["weight_map"].update({"model.norm.weight": name}))
-    assert f"names {name!r}, which is not in the same directory" in refusal_of(folder)
+    assert f"names {name!r}, which is not in the same directory" in explain_mismatch(folder)
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}])
 def test_an_index_that_is_none_is_told(folder: Path, index: Any) -> None:
     split(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "does not say which weights are in which file" in refusal_of(folder)
+    assert "does not say which weights are in which file" in explain_mismatch(folder)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.complex64, "C64")])
 def test_weights_that_are_no_floating_point_numbers_are_refused(folder: Path, kind: torch.dtype, name: str) -> None:
     tensor = "model.layers.1.mlp.up_proj.weight"
     change_weights(folder, lambda tensors: tensors.update({tensor: tensors[tensor].to(kind)}))
-    assert f"{tensor} in {WEIGHTS} of {str(folder)!r} is stored as {name}" in refusal_of(folder)
+    assert f"{tensor} in {WEIGHTS} of {str(folder)!r} is stored as {name}" in explain_mismatch(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
 def test_a_file_that_ends_early_is_named(folder: Path, keep: int) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:keep])
-    assert f"{str(path)!r} cannot be read" in refusal_of(folder)
+    assert f"{str(path)!r} cannot be read" in explain_mismatch(folder)
 
 
 def test_a_git_lfs_pointer_is_named_as_such(folder: Path) -> None:
     (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 548105171\n")
-    assert "is a Git LFS pointer and not the weights; run `git lfs pull`" in refusal_of(folder)
+    assert "is a Git LFS pointer and not the weights; run `git lfs pull`" in explain_mismatch(folder)
 
 
 def test_a_model_without_room_for_an_answer_is_refused(folder: Path) -> None:
@@ -240,14 +240,14 @@ def test_a_model_without_room_for_an_answer_is_refused(folder: Path) -> None:
 
 def test_what_transformers_says_of_a_configuration_is_told_to_the_end(folder: Path) -> None:
     change_config(folder, num_attention_heads=3)
-    assert "validate_architecture': ValueError: The hidden size (64)" in refusal_of(folder)
+    assert "validate_architecture': ValueError: The hidden size (64)" in explain_mismatch(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', '{"eos_token_id": [1, 2'])
 def test_a_generation_config_that_is_damaged_is_not_passed_over(folder: Path, text: str) -> None:
     path = folder / "generation_config.json"
     path.write_text(text)
-    assert f"{str(path)!r} cannot be read" in refusal_of(folder)
+    assert f"{str(path)!r} cannot be read" in explain_mismatch(folder)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_generation_config_that_is_damaged_is_not_passed_over(folder: Path, te
 )
 def test_what_no_request_could_be_served_with_is_told_at_start(folder: Path, values: dict[str, Any], told: str) -> None:
     (folder / "generation_config.json").write_text(json.dumps(values))
-    assert told in refusal_of(folder)
+    assert told in explain_mismatch(folder)
 
 
 def test_settings_that_are_null_or_of_another_library_are_passed_over(folder: Path) -> None:

@@ -217,7 +217,7 @@ def test_no_process_remembers_the_files_that_others_removed(tmp_path: Path, layo
     room = other.inner._room
     for index in range(60):
         writer.put(name_of(index), block_of(layout, index))
-        room.may_pin([], 1.0)  # it looks at the directory
+        room.num_pinnable([], 1.0)  # it looks at the directory
     assert other.statistics().get("evicted_blocks", 0) == 0
     assert len(room._policy) == len(list(tmp_path.rglob("*.kv")))
 

@@ -146,11 +146,11 @@ async def test_a_put_that_broke_off_is_a_miss_and_its_place_is_of_use_again(port
         [at] = [store.sets.find(await store.sets.read([name_of(0)]), name_of(0))]
         assert at is not None
         with socket.create_connection(("127.0.0.1", port)) as writer:
-            writer.sendall(_request(1, store.sets.place_key(at), 5000) + b"half of it")
+            writer.sendall(_request(1, store.sets.slot_key(at), 5000) + b"half of it")
         client = LMCacheClient("127.0.0.1", port)
 
         async def is_damaged() -> bool:
-            [found] = await client.get([store.sets.place_key(at)], 10_000)
+            [found] = await client.get([store.sets.slot_key(at)], 10_000)
             return isinstance(found, DamagedValue)
 
         await until(is_damaged)
@@ -180,7 +180,7 @@ async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> Non
         await store.put([block_of(0)])
         at = store.sets.find(await store.sets.read([name_of(0)]), name_of(0))
         assert at is not None
-        await store.client.put([(store.sets.place_key(at), spoilt)])
+        await store.client.put([(store.sets.slot_key(at), spoilt)])
         assert await fetch(store, [0]) == [False]
         await store.put([block_of(0)])
         await store.client.put([(store.sets.index_key(0), spoilt[:4096])])
@@ -190,7 +190,7 @@ async def test_what_cannot_be_read_is_not_there(port: int, spoilt: bytes) -> Non
 
 
 async def test_notes_in_one_place_are_not_taken_for_one_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.media.lmcache.NUM_NOTE_PLACES", 1)
+    monkeypatch.setattr("kvferry.store.media.lmcache.NUM_NOTE_SLOTS", 1)
     async with store_at(port) as store:
         await store.write_note("a", b"one", 60.0)
         await store.write_note("b", b"two", 60.0)
@@ -209,7 +209,7 @@ def test_every_place_has_a_key_of_its_own() -> None:
     assert isinstance(store, LMCacheStore)
     places = [SlotAddress(number, way) for number in range(store.sets.num_sets) for way in range(store.sets.ways)]
     keys = sorted(
-        [store.sets.place_key(at) for at in places] + [store.sets.index_key(n) for n in range(store.sets.num_sets)]
+        [store.sets.slot_key(at) for at in places] + [store.sets.index_key(n) for n in range(store.sets.num_sets)]
     )
     assert all(one != other for one, other in pairwise(keys))
     for key in keys:

@@ -69,10 +69,10 @@ def test_slots_that_a_dead_process_was_writing_come_back_in_a_store_of_many(tmp_
         await store.open()
         try:
             index = store._index
-            index._me, me = (2**22 + 1, 7), index._me  # no process has this id
+            index._identity, identity = (2**22 + 1, 7), index._identity  # no process has this id
             with index.locked():
-                assert all(index.take() is not None for _ in range(5))
-            index._me = me
+                assert all(index.reserve() is not None for _ in range(5))
+            index._identity = identity
             await store.put([block_of(number) for number in range(205)])
             await store.put([block_of(number) for number in range(205, 220)])
             assert index.num_kept() == 200

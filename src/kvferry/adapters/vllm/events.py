@@ -103,7 +103,7 @@ class VllmBlockEvents:
                 self._blocks[name].num_awaited -= 1
                 self._num_awaited -= 1
         for changes in events.changes:
-            for name in changes.kept:
+            for name in changes.stored:
                 self._kept(name, changes.medium)
             for name in changes.removed:
                 self._removed(name, changes.medium)

@@ -25,7 +25,7 @@ from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.media.file_room import path_of
 from kvferry.store.table import BUILTIN
-from kvferry.store.upkeep_keys import PINNED_S, KeyEntry, KeyFolder
+from kvferry.store.upkeep_keys import PIN_TTL_S, KeyEntry, KeyFolder
 
 Folder = Annotated[
     Path, Parameter(help="The store: its directory, or file:/directory.", converter=lambda _, t: _path(t[0].value))
@@ -130,7 +130,7 @@ def _set_pinned(store: Path, prefix: str, key: str | None, cache_salt: str, pinn
     if key is None:
         return upkeep.set_pinned(root, prefix, pinned)
     folder, found = _find_key(root, prefix, key, cache_salt)
-    return folder.set_pinned(key, found, pinned, PINNED_S if pinned else StoreSettings().key_ttl_s)
+    return folder.set_pinned(key, found, pinned, PIN_TTL_S if pinned else StoreSettings().key_ttl_s)
 
 
 def remove(

@@ -21,7 +21,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError
 from kvferry.core.messages.kv_keys import shares
 from kvferry.store.base import KVStore
-from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, make_record, refusal_of
+from kvferry.store.key_records import BadKeyRecord, KeyNotes, KeyRecord, explain_mismatch, make_record
 from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class StoredKeys:
             record = await self._read(stores[0], question.tenant, key)
             if record is None:
                 return False
-            why = refusal_of(record, question.hashes, question.salt, stores[0].layout)
+            why = explain_mismatch(record, question.hashes, question.salt, stores[0].layout)
             if why is None:
                 for store in stores[1:]:
                     if await self._read(store, question.tenant, key) is None:

@@ -57,7 +57,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     prefill_result: PrefillResult | None = None
 
 
-def refusal_of(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
+def explain_mismatch(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
     """Why a marker is not for the KV of this prompt in this layout; None if it is, or if there is no marker."""
     if marker is None:
         return None

@@ -21,7 +21,7 @@ from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
 from kvferry.core.messages.kept import TierShare
 from kvferry.store.base import BlockRun, joined, part_of
 from kvferry.store.machine import MACHINE, Machine
-from kvferry.store.tier_copies import MOVE_BLOCKS
+from kvferry.store.tier_copies import BATCH_BLOCKS
 from kvferry.store.tiers import TieredStore
 from kvferry.transport.transfer_loop import TransferLoop
 
@@ -224,8 +224,8 @@ class Prober:
         credited to those."""
         if all(run.tier == 0 for run in answer.runs) and len(self._stores) == 1:
             return
-        for first in range(0, len(hashes), MOVE_BLOCKS):
-            part = hashes[first : first + MOVE_BLOCKS]
+        for first in range(0, len(hashes), BATCH_BLOCKS):
+            part = hashes[first : first + BATCH_BLOCKS]
             await asyncio.gather(*(_quietly(store, part) for store in self._stores))
             try:
                 near = await self._stores[0].runs(part)

@@ -40,7 +40,7 @@ from kvferry.connectors.api import (
 from kvferry.connectors.caching import KeepsBlocks
 from kvferry.connectors.kv_store.keys import KeyAnswer, KeyQuestion, StoredKeys
 from kvferry.connectors.kv_store.load_choice import LoadChoice
-from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, refusal_of
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, explain_mismatch
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StoreKeys, StorePlan
 from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
 from kvferry.connectors.kv_store.settings import lossy_names, read_settings
@@ -59,7 +59,7 @@ from kvferry.core.messages.kept import TierShare
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.store.base import part_of
-from kvferry.store.table import MAX_TIERS, ways_to_hand_off
+from kvferry.store.table import MAX_TIERS, hand_off_paths
 from kvferry.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         has_layers = all(spec.kind.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
-        self._ways = ways_to_hand_off(specs, context.layout)
+        self._ways = hand_off_paths(specs, context.layout)
         self._kinds = tuple(f"store: {way}" for way in self._ways)
         self._reached: list[str] | None = None
         """The `_ways` by which a hand-off could go now; None: no hand-off has been reported yet."""
@@ -261,7 +261,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             state.knows_keys = True
             self._note_keys(request, answer.keys)
         if answer.marker is not state.verified:
-            refusal = refusal_of(answer.marker, request.prompt_token_ids, request.salt, self.context.layout)
+            refusal = explain_mismatch(answer.marker, request.prompt_token_ids, request.salt, self.context.layout)
             if refusal is not None:
                 return Miss(refusal)
         state.verified = answer.marker

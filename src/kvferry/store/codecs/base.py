@@ -1,7 +1,7 @@
-"""How the bytes of a block are encoded in a store: unchanged, or smaller.
+"""The interface of codecs, which encode the bytes of a block for a store: unchanged, or smaller.
 
-A codec belongs to one tier, and is made for one layout. It works on spans (one block of one layer). What it decodes has
-been verified by checksum, but whoever wrote it may be malicious: lengths inside must not be trusted.
+A codec belongs to one tier, and is made for one layout. It works on spans (one block of one layer). The bytes that it
+decodes were verified by checksum, but their writer may be malicious: lengths inside must not be trusted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 from kvferry.core.blocks.layout import KVLayout
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,15}")
-"""What a codec's name may be: it is part of each block's header, and of the names of directories and keys."""
+"""Valid codec names: the name is part of each block's header, and of the names of directories and keys."""
 
 
 class CodecError(Exception):
@@ -27,11 +27,11 @@ class Codec(ABC):
     """The codec's name, for users and in the header of a stored block; must match `NAME`."""
 
     lossless: ClassVar[bool]
-    """Whether decoding gives the same bits. A lossy codec is used only if it is configured by name."""
+    """True if decoding gives the same bits. A lossy codec is used only if it is configured by name."""
 
     @classmethod
     def require_libraries(cls) -> None:
-        """Raise `MissingDependency` if a library that it needs is not installed; asked before anything is started."""
+        """Raise `MissingDependency` if a library that it needs is not installed; called before anything is started."""
 
     def __init__(self, layout: KVLayout) -> None:
         """Raises `ConfigError` if spans of this layout cannot be encoded (packing, dtype)."""

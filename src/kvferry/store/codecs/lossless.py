@@ -2,7 +2,7 @@
 
 The numbers of a channel differ little in size, so that their exponents repeat, while signs and mantissas are noise. The
 8 bits of each exponent go into a plane of their own, which Zstandard's Huffman coder compresses; the rest is stored
-unchanged. Decoding gives the same bits, including those of NaNs. The idea is that of ZipNN and DFloat11.
+unchanged. Decoding gives the same bits, also for NaNs. The idea is from ZipNN and DFloat11.
 """
 
 from __future__ import annotations

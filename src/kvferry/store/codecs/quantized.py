@@ -49,11 +49,11 @@ class QuantizedCodec(FramedCodec):
         if len(payload) != self._packed_bytes(layer):
             raise CodecError(f"{len(payload)} bytes where a packed span has {self._packed_bytes(layer)}")
         numbers = np.empty(len(into) // (4 if self.layout.dtype == "float32" else 2), dtype=np.float32)
-        place = 0
+        offset = 0
         for part, axis in self._parts(numbers, layer):
             size = self._part_bytes(part.shape, axis)
-            part[:] = self._restore(payload[place : place + size], part.shape, axis)
-            place += size
+            part[:] = self._restore(payload[offset : offset + size], part.shape, axis)
+            offset += size
         into[:] = _to_bytes(numbers, self.layout.dtype)
 
     def _parts(self, numbers: Floats, layer: int) -> Iterator[tuple[Floats, int]]:
@@ -101,8 +101,8 @@ class Int8Codec(QuantizedCodec):
         return _bfloat16(scales) + np.clip(steps, -127, 127).astype(np.int8).tobytes()
 
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:
-        scales, place = _read_bfloat16(packed, shape, axis)
-        steps = np.frombuffer(packed[place:], dtype=np.int8).reshape(shape)
+        scales, offset = _read_bfloat16(packed, shape, axis)
+        steps = np.frombuffer(packed[offset:], dtype=np.int8).reshape(shape)
         return steps.astype(np.float32) * scales
 
 
@@ -127,9 +127,9 @@ class Int4Codec(QuantizedCodec):
         return _bfloat16(lowest) + _bfloat16(scales) + pairs.tobytes()
 
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:
-        lowest, place = _read_bfloat16(packed, shape, axis)
-        scales, size = _read_bfloat16(packed[place:], shape, axis)
-        pairs = np.frombuffer(packed[place + size :], dtype=np.uint8)
+        lowest, offset = _read_bfloat16(packed, shape, axis)
+        scales, size = _read_bfloat16(packed[offset:], shape, axis)
+        pairs = np.frombuffer(packed[offset + size :], dtype=np.uint8)
         steps = np.stack((pairs & 15, pairs >> 4), axis=1).ravel()[: math.prod(shape)].reshape(shape)
         numbers: Floats = lowest + steps.astype(np.float32) * scales
         return numbers
@@ -151,8 +151,8 @@ class Fp8Codec(QuantizedCodec):
         return _bfloat16(scales) + (codes | (np.signbit(scaled) * np.uint8(0x80))).astype(np.uint8).tobytes()
 
     def _restore(self, packed: memoryview, shape: tuple[int, ...], axis: int) -> Floats:
-        scales, place = _read_bfloat16(packed, shape, axis)
-        codes = np.frombuffer(packed[place:], dtype=np.uint8).reshape(shape)
+        scales, offset = _read_bfloat16(packed, shape, axis)
+        codes = np.frombuffer(packed[offset:], dtype=np.uint8).reshape(shape)
         numbers = _E4M3[np.minimum(codes & 0x7F, len(_E4M3) - 1)]
         signed: Floats = np.where(codes & 0x80, -numbers, numbers) * scales
         return signed
@@ -190,7 +190,7 @@ def _read_bfloat16(packed: memoryview, shape: tuple[int, ...], axis: int) -> tup
     """One number for each group, in a shape that broadcasts with the part, and the bytes that they took."""
     num = math.prod(shape) // shape[axis]
     bits = np.frombuffer(packed[: 2 * num], dtype="<u2").astype(np.uint32) << 16
-    return bits.view(np.float32).reshape([1 if place == axis else size for place, size in enumerate(shape)]), 2 * num
+    return bits.view(np.float32).reshape([1 if index == axis else size for index, size in enumerate(shape)]), 2 * num
 
 
 def _to_floats(span: memoryview, dtype: str) -> Floats:

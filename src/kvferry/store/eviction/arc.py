@@ -14,59 +14,59 @@ Queue = OrderedDict[Key, None]
 
 
 class Arc(EvictionPolicy):
-    """The paper's T1, T2 and ghosts B1, B2 are `_once`, `_again`, `_once_ghosts` and `_again_ghosts`."""
+    """The paper's T1, T2 and ghosts B1, B2 are `_recent`, `_frequent`, `_recent_ghosts` and `_frequent_ghosts`."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._once, self._again = Queue(), Queue()
-        self._once_ghosts, self._again_ghosts = Queue(), Queue()
-        self._once_target = 0.0
+        self._recent, self._frequent = Queue(), Queue()
+        self._recent_ghosts, self._frequent_ghosts = Queue(), Queue()
+        self._recent_target = 0.0
         """Target number of blocks that were used once; adapted. The paper's p."""
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        if key in self._once_ghosts:
-            step = max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
-            self._once_target = min(float(self.capacity), self._once_target + step)
-            del self._once_ghosts[key]
-            self._again[key] = None
-        elif key in self._again_ghosts:
-            step = max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
-            self._once_target = max(0.0, self._once_target - step)
-            del self._again_ghosts[key]
-            self._again[key] = None
+        if key in self._recent_ghosts:
+            step = max(1.0, len(self._frequent_ghosts) / len(self._recent_ghosts))
+            self._recent_target = min(float(self.capacity), self._recent_target + step)
+            del self._recent_ghosts[key]
+            self._frequent[key] = None
+        elif key in self._frequent_ghosts:
+            step = max(1.0, len(self._recent_ghosts) / len(self._frequent_ghosts))
+            self._recent_target = max(0.0, self._recent_target - step)
+            del self._frequent_ghosts[key]
+            self._frequent[key] = None
         else:
-            self._once[key] = None
+            self._recent[key] = None
 
     def _access(self, key: Key, now: float) -> None:
         self._remove(key)
-        self._again[key] = None
+        self._frequent[key] = None
 
     def _remove(self, key: Key) -> None:
-        (self._once if key in self._once else self._again).pop(key)
+        (self._recent if key in self._recent else self._frequent).pop(key)
 
     def _victim(self, now: float) -> Key | None:
-        if self._once and (len(self._once) > self._once_target or not self._again):
-            return self._give_up(self._once, self._once_ghosts)
-        if self._again:
-            return self._give_up(self._again, self._again_ghosts)
+        if self._recent and (len(self._recent) > self._recent_target or not self._frequent):
+            return self._evict_oldest(self._recent, self._recent_ghosts)
+        if self._frequent:
+            return self._evict_oldest(self._frequent, self._frequent_ghosts)
         return None
 
-    def _give_up(self, queue: Queue, ghosts: Queue) -> Key:
+    def _evict_oldest(self, queue: Queue, ghosts: Queue) -> Key:
         key, _ = queue.popitem(last=False)
         ghosts[key] = None
-        while len(self._once) + len(self._once_ghosts) > self.capacity and self._once_ghosts:
-            self._once_ghosts.popitem(last=False)
-        while len(self._once_ghosts) + len(self._again_ghosts) > self.capacity:
-            (self._again_ghosts or self._once_ghosts).popitem(last=False)
+        while len(self._recent) + len(self._recent_ghosts) > self.capacity and self._recent_ghosts:
+            self._recent_ghosts.popitem(last=False)
+        while len(self._recent_ghosts) + len(self._frequent_ghosts) > self.capacity:
+            (self._frequent_ghosts or self._recent_ghosts).popitem(last=False)
         return key
 
     def _restore(self, key: Key, now: float) -> None:
-        self._once_ghosts.pop(key, None)
-        self._again_ghosts.pop(key, None)
-        self._again[key] = None
+        self._recent_ghosts.pop(key, None)
+        self._frequent_ghosts.pop(key, None)
+        self._frequent[key] = None
 
     def _orders(self, key: Key) -> bool:
-        return key in self._once or key in self._again
+        return key in self._recent or key in self._frequent
 
     def _num_ordered(self) -> int:
-        return len(self._once) + len(self._again)
+        return len(self._recent) + len(self._frequent)

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 Key = Hashable
-"""A block hash, or whatever names a block in a trace."""
+"""A block hash, or the name of a block in a trace."""
 
 
 class EvictionPolicy(ABC):
-    """Owns the order of the blocks that are kept, and what it remembers about some that were evicted.
+    """Owns the order of the cached blocks, and a memory of some that were evicted.
 
     `capacity`: about how many blocks fit, at least 1. A policy sizes its queues and its memory of past blocks by it; it
     never evicts by itself. `now`: seconds of any clock that does not go back.
@@ -28,13 +28,13 @@ class EvictionPolicy(ABC):
         assert capacity > 0, "a store without room needs no policy"
         self.capacity = capacity
         self._pins: Counter[Key] = Counter()
-        self._aside: set[Key] = set()
-        """Pinned blocks that an eviction has encountered; they are not in the order until they are unpinned."""
+        self._skipped: set[Key] = set()
+        """Pinned blocks that an eviction has skipped; they are not in the order until they are unpinned."""
 
     def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
-        """A block is kept from now on; one that is already kept counts as accessed.
+        """Add a block; one that is already cached counts as accessed.
 
-        `parent`: the block before it in its prompt; None for a first one, or if that is not known.
+        `parent`: the block before it in its prompt; None for a first block, or if unknown.
         """
         if key in self:
             self.access(key, now)
@@ -42,8 +42,8 @@ class EvictionPolicy(ABC):
             self._insert(key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
-        """Count a use of a block; ignored if it is not kept."""
-        if key not in self._aside and self._orders(key):
+        """Record a use of a block; ignored if it is not cached."""
+        if key not in self._skipped and self._orders(key):
             self._access(key, now)
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
@@ -52,23 +52,23 @@ class EvictionPolicy(ABC):
         return
 
     def remove(self, key: Key) -> None:
-        """A block is gone for another reason than `evict` (deleted, damaged); ignored if it is not kept."""
+        """Remove a block for another reason than eviction (deleted, damaged); ignored if it is not cached."""
         self._pins.pop(key, None)
-        if key in self._aside:
-            self._aside.remove(key)
+        if key in self._skipped:
+            self._skipped.remove(key)
         elif self._orders(key):
             self._remove(key)
 
     def evict(self, now: float) -> Key | None:
-        """Choose a block to evict; it is no longer kept. None: all are pinned, or there is none."""
+        """Choose a block to evict, and remove it. None: all are pinned, or there is none."""
         while (victim := self._victim(now)) is not None:
             if victim not in self._pins:
                 return victim
-            self._aside.add(victim)
+            self._skipped.add(victim)
         return None
 
     def pin(self, key: Key) -> None:
-        """Do not evict this block until `unpin` was called as often as `pin`; ignored if it is not kept."""
+        """Do not evict this block until `unpin` was called as often as `pin`; ignored if it is not cached."""
         if key in self:
             self._pins[key] += 1
 
@@ -78,19 +78,19 @@ class EvictionPolicy(ABC):
             self._pins[key] -= 1
             return
         del self._pins[key]
-        if key in self._aside:
-            self._aside.remove(key)
+        if key in self._skipped:
+            self._skipped.remove(key)
             self._restore(key, now)
 
     def __contains__(self, key: Key) -> bool:
-        """Whether a block is kept."""
-        return key in self._aside or self._orders(key)
+        """True if the block is cached."""
+        return key in self._skipped or self._orders(key)
 
     def __len__(self) -> int:
-        """How many blocks are kept."""
-        return len(self._aside) + self._num_ordered()
+        """Number of cached blocks."""
+        return len(self._skipped) + self._num_ordered()
 
-    # What a policy implements. These are never called for blocks that are set aside.
+    # Implemented by each policy. These are never called for skipped blocks.
 
     @abstractmethod
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
@@ -98,7 +98,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _access(self, key: Key, now: float) -> None:
-        """Note that a block in the order was used."""
+        """Record a use of a block in the order."""
 
     @abstractmethod
     def _remove(self, key: Key) -> None:
@@ -114,7 +114,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _orders(self, key: Key) -> bool:
-        """Whether a block is in the order."""
+        """True if the block is in the order."""
 
     @abstractmethod
     def _num_ordered(self) -> int:

@@ -1,9 +1,9 @@
-"""An eviction policy whose mistakes cost its order, and nothing else.
+"""A wrapper that contains the errors of an eviction policy.
 
 Policies may come from other packages, and stores and the engine's prefix cache report every use of a block to them. If
-one raises, or evicts a block that is not kept or is pinned, this is logged once, and LRU replaces it, beginning with
-all blocks that are kept, in the order of their last use. For that, this class keeps its own record of which blocks are
-kept, and how often each is pinned.
+one raises, or evicts a block that is not cached or is pinned, this is logged once, and LRU replaces it, beginning with
+all cached blocks in the order of their last use. For that, this class keeps its own record of the cached blocks and
+their pins.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class GuardedPolicy:
         self.policy = policy
         """The policy that currently decides."""
         self._pins: OrderedDict[Key, int] = OrderedDict()
-        """The pins of every block that is kept, the least recently used block first."""
+        """Number of pins of every cached block, the least recently used block first."""
         self._num_pinned = 0
 
     def insert(self, key: Key, now: float, parent: Key | None = None) -> None:
-        """Keep a block from now on."""
+        """Add a block."""
         self._pins.setdefault(key, 0)
         self._pins.move_to_end(key)
         self._report_to_policy(self.policy.insert, key, now, parent)
 
     def access(self, key: Key, now: float) -> None:
-        """Count a use of a block; ignored if it is not kept."""
+        """Record a use of a block; ignored if it is not cached."""
         if key in self._pins:
             self._pins.move_to_end(key)
             self._report_to_policy(self.policy.access, key, now)
@@ -45,13 +45,13 @@ class GuardedPolicy:
         self._report_to_policy(self.policy.finish, keys, num_output_tokens, now)
 
     def remove(self, key: Key) -> None:
-        """A block is gone for another reason than `evict`; ignored if it is not kept."""
+        """Remove a block for another reason than eviction; ignored if it is not cached."""
         if key in self._pins:
             self._num_pinned -= self._pins.pop(key) > 0
             self._report_to_policy(self.policy.remove, key)
 
     def pin(self, key: Key) -> None:
-        """Do not evict this block until `unpin` was called as often; ignored if it is not kept."""
+        """Do not evict this block until `unpin` was called as often; ignored if it is not cached."""
         if key in self._pins:
             self._num_pinned += self._pins[key] == 0
             self._pins[key] += 1
@@ -65,7 +65,7 @@ class GuardedPolicy:
             self._report_to_policy(self.policy.unpin, key, now)
 
     def evict(self, now: float) -> Key | None:
-        """Choose a block to evict; it is no longer kept. None exactly if all are pinned, or there is none."""
+        """Choose a block to evict, and remove it. None exactly if all are pinned, or there is none."""
         if self._num_pinned == len(self._pins):
             return None
         try:
@@ -79,21 +79,21 @@ class GuardedPolicy:
         return victim
 
     def __contains__(self, key: Key) -> bool:
-        """Whether a block is kept."""
+        """True if the block is cached."""
         return key in self._pins
 
     def __iter__(self) -> Iterator[Key]:
-        """The blocks that are kept, the least recently used first."""
+        """The cached blocks, the least recently used first."""
         return iter(self._pins)
 
     def __len__(self) -> int:
-        """How many blocks are kept."""
+        """Number of cached blocks."""
         return len(self._pins)
 
-    def _report_to_policy(self, call: Callable[..., None], *about: object) -> None:
+    def _report_to_policy(self, call: Callable[..., None], *args: object) -> None:
         """Report an event to the policy, after it was recorded here."""
         try:
-            call(*about)
+            call(*args)
         except Exception as error:  # noqa: BLE001 - the policy's mistake
             self._replace(error)
 

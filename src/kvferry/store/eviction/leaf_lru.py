@@ -11,8 +11,8 @@ ALLOWED_STALE = 64
 
 class LeafLru(EvictionPolicy):
     """A queue of batches. A batch has blocks that were used one after another, each deeper in its prompt than the one
-    before, and is evicted from its end. A block that kept blocks follow, as its prompt came in several batches, is
-    moved to a newer batch instead."""
+    before, and is evicted from its end. A block that other cached blocks follow, as its prompt came in several batches,
+    is moved to a newer batch instead."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -20,8 +20,8 @@ class LeafLru(EvictionPolicy):
         self._num_entries = 0
         """Number of entries in all batches, including the stale entries of blocks that were used again."""
         self._batch_of: dict[Key, list[Key]] = {}
-        self._places: dict[Key, tuple[Key | None, int]] = {}
-        """Each block's parent, and the number of blocks before it in its prompt, as far as they were kept."""
+        self._positions: dict[Key, tuple[Key | None, int]] = {}
+        """Each block's parent, and the number of blocks before it in its prompt, as far as they were cached."""
         self._num_children: dict[Key, int] = {}
         self._newest_depth = -1
         """The depth of the block that was used last."""
@@ -29,14 +29,14 @@ class LeafLru(EvictionPolicy):
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
         depth = 0
         if parent is not None:
-            if parent in self._places:
-                depth = self._places[parent][1] + 1
+            if parent in self._positions:
+                depth = self._positions[parent][1] + 1
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
-        self._places[key] = parent, depth
+        self._positions[key] = parent, depth
         self._append(key, depth)
 
     def _access(self, key: Key, now: float) -> None:
-        self._append(key, self._places[key][1])
+        self._append(key, self._positions[key][1])
 
     def _append(self, key: Key, depth: int) -> None:
         if depth <= self._newest_depth:
@@ -49,14 +49,14 @@ class LeafLru(EvictionPolicy):
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        kept = ([key for key in batch if self._batch_of.get(key) is batch] for batch in self._batches)
-        self._batches = deque(batch for batch in kept if batch)
+        live_batches = ([key for key in batch if self._batch_of.get(key) is batch] for batch in self._batches)
+        self._batches = deque(batch for batch in live_batches if batch)
         self._batch_of = {key: batch for batch in self._batches for key in batch}
         self._num_entries = len(self._batch_of)
 
     def _remove(self, key: Key) -> None:
         del self._batch_of[key]
-        parent, _ = self._places.pop(key)
+        parent, _ = self._positions.pop(key)
         if parent is not None:
             left = self._num_children[parent] - 1
             if left:
@@ -79,7 +79,7 @@ class LeafLru(EvictionPolicy):
                 continue
             if key in self._num_children and moves_left:
                 moves_left -= 1
-                self._newest_depth = self._places[key][1]  # so that it begins a batch
+                self._newest_depth = self._positions[key][1]  # so that it begins a batch
                 self._append(key, self._newest_depth)
                 continue
             self._remove(key)

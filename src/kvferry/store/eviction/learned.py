@@ -2,8 +2,8 @@
 
 Made for prefix trees. The blocks that one request inserts one after another are a *run*: a document, or a turn of a
 conversation. They are used again together or not at all, so statistics are kept of runs, each of which counts once
-however long it is. What a run is like says much about whether it is used again; a `ReuseModel` learns how much, for
-each class, which consists of
+however long it is. The properties of a run predict much of whether it is used again; a `ReuseModel` learns how much,
+for each class, which consists of
 
     uses since it was inserted · whether only its beginning was used last time · how many runs come before it (the
     turn of a conversation) · tokens of its request's answer · its length
@@ -36,10 +36,10 @@ from kvferry.store.eviction.reuse_model import ReuseModel
 
 MAX_EVICTIONS_A_RANKING = 64
 RANKING_S = 1.0
-SAME_JUDGEMENT_S = 0.01
+EVALUATION_TTL_S = 0.01
 SAME_REQUEST_S = 5.0
 """Uses of one group within this time count as one request's, which may read its blocks in several calls."""
-MORE_REMEMBERED = 65_536
+EXTRA_HISTORY = 65_536
 """Number of evicted blocks that are remembered, in addition to as many as may be kept."""
 UNKNOWN_OUTPUT = 7
 _BUCKET_OF_TURN = (0, 1, 2, 3, 4, 4)
@@ -56,20 +56,20 @@ class ReuseRun:
         self.size, self.output = 0, UNKNOWN_OUTPUT
         self.last: Key | None = None
         self.num_kept = self.num_kept_after = 0
-        """Kept blocks of this run, and runs directly after it that have some."""
+        """Number of cached blocks of this run, and of runs directly after it that have some."""
         self.groups: dict[Group, None] = {}
-        """The groups with kept blocks."""
+        """The groups with cached blocks."""
 
 
 class Group:
-    """Blocks of a run with the same history. `keys`: those that are kept, each with its index in the run."""
+    """Blocks of a run with the same history. `keys`: the cached ones, each with its index in the run."""
 
     __slots__ = (
         "class_number",
-        "in_order",
         "is_rest",
+        "is_sorted",
         "keys",
-        "last_place",
+        "last_index",
         "moved_at",
         "num_uses",
         "run",
@@ -80,32 +80,32 @@ class Group:
     def __init__(self, run: ReuseRun, num_uses: int, now: float) -> None:
         self.run, self.num_uses, self.started = run, num_uses, now
         self.keys: dict[Key, int] = {}
-        self.in_order, self.last_place = True, -1
-        """Whether `keys` are in the order of their indices, and the index of the key that was added last."""
+        self.is_sorted, self.last_index = True, -1
+        """True if `keys` are in the order of their indices; and the index of the key that was added last."""
         self.is_rest = False
-        """Whether a use ended before these blocks, so that another text continues from there."""
+        """True if a use ended before these blocks, so that another text continues from there."""
         self.moved_at = math.inf
-        """When a use last began to move some of its blocks to another group."""
+        """Time at which a use last began to move some of its blocks to another group."""
         self.class_number = self.trial = -1
 
-    def add(self, key: Key, place: int) -> None:
-        """Add a block at its index; blocks that were set aside come back in any order."""
-        self.in_order = not self.keys or (self.in_order and place > self.last_place)
-        self.keys[key] = self.last_place = place
+    def add(self, key: Key, index: int) -> None:
+        """Add a block at its index; blocks that an eviction skipped come back in any order."""
+        self.is_sorted = not self.keys or (self.is_sorted and index > self.last_index)
+        self.keys[key] = self.last_index = index
 
     def last(self) -> Key:
         """The block furthest from the beginning of the run."""
-        if not self.in_order:
-            self.keys, self.in_order = dict(sorted(self.keys.items(), key=itemgetter(1))), True
-            self.last_place = next(reversed(self.keys.values()))
+        if not self.is_sorted:
+            self.keys, self.is_sorted = dict(sorted(self.keys.items(), key=itemgetter(1))), True
+            self.last_index = next(reversed(self.keys.values()))
         return next(reversed(self.keys))
 
     def describe(self) -> tuple[int, ...]:
         """The group's class, for `ReuseModel`."""
         history = 2 * min(self.num_uses, 4) + self.is_rest
         run = self.run
-        known = history, _turn_bucket(run.num_before)
-        return known if run.output == UNKNOWN_OUTPUT else (*known, run.output, _size_bucket(run.size))
+        features = history, _turn_bucket(run.num_before)
+        return features if run.output == UNKNOWN_OUTPUT else (*features, run.output, _size_bucket(run.size))
 
 
 class LearnedPolicy(EvictionPolicy):
@@ -115,9 +115,9 @@ class LearnedPolicy(EvictionPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._model = ReuseModel()
-        self._kept: dict[Key, Group] = {}
-        self._past: OrderedDict[Key, tuple[Group, int]] = OrderedDict()
-        """Group and index of blocks that are evicted or set aside."""
+        self._groups: dict[Key, Group] = {}
+        self._history: OrderedDict[Key, tuple[Group, int]] = OrderedDict()
+        """Group and index of blocks that were evicted or skipped."""
         self._queues: dict[int, AgeQueue[Group]] = {}
         self._split: dict[Group, None] = {}
         """Groups of which a use has moved some blocks and left some."""
@@ -125,14 +125,15 @@ class LearnedPolicy(EvictionPolicy):
         """The group to which uses move the blocks of each group, for `SAME_REQUEST_S`. It is not an attribute of the
         group, which would keep all later groups alive."""
         self._ranking: list[tuple[float, int, bool]] = []
-        """A heap of (worth when last computed, class, whether it is of the newest group and not of the oldest)."""
+        """A heap of (worth when last computed, class, true if the worth is of the newest group and not of the
+        oldest)."""
         self._ranked_at, self._num_evictions_left = -math.inf, 0
-        self._judged: Group | None = None
-        """The group that the last block was evicted from, whose worth was computed at `_judged_at`."""
-        self._judged_at = -math.inf
+        self._evaluated: Group | None = None
+        """The group that the last block was evicted from, whose worth was computed at `_evaluated_at`."""
+        self._evaluated_at = -math.inf
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """Note the length of the answer at the runs that this request inserted."""
+        """Record the length of the answer at the runs that this request inserted."""
         bucket = min(int(math.log2(num_output_tokens + 1) / 1.5), UNKNOWN_OUTPUT - 1)
         groups = dict.fromkeys(group for key in keys if (group := self._group_of(key)))
         for group in groups:
@@ -142,26 +143,26 @@ class LearnedPolicy(EvictionPolicy):
             self._classify(group)
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        past = self._past.pop(key, None)
+        past = self._history.pop(key, None)
         if past is not None:
-            self._use(key, *past, now)
+            self._record_use(key, *past, now)
             return
         before = None if parent is None else self._group_of(parent)
         if before is not None and before.num_uses == 0 and not before.is_rest and before.run.last == parent:
             group = before
         else:
             group = Group(ReuseRun(None if before is None else before.run), 0, now)
-        place = group.run.size
-        group.run.size, group.run.last = place + 1, key
-        self._join(key, group, place)
+        index = group.run.size
+        group.run.size, group.run.last = index + 1, key
+        self._add_to_group(key, group, index)
         if group.class_number < 0 or group.run.output != UNKNOWN_OUTPUT:  # else its size does not matter yet
             self._classify(group)
 
     def _access(self, key: Key, now: float) -> None:
-        group = self._kept[key]
-        self._use(key, group, self._leave(key, group), now)
+        group = self._groups[key]
+        self._record_use(key, group, self._remove_from_group(key, group), now)
 
-    def _use(self, key: Key, group: Group, place: int, now: float) -> None:
+    def _record_use(self, key: Key, group: Group, index: int, now: float) -> None:
         """Move a block of `group`, which it has left, to the group of the other blocks that the same request uses."""
         target = self._moves.get(group)
         if target is None or now - target.started > SAME_REQUEST_S:
@@ -169,7 +170,7 @@ class LearnedPolicy(EvictionPolicy):
             target = self._move(group, now)
         if group.keys:
             self._split[group] = None
-        self._join(key, target, place)
+        self._add_to_group(key, target, index)
         if target.class_number < 0:
             self._classify(target)
 
@@ -179,25 +180,25 @@ class LearnedPolicy(EvictionPolicy):
         group.moved_at = now
         moves[group] = target
         moves.move_to_end(group)
-        while now - next(iter(moves.values())).started > SAME_REQUEST_S or len(moves) > self.capacity + MORE_REMEMBERED:
+        while now - next(iter(moves.values())).started > SAME_REQUEST_S or len(moves) > self.capacity + EXTRA_HISTORY:
             moves.popitem(last=False)
         return target
 
     def _group_of(self, key: Key) -> Group | None:
         """The block's group, also if the block was evicted."""
-        group = self._kept.get(key)
-        if group is None and (past := self._past.get(key)) is not None:
+        group = self._groups.get(key)
+        if group is None and (past := self._history.get(key)) is not None:
             group = past[0]
         return group
 
     def _remove(self, key: Key) -> None:
-        group = self._kept[key]
-        self._past[key] = group, self._leave(key, group)
-        if len(self._past) > self.capacity + MORE_REMEMBERED:
-            self._past.popitem(last=False)
+        group = self._groups[key]
+        self._history[key] = group, self._remove_from_group(key, group)
+        if len(self._history) > self.capacity + EXTRA_HISTORY:
+            self._history.popitem(last=False)
 
     def _victim(self, now: float) -> Key | None:
-        while self._kept:
+        while self._groups:
             if self._num_evictions_left <= 0 or not self._ranking or now - self._ranked_at > RANKING_S:
                 self._rank(now)
             worth, class_number, newest = self._ranking[0]
@@ -206,12 +207,12 @@ class LearnedPolicy(EvictionPolicy):
                 heapq.heappop(self._ranking)
                 continue
             group = queue.newest() if newest else queue.oldest()
-            if group is not self._judged or now - self._judged_at > SAME_JUDGEMENT_S:
+            if group is not self._evaluated or now - self._evaluated_at > EVALUATION_TTL_S:
                 worth_now = self._model.worth(class_number, now - group.started)
                 if worth_now > worth:  # another group is at that end now
                     heapq.heapreplace(self._ranking, (worth_now, class_number, newest))
                     continue
-                self._judged, self._judged_at = group, now
+                self._evaluated, self._evaluated_at = group, now
             self._num_evictions_left -= 1
             key = group.last()
             self._remove(key)
@@ -219,20 +220,20 @@ class LearnedPolicy(EvictionPolicy):
         return None
 
     def _restore(self, key: Key, now: float) -> None:
-        past = self._past.pop(key, None)
+        past = self._history.pop(key, None)
         if past is None:  # pinned for so long that it was forgotten
             self._insert(key, now, None)
         else:
-            self._join(key, *past)
+            self._add_to_group(key, *past)
 
     def _orders(self, key: Key) -> bool:
-        return key in self._kept
+        return key in self._groups
 
     def _num_ordered(self) -> int:
-        return len(self._kept)
+        return len(self._groups)
 
     def _rank(self, now: float) -> None:
-        self._tell_rests(now)
+        self._split_off_rests(now)
         self._model.refit(now)
         ranking = []
         for class_number, queue in self._queues.items():
@@ -244,7 +245,7 @@ class LearnedPolicy(EvictionPolicy):
         self._ranking, self._ranked_at = ranking, now
         self._num_evictions_left = min(MAX_EVICTIONS_A_RANKING, 1 + self.capacity // 64)
 
-    def _tell_rests(self, now: float) -> None:
+    def _split_off_rests(self, now: float) -> None:
         """Make groups of the blocks that a use of their group did not include."""
         for group in [group for group in self._split if group.moved_at < now]:
             del self._split[group]
@@ -252,12 +253,12 @@ class LearnedPolicy(EvictionPolicy):
                 rest = Group(group.run, group.num_uses, now)
                 rest.is_rest = True
                 for key in list(group.keys):
-                    self._join(key, rest, self._leave(key, group))
+                    self._add_to_group(key, rest, self._remove_from_group(key, group))
                 self._classify(rest)
 
-    def _join(self, key: Key, group: Group, place: int) -> None:
+    def _add_to_group(self, key: Key, group: Group, index: int) -> None:
         run = group.run
-        self._kept[key] = group
+        self._groups[key] = group
         run.num_kept += 1
         if run.num_kept == 1 and run.before is not None:
             run.before.num_kept_after += 1
@@ -265,16 +266,16 @@ class LearnedPolicy(EvictionPolicy):
                 for other in run.before.groups:
                     if not other.is_rest:
                         self._dequeue(other)
-        group.add(key, place)
+        group.add(key, index)
         if len(group.keys) == 1:
             run.groups[group] = None
             self._enqueue(group)
 
-    def _leave(self, key: Key, group: Group) -> int:
-        """Returns the block's index in its run."""
+    def _remove_from_group(self, key: Key, group: Group) -> int:
+        """Remove a block from its group; returns its index in its run."""
         run = group.run
-        del self._kept[key]
-        place = group.keys.pop(key)
+        del self._groups[key]
+        index = group.keys.pop(key)
         run.num_kept -= 1
         if not group.keys:
             del run.groups[group]
@@ -285,7 +286,7 @@ class LearnedPolicy(EvictionPolicy):
             if run.before.num_kept_after == 0:
                 for other in run.before.groups:
                     self._enqueue(other)
-        return place
+        return index
 
     def _enqueue(self, group: Group) -> None:
         """Add the group to the queue of its class, if it can be evicted without making a run after it useless."""
@@ -303,7 +304,7 @@ class LearnedPolicy(EvictionPolicy):
                 del self._queues[group.class_number]
 
     def _classify(self, group: Group) -> None:
-        """Update the group's class, which changes as more is known, and its place in that class's queue."""
+        """Update the group's class, which changes as more is known, and its position in the queue of the class."""
         number = self._model.class_number(group.describe())
         if number == group.class_number:
             return

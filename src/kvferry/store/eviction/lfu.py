@@ -15,31 +15,31 @@ class Lfu(EvictionPolicy):
         super().__init__(capacity)
         self._uses: dict[Key, int] = {}
         self._queues: dict[int, OrderedDict[Key, None]] = {}
-        self._fewest = 0
+        self._min_uses = 0
         """No block in the order has fewer uses."""
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        self._put(key, 1)
+        self._link(key, 1)
 
     def _access(self, key: Key, now: float) -> None:
         uses = self._uses[key]
-        self._take(key)
-        self._put(key, uses + 1)
+        self._unlink(key)
+        self._link(key, uses + 1)
 
     def _remove(self, key: Key) -> None:
-        self._take(key)
+        self._unlink(key)
 
     def _victim(self, now: float) -> Key | None:
         if not self._uses:
             return None
-        while self._fewest not in self._queues:  # amortized: at most one iteration for each counted use
-            self._fewest += 1
-        key = next(iter(self._queues[self._fewest]))
-        self._take(key)
+        while self._min_uses not in self._queues:  # amortized: at most one iteration for each counted use
+            self._min_uses += 1
+        key = next(iter(self._queues[self._min_uses]))
+        self._unlink(key)
         return key
 
     def _restore(self, key: Key, now: float) -> None:
-        self._put(key, 1)
+        self._link(key, 1)
 
     def _orders(self, key: Key) -> bool:
         return key in self._uses
@@ -47,12 +47,12 @@ class Lfu(EvictionPolicy):
     def _num_ordered(self) -> int:
         return len(self._uses)
 
-    def _put(self, key: Key, uses: int) -> None:
+    def _link(self, key: Key, uses: int) -> None:
         self._uses[key] = uses
         self._queues.setdefault(uses, OrderedDict())[key] = None
-        self._fewest = min(self._fewest, uses)
+        self._min_uses = min(self._min_uses, uses)
 
-    def _take(self, key: Key) -> None:
+    def _unlink(self, key: Key) -> None:
         uses = self._uses.pop(key)
         queue = self._queues[uses]
         del queue[key]

@@ -1,14 +1,13 @@
-"""The better of two orders: what is learned about reuse (`LearnedPolicy`), or LRU while popularity changes faster than
-that.
+"""The better of two orders: the learned one (`LearnedPolicy`), or LRU while popularity changes faster than it learns.
 
 Both orders run all the time, each on a *shadow*: the blocks that a cache of the same size would keep by that order
-alone. So it is known which one would have found more, exactly and whatever is followed meanwhile. The cache itself
-evicts blocks that the shadow it follows has evicted, in the same order.
+alone. The hits of each are therefore known exactly, whichever of them is followed meanwhile. The cache itself evicts
+blocks that the shadow it follows has evicted, in the same order.
 
-The learned order is followed first. LRU takes its place when its shadow has found more than the learned one by
-`ALLOWED_LAG` of the capacity. The learned order comes back when what it has gained since its worst moment outweighs
-what the change costs (the blocks of its shadow that are not there) and what this cache has found less than LRU so far;
-so if a workload changes to and fro, the cache does not. Policies that duel: Qureshi and others (ISCA 2007).
+The learned order is followed first. LRU replaces it when LRU's shadow leads by `ALLOWED_LAG` of the capacity in hits.
+The learned order comes back when its hits since its worst moment outweigh two costs. These are the change itself (the
+blocks of its shadow that are not cached) and the hits by which this cache is behind LRU so far. So if a workload
+alternates, the cache does not. Policies that duel: Qureshi and others (ISCA 2007).
 """
 
 from __future__ import annotations
@@ -33,26 +32,27 @@ class Shadow:
         self.evicted: OrderedDict[Key, None] = OrderedDict()
         """Blocks that the cache keeps although this policy has evicted them, in that order."""
 
-    def use(self, key: Key, now: float, parent: Key | None, size: int, kept: Container[Key]) -> bool:
-        """A block was used, or inserted, in the cache, which then keeps `size` blocks. Returns whether it was here."""
+    def use(self, key: Key, now: float, parent: Key | None, size: int, cached: Container[Key]) -> bool:
+        """Record a use or an insertion of a block in the cache, which then has `size` blocks. Returns true if this
+        shadow had it."""
         policy = self.policy
         if policy._orders(key):
             policy._access(key, now)
             return True
         policy._insert(key, now, parent)
         self.evicted.pop(key, None)
-        self.shrink(size, now, kept)
+        self.shrink(size, now, cached)
         return False
 
-    def shrink(self, size: int, now: float, kept: Container[Key]) -> None:
+    def shrink(self, size: int, now: float, cached: Container[Key]) -> None:
         """Evict until there are at most `size` blocks."""
         while self.policy._num_ordered() > size:
-            self.evict(now, kept)
+            self.evict(now, cached)
 
-    def evict(self, now: float, kept: Container[Key]) -> None:
-        """Evict a block; there must be one. `kept`: the blocks that the cache keeps."""
+    def evict(self, now: float, cached: Container[Key]) -> None:
+        """Evict a block; there must be one. `cached`: the blocks of the cache."""
         key = self.policy._victim(now)
-        if key in kept:
+        if key in cached:
             self.evicted[key] = None
 
 
@@ -61,36 +61,36 @@ class Reuse(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._kept: dict[Key, Key | None] = {}
+        self._parents: dict[Key, Key | None] = {}
         """Every block in the order, with its parent."""
         self.learned, self.lru = Shadow(LearnedPolicy(capacity)), Shadow(LeafLru(capacity))
         self._followed = self.learned
         self._lead = 0
-        """Blocks that the learned shadow found more than LRU's: up to now if it is followed, else since the least."""
+        """Hits by which the learned shadow leads LRU's: up to now if it is followed, else since the minimum."""
         self._gain = 0
-        """Blocks that were found here more than in LRU's shadow."""
+        """Hits by which this cache leads LRU's shadow."""
 
     def finish(self, keys: Iterable[Key], num_output_tokens: int, now: float) -> None:
-        """Tell the learned order, which counts answers' lengths."""
+        """Report the answer's length to the learned order."""
         self.learned.policy.finish(keys, num_output_tokens, now)
 
     def _insert(self, key: Key, now: float, parent: Key | None) -> None:
-        self._kept[key] = parent
-        self._use(key, now, parent, was_kept=False)
+        self._parents[key] = parent
+        self._record_use(key, now, parent, was_cached=False)
 
     def _access(self, key: Key, now: float) -> None:
-        self._use(key, now, self._kept[key], was_kept=True)
+        self._record_use(key, now, self._parents[key], was_cached=True)
 
-    def _use(self, key: Key, now: float, parent: Key | None, *, was_kept: bool) -> None:
-        size = len(self._kept) + len(self._aside)
-        learned = self.learned.use(key, now, parent, size, self._kept)
-        lru = self.lru.use(key, now, parent, size, self._kept)
-        if learned != lru or was_kept != lru:
-            self._judge(learned - lru, was_kept - lru)
+    def _record_use(self, key: Key, now: float, parent: Key | None, *, was_cached: bool) -> None:
+        size = len(self._parents) + len(self._skipped)
+        learned = self.learned.use(key, now, parent, size, self._parents)
+        lru = self.lru.use(key, now, parent, size, self._parents)
+        if learned != lru or was_cached != lru:
+            self._update_lead(learned - lru, was_cached - lru)
 
-    def _judge(self, lead: int, gain: int) -> None:
-        self._gain = min(self.capacity, self._gain + gain)
-        self._lead += lead
+    def _update_lead(self, hits_lead: int, hits_over_lru: int) -> None:
+        self._gain = min(self.capacity, self._gain + hits_over_lru)
+        self._lead += hits_lead
         if self._followed is self.learned:
             self._lead = min(self._lead, int(self.capacity * REMEMBERED_LEAD))
             if self._lead <= -max(MIN_LAG, self.capacity * ALLOWED_LAG):
@@ -101,31 +101,31 @@ class Reuse(EvictionPolicy):
                 self._followed, self._lead = self.learned, 0
 
     def _remove(self, key: Key) -> None:
-        del self._kept[key]
+        del self._parents[key]
         self.learned.evicted.pop(key, None)
         self.lru.evicted.pop(key, None)
 
     def _victim(self, now: float) -> Key | None:
-        if not self._kept:
+        if not self._parents:
             return None
         evicted = self._followed.evicted
         while not evicted:  # a block that is kept is in a shadow, or was evicted from it
-            self._followed.evict(now, self._kept)
+            self._followed.evict(now, self._parents)
         victim = next(iter(evicted))
         self._remove(victim)
-        size = len(self._kept) + len(self._aside)
-        self.learned.shrink(size, now, self._kept)
-        self.lru.shrink(size, now, self._kept)
+        size = len(self._parents) + len(self._skipped)
+        self.learned.shrink(size, now, self._parents)
+        self.lru.shrink(size, now, self._parents)
         return victim
 
     def _restore(self, key: Key, now: float) -> None:
-        self._kept[key] = None
+        self._parents[key] = None
         for shadow in (self.learned, self.lru):
             if not shadow.policy._orders(key):
                 shadow.policy._restore(key, now)
 
     def _orders(self, key: Key) -> bool:
-        return key in self._kept
+        return key in self._parents
 
     def _num_ordered(self) -> int:
-        return len(self._kept)
+        return len(self._parents)

@@ -1,4 +1,4 @@
-"""How likely stored KV is used again soon, learned from what happens.
+"""The probability that stored KV is used again soon, learned from observed uses.
 
 A *trial* begins whenever a run of blocks is inserted or used, and ends with the next use, if there is one. Trials have
 a class, a tuple of small numbers, the first of which matter the most. For each class, the model estimates the
@@ -53,30 +53,30 @@ class ReuseModel:
         self._worth: list[list[float]] = []
         self.class_number(())
 
-    def class_number(self, of: Class) -> int:
+    def class_number(self, features: Class) -> int:
         """The number of a class, the same each time."""
-        number = self._classes.get(of)
+        number = self._classes.get(features)
         if number is None:
-            parent = self.class_number(of[:-1]) if of else 0
-            number = self._classes[of] = len(self._parents)
+            parent = self.class_number(features[:-1]) if features else 0
+            number = self._classes[features] = len(self._parents)
             self._parents.append(parent)
-            self._depths.append(len(of))
+            self._depths.append(len(features))
         return number
 
     def start(self, class_number: int, now: float, weight: float) -> int:
         """Begin a trial, which counts for `weight` of one; returns its number."""
-        place = self._num_trials % REMEMBERED_TRIALS
-        self._started[place], self._gaps[place] = now, np.nan
-        self._trial_classes[place], self._weights[place] = class_number, weight
+        slot = self._num_trials % REMEMBERED_TRIALS
+        self._started[slot], self._gaps[slot] = now, np.nan
+        self._trial_classes[slot], self._weights[slot] = class_number, weight
         self._num_trials += 1
         self._num_events += 1
         return self._num_trials - 1
 
     def reused(self, trial: int, now: float) -> None:
         """End a trial with a use; only the first call counts."""
-        place = trial % REMEMBERED_TRIALS
-        if self._is_remembered(trial) and math.isnan(self._gaps[place]):
-            self._gaps[place] = max(0.0, now - self._started[place])
+        slot = trial % REMEMBERED_TRIALS
+        if self._is_remembered(trial) and math.isnan(self._gaps[slot]):
+            self._gaps[slot] = max(0.0, now - self._started[slot])
             self._num_events += 1
 
     def reclassify(self, trial: int, class_number: int) -> None:
@@ -94,11 +94,11 @@ class ReuseModel:
         row = self._worth[class_number]
         if age_s <= FIRST_EDGE_S:
             return row[0]
-        place = 1.0 + math.log(age_s / FIRST_EDGE_S, STEP)
-        index = int(place)
+        position = 1.0 + math.log(age_s / FIRST_EDGE_S, STEP)
+        index = int(position)
         if index >= NUM_EDGES - 1:
             return row[-1]
-        return row[index] + (row[index + 1] - row[index]) * (place - index)
+        return row[index] + (row[index + 1] - row[index]) * (position - index)
 
     def refit(self, now: float) -> None:
         """Compute the table again if enough has happened since the last time. Takes some milliseconds at most."""
@@ -106,46 +106,46 @@ class ReuseModel:
         if self._num_events < max(REFIT_EVENTS, num * REFIT_SHARE):
             return
         self._num_events = 0
-        seen = np.maximum(0.0, now - self._started[:num])
+        ages = np.maximum(0.0, now - self._started[:num])
         gaps = self._gaps[:num]
-        within = _gap_distribution(gaps, seen, self._weights[:num])
-        chance = self._chances(gaps, np.interp(seen, EDGES_S, within))[:, None]
-        horizon = float(np.interp(0.25, within, EDGES_S))
-        gained = np.interp(EDGES_S + horizon, EDGES_S, within) - within
-        self._worth = (chance * gained / (1.0 - chance * within)).tolist()
+        cdf = _gap_distribution(gaps, ages, self._weights[:num])
+        probability = self._reuse_probabilities(gaps, np.interp(ages, EDGES_S, cdf))[:, None]
+        horizon = float(np.interp(0.25, cdf, EDGES_S))
+        horizon_share = np.interp(EDGES_S + horizon, EDGES_S, cdf) - cdf
+        self._worth = (probability * horizon_share / (1.0 - probability * cdf)).tolist()
 
-    def _chances(self, gaps: Floats, trials: Floats) -> Floats:
-        """p of every class, each drawn towards that of its parent."""
+    def _reuse_probabilities(self, gaps: Floats, trials: Floats) -> Floats:
+        """p of every class, each drawn towards the p of its parent class."""
         classes, weights = self._trial_classes[: len(gaps)], self._weights[: len(gaps)]
         reused = ~np.isnan(gaps)
         parents = np.array(self._parents)
         uses = np.bincount(classes[reused], weights=weights[reused], minlength=len(parents)).astype(np.float64)
-        watched = np.bincount(classes, weights=weights * trials, minlength=len(parents))
+        exposure = np.bincount(classes, weights=weights * trials, minlength=len(parents))
         depths = np.array(self._depths)
         levels = [np.flatnonzero(depths == depth) for depth in range(1, int(depths.max()) + 1)]
         for level in reversed(levels):
             np.add.at(uses, parents[level], uses[level])
-            np.add.at(watched, parents[level], watched[level])
-        chance = np.full(len(parents), (uses[0] + 1.0) / (watched[0] + 2.0))
+            np.add.at(exposure, parents[level], exposure[level])
+        probability = np.full(len(parents), (uses[0] + 1.0) / (exposure[0] + 2.0))
         for level in levels:
-            borrowed = BORROWED_TRIALS * chance[parents[level]]
-            chance[level] = (uses[level] + borrowed) / (watched[level] + BORROWED_TRIALS)
-        clipped: Floats = np.clip(chance, MIN_P, MAX_P)
+            borrowed = BORROWED_TRIALS * probability[parents[level]]
+            probability[level] = (uses[level] + borrowed) / (exposure[level] + BORROWED_TRIALS)
+        clipped: Floats = np.clip(probability, MIN_P, MAX_P)
         return clipped
 
     def _is_remembered(self, trial: int) -> bool:
         return self._num_trials - trial <= REMEMBERED_TRIALS
 
 
-def _gap_distribution(gaps: Floats, seen: Floats, weights: Floats) -> Floats:
+def _gap_distribution(gaps: Floats, ages: Floats, weights: Floats) -> Floats:
     """F at `EDGES_S`. Long gaps can only be observed in trials that began long ago, so each counts for as many as could
     not show it."""
     reused = ~np.isnan(gaps)
     observed = gaps[reused]
-    could_show = 1.0 - np.searchsorted(np.sort(seen), observed) / len(seen)
-    places = np.clip(np.searchsorted(EDGES_S, observed, side="right") - 1, 0, NUM_EDGES - 2)
+    observable_share = 1.0 - np.searchsorted(np.sort(ages), observed) / len(ages)
+    bins = np.clip(np.searchsorted(EDGES_S, observed, side="right") - 1, 0, NUM_EDGES - 2)
     counted = np.bincount(
-        places, weights=weights[reused] / np.maximum(could_show, MIN_SEEN_SHARE), minlength=NUM_EDGES - 1
+        bins, weights=weights[reused] / np.maximum(observable_share, MIN_SEEN_SHARE), minlength=NUM_EDGES - 1
     ).astype(np.float64)
     counted += (EVENLY_SPREAD_SHARE * counted.sum() + 1.0) / (NUM_EDGES - 1)
     return np.concatenate([[0.0], np.cumsum(counted / counted.sum())])

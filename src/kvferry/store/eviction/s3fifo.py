@@ -42,15 +42,15 @@ class S3Fifo(EvictionPolicy):
     def _victim(self, now: float) -> Key | None:
         while self._small or self._main:
             if self._small and (len(self._small) > self._small_target or not self._main):
-                victim = self._from_small()
+                victim = self._pop_small()
             else:
-                victim = self._from_main()
+                victim = self._pop_main()
             if victim is not None:
                 return victim
         return None
 
-    def _from_small(self) -> Key | None:
-        """The oldest block of the small queue leaves it; it moves to the main queue if it was used meanwhile."""
+    def _pop_small(self) -> Key | None:
+        """Remove the oldest block of the small queue; it moves to the main queue if it was used meanwhile."""
         key, uses = self._small.popitem(last=False)
         if uses > 0:
             self._main[key] = 0
@@ -60,8 +60,8 @@ class S3Fifo(EvictionPolicy):
             self._ghosts.popitem(last=False)
         return key
 
-    def _from_main(self) -> Key | None:
-        """The oldest block of the main queue is evicted, or goes round once more for each of its uses."""
+    def _pop_main(self) -> Key | None:
+        """Evict the oldest block of the main queue, or move it to the end, once for each of its uses."""
         key, uses = self._main.popitem(last=False)
         if uses == 0:
             return key

@@ -21,15 +21,15 @@ DEFAULT = "lru"
 
 def eviction_class(name: str) -> type[EvictionPolicy]:
     """The policy of that name. Raises `UnknownName` with the nearest one, or `ConfigError` if it is not a policy."""
-    found: type[EvictionPolicy] = EXTENSIONS.find(name, EvictionPolicy)
-    return found
+    policy_class: type[EvictionPolicy] = EXTENSIONS.find(name, EvictionPolicy)
+    return policy_class
 
 
 def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
     """A new policy for about `capacity` blocks. Raises `UnknownName`, or `ConfigError` if it cannot be made."""
-    made = eviction_class(name)
+    policy_class = eviction_class(name)
     try:
-        return made(capacity)
+        return policy_class(capacity)
     except Exception as error:  # another package's mistake
         raise ConfigError(f"eviction policy {name!r} cannot be made for {capacity} blocks: {error!r}") from error
 

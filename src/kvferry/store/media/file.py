@@ -6,9 +6,9 @@ crash leaves no partial block, only a temporary file that another process remove
 beside a block pins it.
 
 With `max_bytes`, blocks are removed in the order of the eviction policy until a tenth of the room is free. Each process
-has a policy of its own: it knows what this process did, and of other processes what the directory shows (which files
-there are, and their modification times, which reads renew). A process scans the directory each time it has written 1/32
-of `max_bytes`, so several writers may exceed the limit by that much each. The limit applies to the whole directory with
+has its own policy. It knows the uses by this process, and infers those by others from the directory: which files exist,
+and their modification times, which reads renew. A process scans the directory each time it has written 1/32 of
+`max_bytes`, so several writers may exceed the limit by that much each. The limit applies to the whole directory with
 all its layouts.
 """
 
@@ -123,21 +123,21 @@ class FileStore(KVStore):
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """One `preadv` for each block. The threads read at the same time, because a disk with one request at a time is
         half idle."""
-        return await self._spread(reads, self._get)
+        return await self._read_in_parallel(reads, self._get)
 
     async def get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]]) -> list[bool]:
         """Two `preadv` for each block: the header and the layer."""
-        return await self._spread(reads, lambda read, stop: self._get_layer(read[0], layer, read[1], stop))
+        return await self._read_in_parallel(reads, lambda read, stop: self._get_layer(read[0], layer, read[1], stop))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """Each block is written to a temporary file beside the final one, and renamed."""
         return await self._threads.run(lambda stop: self._put(blocks, stop))
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.run(lambda stop: self._mark(hashes, stop))
+        return await self._threads.run(lambda stop: self._pin(hashes, stop))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        return await self._threads.run(lambda stop: self._unmark(hashes))
+        return await self._threads.run(lambda stop: self._unpin(hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         return await self._threads.run(lambda stop: sum(self._remove(name) for name in hashes))
@@ -165,20 +165,20 @@ class FileStore(KVStore):
         """The counters of this process, and what was under the directory at the last scan."""
         return super().statistics() | self._room.statistics()
 
-    async def _spread(self, items: Sequence[Item], read: Callable[[Item, Stop], bool]) -> list[bool]:
+    async def _read_in_parallel(self, items: Sequence[Item], read: Callable[[Item, Stop], bool]) -> list[bool]:
         """Read with all threads. Returns or raises only when all of them have ended, or were left behind."""
-        each = max(1, -(-len(items) // self._num_threads))
+        part_size = max(1, -(-len(items) // self._num_threads))
 
         def work(part: Sequence[Item], stop: Stop) -> list[bool]:
             return [read(item, stop) for item in part]
 
-        parts = [items[first : first + each] for first in range(0, len(items), each)]
+        parts = [items[first : first + part_size] for first in range(0, len(items), part_size)]
         calls = (self._threads.run(partial(work, part)) for part in parts)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [found for answer in answers if not isinstance(answer, BaseException) for found in answer]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [is_hit for result in results if not isinstance(result, BaseException) for is_hit in result]
 
     # On the threads.
 
@@ -217,9 +217,9 @@ class FileStore(KVStore):
         return self._read(block_hash, decode, stop)
 
     def _read(self, block_hash: BlockHash, decode: Callable[[int, memoryview], int], stop: Stop) -> bool:
-        """Open the block's file for `decode`, which reads to memory of this thread's, for the case that the disk does
-        not answer, and returns the number of bytes. False: there is no such file, or it was corrupt and is removed, or
-        nobody waits any more."""
+        """Open the block's file for `decode`, which returns the number of bytes. It reads to this thread's memory, in
+        case the disk does not answer. False: there is no such file, or it was corrupt and is removed, or the caller no
+        longer waits."""
         if stop.requested:
             return False
         path = self._path(block_hash)
@@ -229,7 +229,7 @@ class FileStore(KVStore):
                 self._disk.touch_open(file)
         except (FileNotFoundError, PermissionError):  # that one may not be read says nothing about the others
             self.count(missing_blocks=1)
-            self._gone(block_hash)
+            self._record_missing(block_hash)
             return False
         except (CorruptBlock, NotAFile) as error:
             log.warning("block %s is removed: %s", path, error)
@@ -270,27 +270,27 @@ class FileStore(KVStore):
         if self._disk.touch(path):
             self.count(present_blocks=1)
             self._room.accessed(path)
-            self._note_kept(block)
+            self._record_stored(block)
             return Put.PRESENT
         record = self.records.encode(block.block_hash, block.layers)
         num_bytes = sum(len(piece) for piece in record)
         fits, removed = self._room.admit(num_bytes)
-        self._note_room(removed)
+        self._record_evictions(removed)
         if not fits:
             self.warn_full(StoreFull(f"{self.root}: what is pinned leaves no room within max_bytes"))
             self.count(dropped_blocks=1)
             return Put.DROPPED
         self._disk.write(path, record, self._access, fsync=self.options.fsync)
         self.count(stored_blocks=1, written_bytes=num_bytes)
-        self._note_kept(block)
-        self._note_room(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
+        self._record_stored(block)
+        self._record_evictions(self._room.written(path, self._path(block.parent) if block.parent else None, num_bytes))
         return Put.STORED
 
-    def _note_room(self, removed: Removed) -> None:
+    def _record_evictions(self, removed: Removed) -> None:
         self.count(evicted_blocks=removed.num_evicted)
-        self.note_removed(self._name(gone) for gone in removed.gone if gone.startswith(str(self._folder)))
+        self.note_removed(self._name(path) for path in removed.missing if path.startswith(str(self._folder)))
 
-    def _note_kept(self, block: Block) -> None:
+    def _record_stored(self, block: Block) -> None:
         self.note_kept([block.block_hash])
         if self._watched and self.options.max_bytes is not None:
             self._room.watch(self._path(block.block_hash))
@@ -298,30 +298,30 @@ class FileStore(KVStore):
     def _name(self, path: str) -> BlockHash:
         return bytes.fromhex(Path(path).stem)
 
-    def _gone(self, block_hash: BlockHash) -> None:
+    def _record_missing(self, block_hash: BlockHash) -> None:
         self._room.removed(self._path(block_hash))
         self.note_removed([block_hash])
 
     def _remove(self, block_hash: BlockHash) -> bool:
-        found = self._disk.remove(self._path(block_hash))
+        was_present = self._disk.remove(self._path(block_hash))
         self._disk.remove(self._path(block_hash, PIN_SUFFIX))
-        self._gone(block_hash)
-        return found
+        self._record_missing(block_hash)
+        return was_present
 
-    def _mark(self, hashes: Sequence[BlockHash], stop: Stop) -> int:
-        there = [name for name in hashes if self._disk.touch(self._path(name))]
-        fits, removed = self._room.may_pin([self._path(name) for name in there], self.options.pinned_share)
-        self._note_room(removed)
-        for name in there[:fits]:
-            if stop.requested:  # nobody would know that it is pinned
+    def _pin(self, hashes: Sequence[BlockHash], stop: Stop) -> int:
+        present = [name for name in hashes if self._disk.touch(self._path(name))]
+        num_pinned, removed = self._room.num_pinnable([self._path(name) for name in present], self.options.pinned_share)
+        self._record_evictions(removed)
+        for name in present[:num_pinned]:
+            if stop.requested:  # the caller would not know that it is pinned
                 break
             try:
                 self._disk.write(self._path(name, PIN_SUFFIX), [], self._access, fsync=self.options.fsync)
             except OSError as error:
                 raise StoreError(f"cannot pin a block in {self._folder}: {error.strerror}") from error
-        return fits
+        return num_pinned
 
-    def _unmark(self, hashes: Sequence[BlockHash]) -> int:
+    def _unpin(self, hashes: Sequence[BlockHash]) -> int:
         for name in hashes:
             self._disk.remove(self._path(name, PIN_SUFFIX))
         self._room.unpinned()

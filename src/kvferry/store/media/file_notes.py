@@ -17,7 +17,7 @@ from kvferry.store.disk import DISK, TEMPORARY_SUFFIX, Disk, NotAFile
 _NOTE_FILE = re.compile(rf"[0-9a-f]{{64}}\.note(?:\.[^/]*\{TEMPORARY_SUFFIX})?\Z")
 _EXPIRY_BYTES = 8
 SWEEP_NOTES_S = 60.0
-SWEPT_AT_A_TIME = 32
+SWEEP_BATCH = 32
 
 
 def note_files(folder: Path, pattern: str, disk: Disk = DISK) -> list[Path]:
@@ -38,28 +38,28 @@ class NoteFiles:
     def write(self, name: str, content: bytes, ttl_s: float) -> None:
         """Write a note, replacing one of the same name. Raises `StoreError`."""
         require_short_note(content)
-        over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
+        expiry = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
         try:
             self._disk.make_folder(self._folder, self._access)
-            self._disk.write(str(self._path(name)), [memoryview(over + content)], self._access)
+            self._disk.write(str(self._path(name)), [memoryview(expiry + content)], self._access)
         except OSError as error:
             raise StoreError(f"cannot leave a note in {self._folder}: {error.strerror}") from error
-        self._sweep_now_and_then()
+        self._sweep_some()
 
     def read(self, name: str) -> bytes | None:
         """The note's content; None if there is none or it has expired. Raises `StoreError` if it cannot be read."""
         path = self._path(name)
         try:
             with self._disk.open(str(path)) as file:
-                found = self._disk.head(file, _EXPIRY_BYTES + MAX_NOTE_BYTES)
+                note = self._disk.head(file, _EXPIRY_BYTES + MAX_NOTE_BYTES)
         except (FileNotFoundError, NotAFile):
             return None
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
-        return None if _is_over(found) else found[_EXPIRY_BYTES:]
+        return None if _is_expired(note) else note[_EXPIRY_BYTES:]
 
     def remove(self, name: str) -> None:
-        """Remove a note, if it is there."""
+        """Remove a note, if it exists."""
         self._disk.remove(str(self._path(name)))
 
     def sweep(self) -> None:
@@ -72,20 +72,20 @@ class NoteFiles:
     def _sweep_one(self, path: Path) -> None:
         disk = self._disk
         if path.suffix == TEMPORARY_SUFFIX:
-            over = disk.is_stale(path, disk.status(path)[0])
+            is_removable = disk.is_stale(path, disk.status(path)[0])
         else:
             with disk.open(str(path)) as file:
-                over = _is_over(disk.head(file, _EXPIRY_BYTES))
-        if over:
+                is_removable = _is_expired(disk.head(file, _EXPIRY_BYTES))
+        if is_removable:
             disk.remove(str(path))
 
-    def _sweep_now_and_then(self) -> None:
+    def _sweep_some(self) -> None:
         now = SYSTEM_CLOCK.monotonic()
         if not self._to_sweep and now - self._last_sweep > SWEEP_NOTES_S:
             self._last_sweep = now
             with suppress(OSError):
                 self._to_sweep.extend(note_files(self._folder, "*", self._disk))
-        for _ in range(SWEPT_AT_A_TIME):
+        for _ in range(SWEEP_BATCH):
             with suppress(OSError, IndexError):  # another process has removed it; another thread has swept the last
                 self._sweep_one(self._to_sweep.popleft())
 
@@ -94,5 +94,5 @@ class NoteFiles:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()}.note"
 
 
-def _is_over(note: bytes) -> bool:
+def _is_expired(note: bytes) -> bool:
     return len(note) < _EXPIRY_BYTES or int.from_bytes(note[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000

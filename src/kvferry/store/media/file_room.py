@@ -1,4 +1,4 @@
-"""How much room the files under a store's directory take, and which are removed when it is too much.
+"""The bytes that the files under a store's directory take, and the eviction of files when there are too many.
 
 Owns the eviction policy of one process, and what this process knows about the directory from its last scan. Any thread;
 scans run one at a time.
@@ -27,7 +27,7 @@ _LAYOUT_FOLDER = re.compile(rf"[0-9a-f]{{32}}(?:\.{NAME.pattern})?")
 _FIRST_BYTE = re.compile(r"[0-9a-f]{2}")
 FREED_SHARE = 0.1
 """Share of `max_bytes` that is free after an eviction."""
-LOOK_SHARE = 1 / 32
+SCAN_SHARE = 1 / 32
 """A scan is due when this share of `max_bytes` has been written, or refused, since the last one."""
 
 
@@ -38,8 +38,8 @@ def folder_name(fingerprint: str, codec: str) -> str:
 
 
 def block_files(root: Path, pattern: str, disk: Disk = DISK) -> Iterator[Path]:
-    """Files of that name in the folders that `FileStore` makes, layout by layout. Any other file under the directory
-    belongs to somebody else, and is neither counted nor removed."""
+    """Files of that name in the folders that `FileStore` makes, layout by layout. Any other file under the directory is
+    not the store's, and is neither counted nor removed."""
     for folder in sorted(disk.glob(root, "*")):
         if _LAYOUT_FOLDER.fullmatch(folder.name):
             for first in sorted(disk.glob(folder, "??")):
@@ -64,10 +64,10 @@ class _File:
 
 @dataclass(frozen=True)
 class Removed:
-    """The result of a scan: how many blocks it evicted, and which watched paths no longer exist."""
+    """The result of a scan: the number of blocks that it evicted, and the watched paths that no longer exist."""
 
     num_evicted: int = 0
-    gone: Collection[str] = ()
+    missing: Collection[str] = ()
 
 
 class FileRoom:
@@ -86,135 +86,138 @@ class FileRoom:
         self._clock, self._disk = clock, disk
         self._root, self._max_bytes = root, max_bytes
         self._policy = GuardedPolicy(make_eviction_policy(eviction, max(1, (max_bytes or 1) // block_bytes)))
-        self._lock, self._look_lock = threading.Lock(), threading.Lock()
+        self._lock, self._scan_lock = threading.Lock(), threading.Lock()
         self._watched: set[str] = set()
         self._pinned: set[str] = set()
-        self._num_unseen = self._num_pinned = 0
-        self._last_look_s = 0.0
+        self._unscanned_bytes = self._num_pinned = 0
+        self._last_scan_s = 0.0
         self._pinned_bytes = 0
-        self._num_refused = 0
-        """Bytes that found no room since the last scan."""
-        self._num_stored: int | None = None
+        self._refused_bytes = 0
+        """Bytes that were refused for lack of room since the last scan."""
+        self._stored_bytes: int | None = None
         """Bytes under the directory at the last scan; None before the first, which the first write makes."""
 
     # What this process does.
 
     def accessed(self, path: str) -> None:
-        """Tell the eviction policy that a block was used."""
+        """Report to the eviction policy that a block was used."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.access(path, self._clock.monotonic())
 
     def finished(self, paths: Sequence[str], num_output_tokens: int) -> None:
-        """Tell the eviction policy that the request with this prompt has got its whole answer."""
+        """Report to the eviction policy that the request with this prompt has got its whole answer."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.finish(paths, num_output_tokens, self._clock.monotonic())
 
     def removed(self, path: str) -> None:
-        """Tell the eviction policy that a block is gone."""
+        """Report to the eviction policy that a block was removed."""
         if self._max_bytes is not None:
             with self._lock:
                 self._policy.remove(path)
                 self._watched.discard(path)
 
     def watch(self, path: str) -> None:
-        """Report this path in `Removed.gone` when a scan does not find it."""
+        """Report this path in `Removed.missing` when a scan does not find it."""
         with self._lock:
             self._watched.add(path)
 
     def admit(self, num_bytes: int) -> tuple[bool, Removed]:
-        """Whether a block of `num_bytes` fits beside what is pinned. Scans if nothing is known yet, or if much was
+        """True if a block of `num_bytes` fits beside the pinned ones. Scans before the first block, or if much was
         refused since the last scan."""
         if self._max_bytes is None:
             return True, Removed()
         with self._lock:
-            is_known = self._num_stored is not None and self._num_refused < self._max_bytes * LOOK_SHARE
+            is_known = self._stored_bytes is not None and self._refused_bytes < self._max_bytes * SCAN_SHARE
         removed = Removed() if is_known else self._scan_and_evict()
         with self._lock:
-            fits = self._pinned_bytes + max(num_bytes, self._max_bytes * LOOK_SHARE) <= self._max_bytes
-            self._num_refused += 0 if fits else num_bytes
+            fits = self._pinned_bytes + max(num_bytes, self._max_bytes * SCAN_SHARE) <= self._max_bytes
+            self._refused_bytes += 0 if fits else num_bytes
         return fits, removed
 
-    def may_pin(self, paths: Sequence[str], share: float) -> tuple[int, Removed]:
-        """How many of these blocks, from the first on, may be pinned so that the pinned blocks of all layouts and
-        processes stay within `share` of `max_bytes`. Scans first."""
+    def num_pinnable(self, paths: Sequence[str], share: float) -> tuple[int, Removed]:
+        """Number of leading blocks that may be pinned so that the pinned blocks of all layouts and processes stay
+        within `share` of `max_bytes`. Scans first."""
         if self._max_bytes is None:
             return len(paths), Removed()
         removed = self._scan_and_evict()
         with self._lock:
-            room, pinned = share * self._max_bytes - self._pinned_bytes, set(self._pinned)
+            free_bytes, pinned = share * self._max_bytes - self._pinned_bytes, set(self._pinned)
         for count, path in enumerate(paths):
             if path in pinned:
                 continue
             with suppress(OSError):  # removed since: a pin without a block is removed by a scan
-                room -= self._disk.status(Path(path))[1]
-            if room < 0:
+                free_bytes -= self._disk.status(Path(path))[1]
+            if free_bytes < 0:
                 return count, removed
         return len(paths), removed
 
     def unpinned(self) -> None:
-        """Blocks were unpinned: the next `admit` scans to find out how much room there is."""
+        """Record that blocks were unpinned: the next `admit` scans for free room."""
         with self._lock:
-            self._num_refused += self._max_bytes or 0
+            self._refused_bytes += self._max_bytes or 0
 
     def written(self, path: str, parent: str | None, num_bytes: int) -> Removed:
-        """A block was written. Scans, and evicts if needed, when that is due."""
+        """Record that a block was written. Scans, and evicts if needed, when a scan is due."""
         with self._lock:
-            if self._max_bytes is not None and self._num_stored is not None:  # else the first scan inserts it
+            if self._max_bytes is not None and self._stored_bytes is not None:  # else the first scan inserts it
                 self._policy.insert(path, self._clock.monotonic(), parent)
-            self._num_unseen += num_bytes
-            due = self._look_is_due()
+            self._unscanned_bytes += num_bytes
+            due = self._is_scan_due()
         return self._scan_and_evict(num_bytes) if due else Removed()
 
     def statistics(self) -> dict[str, float]:
         """`kept_bytes` and `pinned_blocks` under the directory, as far as this process knows; empty before the first
         scan."""
         with self._lock:
-            if self._num_stored is None:
+            if self._stored_bytes is None:
                 return {}
-            return {"kept_bytes": float(self._num_stored + self._num_unseen), "pinned_blocks": float(self._num_pinned)}
+            return {
+                "kept_bytes": float(self._stored_bytes + self._unscanned_bytes),
+                "pinned_blocks": float(self._num_pinned),
+            }
 
-    def _look_is_due(self) -> bool:
-        if self._num_stored is None or self._max_bytes is None:
-            return self._num_stored is None
-        total = self._num_stored + self._num_unseen
-        return self._num_unseen >= self._max_bytes * LOOK_SHARE or total > self._max_bytes
+    def _is_scan_due(self) -> bool:
+        if self._stored_bytes is None or self._max_bytes is None:
+            return self._stored_bytes is None
+        total = self._stored_bytes + self._unscanned_bytes
+        return self._unscanned_bytes >= self._max_bytes * SCAN_SHARE or total > self._max_bytes
 
     # Scans.
 
     def _scan_and_evict(self, new_bytes: int = 0) -> Removed:
         """Scan the directory; evict if it is too full, and remove what crashes left. `new_bytes`: the size of the
         newest block."""
-        with self._look_lock:
+        with self._scan_lock:
             began_s = SYSTEM_CLOCK.wall()  # compared with modification times
             with self._lock:
-                known = list(self._policy)
+                tracked = list(self._policy)
             files, pinned = self._scan()
             with self._lock:
-                self._num_unseen = self._num_refused = 0
+                self._unscanned_bytes = self._refused_bytes = 0
                 self._pinned_bytes = sum(files[path].num_bytes for path in pinned)
-                for path in known:
+                for path in tracked:
                     if path not in files:  # another process removed it
                         self._policy.remove(path)
-                self._learn(files, pinned)
+                self._update_policy(files, pinned)
             total, num_evicted = sum(files[path].num_bytes for path in files), 0
             if self._max_bytes is not None and total > self._max_bytes:
                 total, num_evicted = self._evict(files, total, new_bytes)
             with self._lock:
-                self._last_look_s, self._num_stored, self._num_pinned = began_s, total, len(pinned)
-                gone = self._watched - files.keys()
-                self._watched -= gone
-            return Removed(num_evicted, gone)
+                self._last_scan_s, self._stored_bytes, self._num_pinned = began_s, total, len(pinned)
+                missing = self._watched - files.keys()
+                self._watched -= missing
+            return Removed(num_evicted, missing)
 
-    def _learn(self, files: dict[str, _File], pinned: set[str]) -> None:
-        """Tell the policy what other processes did, in the order of the files' modification times."""
+    def _update_policy(self, files: dict[str, _File], pinned: set[str]) -> None:
+        """Report the uses by other processes to the policy, in the order of the files' modification times."""
         if self._max_bytes is None:
             return
         for file in sorted(files.values(), key=lambda file: file.modified_s):
             if file.path not in self._policy:
                 self._policy.insert(file.path, self._clock.monotonic())
-            elif file.modified_s > self._last_look_s > 0:
+            elif file.modified_s > self._last_scan_s > 0:
                 self._policy.access(file.path, self._clock.monotonic())
         for path in pinned - self._pinned:
             self._policy.pin(path)

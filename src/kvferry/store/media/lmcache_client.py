@@ -4,7 +4,7 @@
     answer     code, length, format, dtype, shape[4], location: i32; then `length` bytes
 
 Owns the connections. The server does not answer a put, so a health request follows it: requests of one connection are
-served in order. The server checks nothing and authenticates nobody; the lengths that it announces are bounded here.
+served in order. The server has no checks and no authentication; the client bounds the lengths that it announces.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BINARY, _UINT8 = 4, 6
 """LMCache's numbers of the format and the dtype that mean plain bytes."""
 CONNECT_S = 3.0
 COMMAND_S = 30.0
-"""Most seconds for one call; a tier's `deadline_s` is shorter."""
+"""Maximum seconds for one call; a tier's `deadline_s` is shorter."""
 WINDOW = 64
-"""Most gets in flight on one connection: with more, both ends could wait for the other to read."""
+"""Maximum number of gets in flight on one connection: with more, both ends could wait for the other to read."""
 MAX_CONNECTIONS = 4
 MAX_BYTES = 2**31 - 1
-"""Longest value: its length is an i32."""
-SIGN = "kvferry@1@0@0@uint8"
+"""Maximum length of a value: it is an i32."""
+PLACEHOLDER_KEY = "kvferry@1@0@0@uint8"
 """The key of requests that need none; the server parses it nevertheless."""
 
 
@@ -43,7 +43,7 @@ class LMCacheClient:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._connection_limit = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def close(self) -> None:
         """Close the connections that are idle."""
@@ -60,23 +60,23 @@ class LMCacheClient:
                 writer.write(_request(_PUT, key, len(value)))
                 writer.write(value)
                 await writer.drain()
-            writer.write(_request(_HEALTH, SIGN, 0))
+            writer.write(_request(_HEALTH, PLACEHOLDER_KEY, 0))
             code, _ = await _answer(reader)
             if code != _SUCCESS:
                 raise StoreError(f"{self._name} reports that it is not healthy (code {code})")
 
     async def get(self, keys: Sequence[str], max_bytes: int) -> list[bytes | DamagedValue | None]:
         """The values, each of at most `max_bytes`; None: there is none."""
-        found: list[bytes | DamagedValue | None] = []
-        while len(found) < len(keys):
+        values: list[bytes | DamagedValue | None] = []
+        while len(values) < len(keys):
             async with self._connection() as (reader, writer):
                 try:
-                    while len(found) < len(keys):
-                        await self._get(reader, writer, keys[len(found) :][:WINDOW], max_bytes, found)
+                    while len(values) < len(keys):
+                        await self._get(reader, writer, keys[len(values) :][:WINDOW], max_bytes, values)
                 except DamagedValue as damage:  # after which the server has closed the connection
-                    found.append(damage)
+                    values.append(damage)
                     writer.close()
-        return found
+        return values
 
     async def _get(
         self,
@@ -84,20 +84,20 @@ class LMCacheClient:
         writer: asyncio.StreamWriter,
         keys: Sequence[str],
         max_bytes: int,
-        found: list[bytes | DamagedValue | None],
+        values: list[bytes | DamagedValue | None],
     ) -> None:
         for key in keys:
             writer.write(_request(_GET, key, 0))
         await writer.drain()
         for _ in keys:
-            _acknowledge_at_once(writer)
+            _enable_quick_ack(writer)
             code, length = await _answer(reader)
             if code != _SUCCESS:
-                found.append(None)
+                values.append(None)
                 continue
             if length > max_bytes:
                 raise StoreError(f"{self._name}: it announces {length} bytes where {max_bytes} are the most")
-            found.append(await _value(reader, length))
+            values.append(await _value(reader, length))
 
     # Connections.
 
@@ -109,7 +109,7 @@ class LMCacheClient:
     async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """One connection for the caller alone. After an error or a cancellation it is closed, with all idle ones."""
         try:
-            async with asyncio.timeout(COMMAND_S), self._turns:
+            async with asyncio.timeout(COMMAND_S), self._connection_limit:
                 reader, writer = self._free.pop() if self._free else await self._connect()
                 try:
                     yield reader, writer
@@ -131,7 +131,7 @@ class LMCacheClient:
             return await asyncio.open_connection(self._host, self._port)
 
 
-def _acknowledge_at_once(writer: asyncio.StreamWriter) -> None:
+def _enable_quick_ack(writer: asyncio.StreamWriter) -> None:
     """Acknowledge what was received at once. The server sends an answer in two pieces, the second only when the first
     is acknowledged, which the kernel delays by up to 40 ms; it returns to that after a while, hence the repeated
     call."""

@@ -1,11 +1,11 @@
-"""The index of an LMCache store: which block is in which place.
+"""The index of an LMCache store, which maps blocks to slots.
 
-LMCache's server neither lists nor evicts nor removes values, so a store uses a fixed number of keys, its *places*, like
-a set-associative cache: a block's hash determines its *set*, and the block is in one of the `ways` places of that set.
-A set's index is one more value: for each of its places the block's hash, the time of its last use, and whether it is
+LMCache's server neither lists nor evicts nor removes values, so a store uses a fixed number of keys, its *slots*, like
+a set-associative cache: a block's hash determines its *set*, and the block is in one of the `ways` slots of that set.
+A set's index is one more value: for each of its slots the block's hash, the time of its last use, and whether it is
 pinned.
 
-Knows the keys and the form of an index. What goes into which place is decided by `lmcache`.
+Knows the keys and the form of an index. `lmcache` decides which block goes into which slot.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ LOCK_POLL_S = 0.001
 
 
 class LMCacheSlot(msgspec.Struct, array_like=True):
-    """What an index says of one place. An empty `block_hash`: no block. `used_s`: of the last use, since the epoch."""
+    """The index entry of one slot. An empty `block_hash`: no block. `used_s`: time of the last use, since the epoch."""
 
     block_hash: bytes = b""
     used_s: float = 0.0
     pinned: bool = False
 
 
-PlacesBySet = dict[int, list[LMCacheSlot]]
-"""The places of each set, by the set's number."""
+SlotsBySet = dict[int, list[LMCacheSlot]]
+"""The slots of each set, by the set's number."""
 
 
 @dataclass(frozen=True)
 class SlotAddress:
-    """Names one place: the number of its set, from 0, and which of the set's places it is, from 0."""
+    """Names one slot: the index of its set, and its own index in the set, both from 0."""
 
     set_number: int
     way: int
@@ -66,32 +66,32 @@ class LMCacheSets:
         """The number of the block's set."""
         return int.from_bytes(block_hash[:8], "little") % self.num_sets
 
-    def find(self, sets: PlacesBySet, block_hash: BlockHash) -> SlotAddress | None:
-        """Where a block is; `sets` includes its set."""
+    def find(self, sets: SlotsBySet, block_hash: BlockHash) -> SlotAddress | None:
+        """The address of a block; `sets` includes its set."""
         number = self.set_of(block_hash)
-        ways = (way for way, place in enumerate(sets[number]) if place.block_hash == block_hash)
+        ways = (way for way, slot in enumerate(sets[number]) if slot.block_hash == block_hash)
         way = next(ways, None)
         return None if way is None else SlotAddress(number, way)
 
-    async def read(self, hashes: Iterable[BlockHash]) -> PlacesBySet:
-        """The sets of these blocks, in one batch. An index that is missing or damaged reads as empty places."""
+    async def read(self, hashes: Iterable[BlockHash]) -> SlotsBySet:
+        """The sets of these blocks, in one batch. An index that is missing or damaged reads as empty slots."""
         numbers = sorted({self.set_of(block_hash) for block_hash in hashes})
-        found = await self._client.get([self.index_key(number) for number in numbers], MAX_INDEX_BYTES)
-        return {number: self._decoded(value) for number, value in zip(numbers, found, strict=True)}
+        values = await self._client.get([self.index_key(number) for number in numbers], MAX_INDEX_BYTES)
+        return {number: self._decoded(value) for number, value in zip(numbers, values, strict=True)}
 
     def _decoded(self, value: bytes | DamagedValue | None) -> list[LMCacheSlot]:
         if isinstance(value, bytes) and xxhash.xxh3_64_digest(value[8:]) == value[:8]:
             try:
-                places = msgspec.msgpack.decode(value[8:], type=list[LMCacheSlot])
+                slots = msgspec.msgpack.decode(value[8:], type=list[LMCacheSlot])
             except (msgspec.DecodeError, RecursionError):
-                places = []
-            if len(places) == self.ways:
-                return places
+                slots = []
+            if len(slots) == self.ways:
+                return slots
         return [LMCacheSlot() for _ in range(self.ways)]
 
-    def encoded(self, sets: PlacesBySet) -> list[tuple[str, bytes]]:
+    def encoded(self, sets: SlotsBySet) -> list[tuple[str, bytes]]:
         """Key and value of each set's index, for `LMCacheClient.put`: 8 bytes of XXH3-64, then msgpack."""
-        bodies = {number: msgspec.msgpack.encode(places) for number, places in sets.items()}
+        bodies = {number: msgspec.msgpack.encode(slots) for number, slots in sets.items()}
         return [(self.index_key(number), xxhash.xxh3_64_digest(body) + body) for number, body in bodies.items()]
 
     # Keys, in the form that LMCache's server parses: name@world size@worker@chunk hash@dtype.
@@ -100,13 +100,13 @@ class LMCacheSets:
         """The key of a set's index."""
         return f"{self._name}@1@0@{number:x}@uint8"
 
-    def place_key(self, at: SlotAddress) -> str:
-        """The key of a place."""
-        return f"{self._name}@1@{at.way + 1}@{at.set_number:x}@uint8"
+    def slot_key(self, address: SlotAddress) -> str:
+        """The key of a slot."""
+        return f"{self._name}@1@{address.way + 1}@{address.set_number:x}@uint8"
 
 
 class _IndexLock:
-    """Excludes the stores of this process from one another, whichever event loops they are on."""
+    """Mutual exclusion of the stores of this process, which may be on different event loops."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -3,7 +3,7 @@ share.
 
 Owns the slots, all of one size, which hold the records; `memory_index` knows which block is in which slot,
 `memory_notes` has the notes. Blocks are copied in and out without the lock: a reader verifies its copy, so a slot that
-was given to another block meanwhile is a miss. The arena exists as long as one instance uses it.
+was reused for another block meanwhile is a miss. The arena exists as long as one instance uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.core.machine import require_memory
 from kvferry.core.settings.units import format_bytes, parse_bytes
-from kvferry.store.arena import Arena, meeting_id
+from kvferry.store.arena import Arena, rendezvous_id
 from kvferry.store.base import Block, KVStore, Put, Read, StoreOptions, StoreThreads, require_short_note
 from kvferry.store.copying import copy_bytes
 from kvferry.store.machine import MACHINE, Machine
@@ -60,17 +60,17 @@ class MemoryStore(KVStore):
         self._num_notes = num_notes(size)
         self._num_slots = options.num_blocks or self._slots_in(size or 0)
         if self._num_slots < 1:
-            least = min_size(table_bytes(0) + self._bytes_of_slot())
+            min_bytes = min_size(table_bytes(0) + self._bytes_of_slot())
             raise ConfigError(
                 f"store memory:{location} is too small: one block of this model takes {format_bytes(self._slot_bytes)},"
-                f" and with index and notes the store needs at least {least} bytes"
+                f" and with index and notes the store needs at least {min_bytes} bytes"
             )
         self._notes_at = table_bytes(self._num_slots)
         self._slots_at = -(-(self._notes_at + notes_bytes(self._num_notes)) // _ALIGNMENT) * _ALIGNMENT
         self._joining = threading.Lock()
         self._arena: Arena | None = None
-        self._unsettled: deque[int] = deque()
-        """Slots that were reserved for blocks that never came; released when the lock is next held."""
+        self._abandoned: deque[int] = deque()
+        """Slots that were reserved for blocks that were never written; released when the lock is next held."""
         self._index: MemoryIndex
         self._notes: MemoryNotes
         self.run_on(MACHINE)
@@ -95,18 +95,18 @@ class MemoryStore(KVStore):
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
         size = f"{options.num_blocks} blocks" if options.num_blocks else f"{_size_of(location)} bytes"
-        return f"memory {options.name} of {size} on {meeting_id()}"
+        return f"memory {options.name} of {size} on {rendezvous_id()}"
 
     @property
     def num_slots(self) -> int:
-        """How many blocks fit."""
+        """Number of blocks that fit."""
         return self._num_slots
 
     def _slots_in(self, num_bytes: int) -> int:
         return (num_bytes - notes_bytes(self._num_notes) - table_bytes(0)) // self._bytes_of_slot()
 
     def _bytes_of_slot(self) -> int:
-        """A slot, and what the index takes for it."""
+        """Bytes of a slot and of its index entry."""
         return self._slot_bytes + table_bytes(2**20) // 2**20 + 1
 
     async def open(self) -> None:
@@ -121,8 +121,8 @@ class MemoryStore(KVStore):
     def _join_arena(self) -> None:
         options = self.options
         sizes = f"{self._num_slots} {self._slot_bytes} {self._slots_at}"
-        what = f"{self.layout.fingerprint()} {options.codec} {sizes} {options.name}"
-        name = f"memory-{hashlib.sha256(what.encode()).hexdigest()[:24]}"
+        identity = f"{self.layout.fingerprint()} {options.codec} {sizes} {options.name}"
+        name = f"memory-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
         total = self._slots_at + self._num_slots * self._slot_bytes
         arena = self.machine.arena(name, total)
         self._index = MemoryIndex(arena, self._num_slots, options.eviction)
@@ -133,8 +133,8 @@ class MemoryStore(KVStore):
         """Detach from the arena."""
         self._threads.close()
         if self._arena is not None:
-            self._index.forget()
-            self._notes.forget()
+            self._index.release_memory()
+            self._notes.release_memory()
             self._arena.close()
             self._arena = None
 
@@ -152,7 +152,7 @@ class MemoryStore(KVStore):
         return await self._threads.run(lambda stop: self._get_layer(layer, reads, stop))
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Takes the lock twice, to take slots and to enter the blocks, and copies each block in between."""
+        """Takes the lock twice, to reserve slots and to commit the blocks, and copies each block in between."""
         return await self._threads.run(lambda stop: [out for part in self._parts(blocks) for out in self._put(part)])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
@@ -169,12 +169,12 @@ class MemoryStore(KVStore):
         await self._threads.run(lambda stop: self._finish(hashes, num_output_tokens))
 
     def statistics(self) -> dict[str, float]:
-        """The counters of this process, and what the arena holds as far as this process knows."""
-        found = super().statistics()
+        """The counters of this process, and the content of the arena as far as this process knows."""
+        statistics = super().statistics()
         if self._arena is not None:
-            found["kept_bytes"] = float(self._index.num_kept() * self._slot_bytes)
-            found["pinned_blocks"] = float(self._index.num_pinned())
-        return found
+            statistics["kept_bytes"] = float(self._index.num_kept() * self._slot_bytes)
+            statistics["pinned_blocks"] = float(self._index.num_pinned())
+        return statistics
 
     # Notes.
 
@@ -215,12 +215,12 @@ class MemoryStore(KVStore):
 
     def _read(self, read: Read, slot: ArenaSlot, stop: Stop) -> bool:
         try:
-            found = self.records.decode(self._record(slot), read.block_hash, read.into, stop.write)
+            is_hit = self.records.decode(self._record(slot), read.block_hash, read.into, stop.write)
         except CorruptBlock:
-            self._not_right(read.block_hash, slot)
+            self._record_damage(read.block_hash, slot)
             return False
-        self.count(loaded_blocks=found, read_bytes=found * slot.length)
-        return found
+        self.count(loaded_blocks=is_hit, read_bytes=is_hit * slot.length)
+        return is_hit
 
     def _get_layer(self, layer: int, reads: Sequence[tuple[BlockHash, memoryview]], stop: Stop) -> list[bool]:
         slots = self._find([block_hash for block_hash, _ in reads])
@@ -233,15 +233,15 @@ class MemoryStore(KVStore):
         record = self._record(slot)
         try:
             header = self.records.header(record[: self.records.header_bytes], block_hash)
-            found = self.records.decode_layer(record, header, layer, into, stop.write)
+            is_hit = self.records.decode_layer(record, header, layer, into, stop.write)
         except CorruptBlock:
-            self._not_right(block_hash, slot)
+            self._record_damage(block_hash, slot)
             return False
-        self.count(read_bytes=found * len(into))
-        return found
+        self.count(read_bytes=is_hit * len(into))
+        return is_hit
 
-    def _not_right(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
-        """The block did not verify: it was evicted while it was read, or it is damaged and is removed now."""
+    def _record_damage(self, block_hash: BlockHash, slot: ArenaSlot) -> None:
+        """Count a block that did not verify: it was evicted while it was read, or it is damaged and is removed now."""
         with self._index.locked():
             damaged = self._index.find(block_hash) == slot
             if damaged:
@@ -251,18 +251,18 @@ class MemoryStore(KVStore):
 
     def _parts(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
         """Parts of a batch that are small enough for their blocks not to evict one another."""
-        most = max(1, self._num_slots // 2)
-        return (blocks[first : first + most] for first in range(0, len(blocks), most))
+        part_size = max(1, self._num_slots // 2)
+        return (blocks[first : first + part_size] for first in range(0, len(blocks), part_size))
 
     def _put(self, blocks: Sequence[Block]) -> list[Put]:
         outcomes = [Put.DROPPED] * len(blocks)
         taken: dict[int, int] = {}
         evicted: list[BlockHash] = []
         try:
-            self._take(blocks, taken, evicted, outcomes)
+            self._reserve(blocks, taken, evicted, outcomes)
             self._fill(blocks, taken, outcomes)
         finally:
-            self._unsettled.extend(taken.values())
+            self._abandoned.extend(taken.values())
         self.note_removed(evicted)
         self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
         self.count(
@@ -273,46 +273,47 @@ class MemoryStore(KVStore):
         )
         return outcomes
 
-    def _take(
+    def _reserve(
         self, blocks: Sequence[Block], taken: dict[int, int], evicted: list[BlockHash], outcomes: list[Put]
     ) -> None:
-        """Take slots for the blocks that are not there. A slot stays in `taken` until it is committed or released."""
+        """Reserve slots for the blocks that are not stored. A slot stays in `taken` until it is committed or
+        released."""
         with self._index.locked():
-            while self._unsettled:
-                self._index.give_back(self._unsettled.popleft())
-            for place, block in enumerate(blocks):
+            while self._abandoned:
+                self._index.release(self._abandoned.popleft())
+            for index, block in enumerate(blocks):
                 if (slot := self._index.find(block.block_hash)) is not None:
                     self._index.access(slot.number)
-                    outcomes[place] = Put.PRESENT
-                elif (found := self._index.take()) is not None:
-                    taken[place] = found[0]
-                    evicted += [found[1]] if found[1] is not None else []
+                    outcomes[index] = Put.PRESENT
+                elif (reserved := self._index.reserve()) is not None:
+                    taken[index] = reserved[0]
+                    evicted += [reserved[1]] if reserved[1] is not None else []
 
     def _fill(self, blocks: Sequence[Block], taken: dict[int, int], outcomes: list[Put]) -> None:
-        """Copy the blocks to the slots taken for them, and commit these; slots whose copy failed are released."""
+        """Copy the blocks to their reserved slots, and commit these; slots whose copy failed are released."""
         lengths: dict[int, int] = {}
         try:
-            for place, number in taken.items():
-                lengths[place] = self._write(blocks[place], number)
+            for index, number in taken.items():
+                lengths[index] = self._write(blocks[index], number)
         finally:
             with self._index.locked():
-                for place, number in list(taken.items()):
-                    del taken[place]
-                    block = blocks[place]
-                    if place not in lengths or self._index.find(block.block_hash) is not None:
-                        self._index.give_back(number)  # another process was faster, or this batch has it twice
-                        outcomes[place] = Put.PRESENT if place in lengths else Put.DROPPED
+                for index, number in list(taken.items()):
+                    del taken[index]
+                    block = blocks[index]
+                    if index not in lengths or self._index.find(block.block_hash) is not None:
+                        self._index.release(number)  # another process was faster, or this batch has it twice
+                        outcomes[index] = Put.PRESENT if index in lengths else Put.DROPPED
                         continue
-                    self._index.commit(number, block.block_hash, block.parent, lengths[place])
-                    outcomes[place] = Put.STORED
+                    self._index.commit(number, block.block_hash, block.parent, lengths[index])
+                    outcomes[index] = Put.STORED
 
     def _write(self, block: Block, number: int) -> int:
-        slot, at = self._view(number, self._slot_bytes), 0
+        slot, offset = self._view(number, self._slot_bytes), 0
         for piece in self.records.encode(block.block_hash, block.layers):
-            copy_bytes(slot[at : at + len(piece)], piece)
-            at += len(piece)
-        self.count(written_bytes=at)
-        return at
+            copy_bytes(slot[offset : offset + len(piece)], piece)
+            offset += len(piece)
+        self.count(written_bytes=offset)
+        return offset
 
     def _pin(self, hashes: Sequence[BlockHash]) -> int:
         with self._index.locked():

@@ -1,9 +1,10 @@
-"""Which block is in which slot of shared memory, consistently for all processes that share it.
+"""The index of the blocks in the slots of shared memory, consistent for all processes that share it.
 
 Owns the table of slots in the arena, the journal beside it, and this process's copy of both: a dictionary and an
-eviction policy. Every change is written to the table and the journal under the arena's lock. Whoever takes the lock
-first reads what others have added to the journal, so that all policies see the same events in the same order. A process
-that is too late for the journal reads the whole table; so do all after a holder of the lock has died.
+eviction policy. Every change is written to the table and the journal under the arena's lock. After taking the lock, a
+process first reads the events that others have added to the journal, so that all policies see the same events in the
+same order. A process that is too late for the journal reads the whole table; so do all after a holder of the lock has
+died.
 
     offset  what
     0       8 bytes, unused; then the arena's flag
@@ -47,9 +48,9 @@ _KIND_BITS = 8
 MAX_ANSWER_TOKENS = 2**24 - 1
 """The largest number of output tokens that an event can hold."""
 _NO_PARENT = bytes(32)
-_LOOKS = 64
-"""How often a full arena is looked through for slots that dead processes were writing, while as many blocks are stored
-as it has slots: a look at 400,000 slots takes 3 ms, with the lock held."""
+_RECLAIMS = 64
+"""Number of searches of a full arena for slots that dead processes were writing, while as many blocks are stored as it
+has slots. A search of 400,000 slots takes 3 ms, with the lock held."""
 _EPOCH, _NUM_EVENTS, _ORDER = 0, 1, 2
 HEADER_BYTES = 4096
 
@@ -72,7 +73,7 @@ class ArenaSlot:
 
 
 class MemoryIndex:
-    """The index of an arena. All methods but `locked` and `forget` may be called only within `locked`."""
+    """The index of an arena. All methods but `locked` and `release_memory` may be called only within `locked`."""
 
     def __init__(self, arena: Arena, num_slots: int, eviction: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -85,15 +86,15 @@ class MemoryIndex:
         self._spare: GuardedPolicy | None = None
         """An empty policy for when the table must be read, made before the lock is taken: making it may import its
         module."""
-        self._where: dict[BlockHash, int] = {}
-        self._what: dict[int, BlockHash] = {}
+        self._slot_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
         self._free: dict[int, None] = {}
         self._epoch, self._num_read = -1, 0
-        self._num_taken = num_slots
-        """Slots since dead processes were last looked for."""
-        self._me = arena.identity
+        self._num_since_reclaim = num_slots
+        """Slots reserved since the last search for dead processes."""
+        self._identity = arena.identity
 
-    def forget(self) -> None:
+    def release_memory(self) -> None:
         """Release the arena's memory, so that it can be unmapped. Nothing may be called afterwards."""
         del self._counters, self._slots, self._events
 
@@ -112,13 +113,13 @@ class MemoryIndex:
     # Queries.
 
     def find(self, block_hash: BlockHash) -> ArenaSlot | None:
-        """The slot of a block; None: it is not there."""
-        number = self._where.get(block_hash)
+        """The slot of a block; None: it is not stored."""
+        number = self._slot_of.get(block_hash)
         return None if number is None else ArenaSlot(number, int(self._slots["length"][number]))
 
     def num_kept(self) -> int:
         """Number of blocks in the index."""
-        return len(self._where)
+        return len(self._slot_of)
 
     def num_pinned(self) -> int:
         """Number of pinned blocks."""
@@ -127,21 +128,21 @@ class MemoryIndex:
     # Changes.
 
     def access(self, number: int) -> None:
-        """Count a use of the block in this slot."""
-        self._policy.access(self._what[number], self._clock.monotonic())
+        """Record a use of the block in this slot."""
+        self._policy.access(self._hash_of[number], self._clock.monotonic())
         self._report_event(_ACCESSED, number)
 
     def finish(self, number: int, num_output_tokens: int) -> None:
-        """A request whose prompt includes the block in this slot has got its whole answer."""
+        """Record that a request whose prompt includes the block in this slot has got its whole answer."""
         num_tokens = min(num_output_tokens, MAX_ANSWER_TOKENS)
-        self._policy.finish([self._what[number]], num_tokens, self._clock.monotonic())
+        self._policy.finish([self._hash_of[number]], num_tokens, self._clock.monotonic())
         self._report_event(_FINISHED | num_tokens << _KIND_BITS, number)
 
-    def take(self) -> tuple[int, BlockHash | None] | None:
-        """A slot to write to, and the block that was evicted for it, if any. None: all blocks are pinned or being
-        written."""
-        self._num_taken += 1
-        if not self._free and self._num_taken > len(self._slots) // _LOOKS:
+    def reserve(self) -> tuple[int, BlockHash | None] | None:
+        """Reserve a slot to write to. Returns it and the block that was evicted for it, if any. None: all blocks are
+        pinned or being written."""
+        self._num_since_reclaim += 1
+        if not self._free and self._num_since_reclaim > len(self._slots) // _RECLAIMS:
             self._reclaim()
         victim = None if self._free else self._policy.evict(self._clock.monotonic())
         if not self._free and not isinstance(victim, bytes):
@@ -151,14 +152,14 @@ class MemoryIndex:
             return self._begin(number), None
         if not isinstance(victim, bytes):
             return None
-        number = self._where.pop(victim)
-        del self._what[number]
+        number = self._slot_of.pop(victim)
+        del self._hash_of[number]
         self._slots["state"][number] = _FREE
         self._report_event(_FREED, number)
         return self._begin(number), victim
 
     def commit(self, number: int, block_hash: BlockHash, parent: BlockHash | None, length: int) -> None:
-        """A slot that was taken now holds this block, with a record of `length` bytes."""
+        """Mark a reserved slot as holding this block, with a record of `length` bytes."""
         slots, order = self._slots, int(self._counters[_ORDER]) + 1
         self._counters[_ORDER] = order
         slots["hash"][number] = np.void(block_hash)
@@ -168,43 +169,43 @@ class MemoryIndex:
         self._add(number)
         self._report_event(_ADDED, number)
 
-    def give_back(self, number: int) -> None:
-        """Give back a slot that was taken and holds nothing."""
+    def release(self, number: int) -> None:
+        """Release a reserved slot that holds nothing."""
         self._slots["state"][number] = _FREE
         self._free[number] = None
         self._report_event(_FREED, number)
 
     def remove(self, block_hash: BlockHash) -> bool:
-        """Remove a block. Returns whether it was there."""
-        number = self._where.pop(block_hash, None)
+        """Remove a block. Returns true if it was stored."""
+        number = self._slot_of.pop(block_hash, None)
         if number is None:
             return False
-        del self._what[number]
+        del self._hash_of[number]
         self._policy.remove(block_hash)
-        self.give_back(number)
+        self.release(number)
         return True
 
     def is_pinned(self, block_hash: BlockHash) -> bool:
-        """Whether the block is there and pinned."""
-        number = self._where.get(block_hash)
+        """True if the block is stored and pinned."""
+        number = self._slot_of.get(block_hash)
         return number is not None and bool(self._slots["pinned"][number])
 
     def pin(self, block_hash: BlockHash, pinned: bool) -> bool:
-        """Pin or unpin a block. Returns whether it is there."""
-        number = self._where.get(block_hash)
+        """Pin or unpin a block. Returns true if it is stored."""
+        number = self._slot_of.get(block_hash)
         if number is not None and bool(self._slots["pinned"][number]) != pinned:
             self._slots["pinned"][number] = pinned
-            self._follow_pin(block_hash, pinned)
+            self._pin_in_policy(block_hash, pinned)
             self._report_event(_PINNED if pinned else _UNPINNED, number)
         return number is not None
 
-    def _follow_pin(self, block_hash: BlockHash, pinned: bool) -> None:
+    def _pin_in_policy(self, block_hash: BlockHash, pinned: bool) -> None:
         if pinned:
             self._policy.pin(block_hash)
         else:
             self._policy.unpin(block_hash, self._clock.monotonic())
 
-    # What other processes did.
+    # Events of all processes.
 
     def _report_event(self, kind: int, number: int) -> None:
         count = int(self._counters[_NUM_EVENTS])
@@ -224,8 +225,8 @@ class MemoryIndex:
     def _apply(self, kind: int, number: int, num_tokens: int) -> None:
         """Apply an event of another process. The slot may have changed again since; later events follow for that."""
         if kind in (_ACCESSED, _PINNED, _UNPINNED, _FINISHED):
-            if (known := self._what.get(number)) is not None:
-                self._follow(kind, known, num_tokens)
+            if (block_hash := self._hash_of.get(number)) is not None:
+                self._apply_to_policy(kind, block_hash, num_tokens)
             return
         self._drop(number)
         state = int(self._slots["state"][number])
@@ -234,67 +235,67 @@ class MemoryIndex:
         elif state == _FREE:
             self._free[number] = None
 
-    def _follow(self, kind: int, known: BlockHash, num_tokens: int) -> None:
+    def _apply_to_policy(self, kind: int, block_hash: BlockHash, num_tokens: int) -> None:
         now = self._clock.monotonic()
         if kind == _ACCESSED:
-            self._policy.access(known, now)
+            self._policy.access(block_hash, now)
         elif kind == _FINISHED:
-            self._policy.finish([known], num_tokens, now)
+            self._policy.finish([block_hash], num_tokens, now)
         else:
-            self._follow_pin(known, kind == _PINNED)
+            self._pin_in_policy(block_hash, kind == _PINNED)
 
     def _drop(self, number: int) -> None:
         self._free.pop(number, None)
-        known = self._what.pop(number, None)
-        if known is not None:
-            self._policy.remove(known)
-            if self._where.get(known) == number:
-                del self._where[known]
+        block_hash = self._hash_of.pop(number, None)
+        if block_hash is not None:
+            self._policy.remove(block_hash)
+            if self._slot_of.get(block_hash) == number:
+                del self._slot_of[block_hash]
 
     def _add(self, number: int) -> None:
         block_hash, parent = self._slots["hash"][number].tobytes(), self._slots["parent"][number].tobytes()
-        if block_hash in self._where:
-            self._drop(self._where[block_hash])
-        self._where[block_hash], self._what[number] = number, block_hash
+        if block_hash in self._slot_of:
+            self._drop(self._slot_of[block_hash])
+        self._slot_of[block_hash], self._hash_of[number] = number, block_hash
         self._policy.insert(block_hash, self._clock.monotonic(), None if parent == _NO_PARENT else parent)
 
     def _read_table(self) -> None:
         assert self._spare is not None
         self._policy, self._spare = self._spare, None
-        self._where, self._what = {}, {}
+        self._slot_of, self._hash_of = {}, {}
         states = self._slots["state"]
         self._free = dict.fromkeys(np.flatnonzero(states == _FREE).tolist())
         ready = np.flatnonzero(states == _READY)
         for number in ready[np.argsort(self._slots["order"][ready], kind="stable")].tolist():
             self._add(number)
             if self._slots["pinned"][number]:
-                self._policy.pin(self._what[number])
+                self._policy.pin(self._hash_of[number])
         self._epoch = int(self._counters[_EPOCH])
 
     def _repair(self) -> None:
-        """A holder of the lock died, perhaps in the middle of a change: the new epoch makes all processes read the
-        table again. The table itself is consistent, because a slot becomes ready only after everything else about it is
-        written."""
+        """Recover after a holder of the lock died, perhaps in the middle of a change: the new epoch makes all processes
+        read the table again. The table itself is consistent, because a slot becomes ready only after everything else
+        about it is written."""
         self._counters[_EPOCH] += np.uint64(1)
-        self._reclaim_of_dead()
+        self._free_slots_of_dead()
 
     def _begin(self, number: int) -> int:
-        self._slots["pid"][number], self._slots["started"][number] = self._me
+        self._slots["pid"][number], self._slots["started"][number] = self._identity
         self._slots["state"][number] = _WRITING
         self._report_event(_TAKEN, number)
         return number
 
     def _reclaim(self) -> None:
-        self._num_taken = 0
-        for number in self._reclaim_of_dead():
+        self._num_since_reclaim = 0
+        for number in self._free_slots_of_dead():
             self._free[number] = None
             self._report_event(_FREED, number)
 
-    def _reclaim_of_dead(self) -> list[int]:
+    def _free_slots_of_dead(self) -> list[int]:
         """Free the slots that dead processes were writing."""
-        slots, found = self._slots, []
+        slots, freed = self._slots, []
         for number in np.flatnonzero(slots["state"] == _WRITING).tolist():
             if not self._arena.is_alive((int(slots["pid"][number]), int(slots["started"][number]))):
                 slots["state"][number] = _FREE
-                found.append(number)
-        return found
+                freed.append(number)
+        return freed

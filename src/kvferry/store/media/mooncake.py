@@ -3,8 +3,8 @@
 Owns this instance's client, which lends `segment_bytes` of its memory to the store and reads from the memory of other
 clients; blocks in its memory are lost when it ends. Among the stores, the only place that imports Mooncake. Its calls
 block: they run on a thread with copies of the caller's memory, and one that does not return is abandoned. The store's
-room is what its clients lend; the master evicts, except hard-pinned blocks. It authenticates nobody: for networks that
-you trust.
+room is the memory that its clients lend; the master evicts, except hard-pinned blocks. It has no authentication: for
+networks that you trust.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 EXISTS, NO_ROOM = 1, (-200, -10)
 """Mooncake's codes: of `is_exist`, and of a put that finds no memory (no handle, buffer overflow)."""
 _EXPIRY_BYTES = 8
-MOVE_BYTES = 8 * 2**20
-"""Most bytes of encoded blocks in one call, and on their way to the client."""
-LEAVE_S = 5.0
-"""Most seconds that `close` waits for the client."""
+BATCH_BYTES = 8 * 2**20
+"""Maximum bytes of encoded blocks in one call, and on their way to the client."""
+CLOSE_S = 5.0
+"""Maximum seconds that `close` waits for the client."""
 
 
 class MooncakeOptions(StoreOptions, frozen=True, kw_only=True):
@@ -74,8 +74,8 @@ class MooncakeStore(KVStore):
         self._codec_threads = Threads(1, "kvferry-mooncake-codec")
         self._client: Any = None
         self._pinned: set[BlockHash] = set()
-        """The blocks that this instance has pinned, for its share of the memory that it lends. Whether a block is still
-        pinned is not known here: it may have been lost, or unpinned by another instance."""
+        """The blocks that this instance has pinned, for its share of the memory that it lends. A block may no longer be
+        pinned: it may have been lost, or unpinned by another instance."""
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
@@ -91,14 +91,14 @@ class MooncakeStore(KVStore):
 
     async def open(self) -> None:
         """Connect. Raises `StoreError` if the master does not answer."""
-        await self._threads.run(lambda stop: self._join())
+        await self._threads.run(lambda stop: self._connect())
 
     async def close(self) -> None:
         """Disconnect, and free the memory that this instance lent. A master that hangs is not waited for longer than
-        `LEAVE_S`."""
+        `CLOSE_S`."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                await self._threads.run(lambda stop: self._leave())
+            async with asyncio.timeout(CLOSE_S):
+                await self._threads.run(lambda stop: self._disconnect())
         self._codec_threads.close()
         self._threads.close()
 
@@ -106,35 +106,35 @@ class MooncakeStore(KVStore):
         return await self._threads.run(lambda stop: self._match(hashes))
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
-        """Reads in batches that fit in a quarter of the client's buffer, and leave others their turn."""
-        most = max(1, min(MOVE_BYTES, self.options.buffer_bytes // 4) // self.records.max_record_bytes)
-        found: list[bool] = []
-        for first in range(0, len(reads), most):
-            found += await self._get(reads[first : first + most])
-        return found
+        """Reads in batches that fit in a quarter of the client's buffer, and let other calls run in between."""
+        part_size = max(1, min(BATCH_BYTES, self.options.buffer_bytes // 4) // self.records.max_record_bytes)
+        hits: list[bool] = []
+        for first in range(0, len(reads), part_size):
+            hits += await self._get(reads[first : first + part_size])
+        return hits
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
         """Makes one call for each block, with a copy of it."""
-        most = max(1, MOVE_BYTES // self.records.max_record_bytes)
+        part_size = max(1, BATCH_BYTES // self.records.max_record_bytes)
         outcomes: list[Put] = []
-        for first in range(0, len(blocks), most):
-            outcomes += await self._put_part(blocks[first : first + most])
+        for first in range(0, len(blocks), part_size):
+            outcomes += await self._put_part(blocks[first : first + part_size])
         return outcomes
 
     async def _put_part(self, blocks: Sequence[Block]) -> list[Put]:
         records = await self._codec_threads.run(lambda stop: self._encode(blocks, stop))
-        return await self._threads.run(lambda stop: [self._put(*one) for one in records])
+        return await self._threads.run(lambda stop: [self._put(*record) for record in records])
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
         """Writes each block again, hard-pinned: Mooncake cannot pin a block that exists. Blocks that this instance has
         pinned before are written again too, since they may have been lost and stored again, or unpinned by others,
-        which the master does not tell. If the process ends between removing and writing, the block is lost."""
+        which the master does not report. If the process ends between removing and writing, the block is lost."""
         return await self._threads.run(lambda stop: self._pin_all(hashes))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
         """Writes each block again, without the pin."""
         self._pinned.difference_update(hashes)
-        return await self._threads.run(lambda stop: sum(self._write_again(name, False) for name in hashes))
+        return await self._threads.run(lambda stop: sum(self._rewrite(name, False) for name in hashes))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
         """Removes blocks even while others read them."""
@@ -146,23 +146,23 @@ class MooncakeStore(KVStore):
 
     async def write_note(self, name: str, content: bytes, ttl_s: float) -> None:
         require_short_note(content)
-        over = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
-        code = await self._threads.run(lambda stop: self._joined.upsert(_note_key(name), over + content))
+        expiry = round((SYSTEM_CLOCK.wall() + ttl_s) * 1000).to_bytes(_EXPIRY_BYTES, "little")
+        code = await self._threads.run(lambda stop: self._connected_client.upsert(_note_key(name), expiry + content))
         if code:
             raise StoreError(f"the Mooncake master at {self.location} did not store a note: code {code}")
 
     async def read_note(self, name: str) -> bytes | None:
-        found = await self._threads.run(lambda stop: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
-        if len(found) < _EXPIRY_BYTES or int.from_bytes(found[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
+        note = await self._threads.run(lambda stop: self._read(_note_key(name), _EXPIRY_BYTES + MAX_NOTE_BYTES)) or b""
+        if len(note) < _EXPIRY_BYTES or int.from_bytes(note[:_EXPIRY_BYTES], "little") < SYSTEM_CLOCK.wall() * 1000:
             return None
-        return found[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
+        return note[_EXPIRY_BYTES : _EXPIRY_BYTES + MAX_NOTE_BYTES]
 
     async def remove_note(self, name: str) -> None:
         await self._threads.run(lambda stop: self._remove(_note_key(name)))
 
     # On the thread.
 
-    def _join(self) -> None:
+    def _connect(self) -> None:
         if self._client is not None:
             return
         os.environ.setdefault("GLOG_minloglevel", "2")  # it logs every key that is not found
@@ -183,13 +183,13 @@ class MooncakeStore(KVStore):
             raise StoreError(f"cannot join the Mooncake Store of the master at {master}: code {code}")
         self._client = client
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
     @property
-    def _joined(self) -> Any:
+    def _connected_client(self) -> Any:
         if self._client is None:
             raise StoreError("the Mooncake Store is not open")
         return self._client
@@ -200,50 +200,54 @@ class MooncakeStore(KVStore):
     def _match(self, hashes: Sequence[BlockHash]) -> int:
         if not hashes:
             return 0
-        there: list[int] = self._joined.batch_is_exist([self._key(name) for name in hashes])
-        if any(code < 0 for code in there):
-            raise StoreError(f"the Mooncake master at {self.location} does not answer: code {min(there)}")
-        return next((index for index, code in enumerate(there) if code != EXISTS), len(there))
+        codes: list[int] = self._connected_client.batch_is_exist([self._key(name) for name in hashes])
+        if any(code < 0 for code in codes):
+            raise StoreError(f"the Mooncake master at {self.location} does not answer: code {min(codes)}")
+        return next((index for index, code in enumerate(codes) if code != EXISTS), len(codes))
 
-    def _read(self, key: str, most: int) -> bytes | None:
-        """A value of at most `most` bytes. Empty: there is none. None: it is longer, and is not fetched."""
-        if self._joined.is_exist(key) != EXISTS:
+    def _read(self, key: str, max_bytes: int) -> bytes | None:
+        """A value of at most `max_bytes` bytes. Empty: there is none. None: it is longer, and is not fetched."""
+        if self._connected_client.is_exist(key) != EXISTS:
             return b""
-        if self._joined.get_size(key) > most:
+        if self._connected_client.get_size(key) > max_bytes:
             return None
-        found: bytes = self._joined.get(key)
-        return found
+        value: bytes = self._connected_client.get(key)
+        return value
 
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
         sizes, buffers = await self._threads.run(
             lambda stop: self._fetch([self._key(read.block_hash) for read in reads])
         )
-        found = await self._codec_threads.run(lambda stop: [self._decode(read, sizes, buffers, stop) for read in reads])
-        damaged = [read.block_hash for read, there in zip(reads, found, strict=True) if there is None]
+        results = await self._codec_threads.run(
+            lambda stop: [self._decode(read, sizes, buffers, stop) for read in reads]
+        )
+        damaged = [read.block_hash for read, result in zip(reads, results, strict=True) if result is None]
         if damaged:
             await self._threads.run(lambda stop: [self._remove(self._key(name)) for name in damaged])
             self.note_removed(damaged)
-        return [bool(there) for there in found]
+        return [bool(result) for result in results]
 
     def _fetch(self, keys: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:
-        """Sizes of the values that exist, and, in the client's memory, those of them that are not too long for a
+        """Sizes of the values that exist; and their contents, in the client's memory, if they are not too long for a
         block."""
         sizes = self._sizes(keys)
-        wanted = [key for key, size in sizes.items() if size <= self.records.max_record_bytes]
-        return sizes, dict(zip(wanted, self._joined.batch_get_buffer(wanted), strict=True)) if wanted else {}
+        fetched = [key for key, size in sizes.items() if size <= self.records.max_record_bytes]
+        return sizes, dict(
+            zip(fetched, self._connected_client.batch_get_buffer(fetched), strict=True)
+        ) if fetched else {}
 
     def _sizes(self, keys: Sequence[str]) -> dict[str, int]:
         """Bytes of each value that exists."""
-        there = self._joined.batch_is_exist(list(keys))
-        known = [key for key, code in zip(keys, there, strict=True) if code == EXISTS]
-        found: dict[str, Any] = self._joined.batch_get_replica_desc(known) if known else {}
+        codes = self._connected_client.batch_is_exist(list(keys))
+        existing = [key for key, code in zip(keys, codes, strict=True) if code == EXISTS]
+        descriptors: dict[str, Any] = self._connected_client.batch_get_replica_desc(existing) if existing else {}
         return {
-            key: max([*map(_memory_bytes, replicas), 0]) or self._joined.get_size(key)
-            for key, replicas in found.items()
+            key: max([*map(_memory_bytes, replicas), 0]) or self._connected_client.get_size(key)
+            for key, replicas in descriptors.items()
         }
 
     def _decode(self, read: Read, sizes: dict[str, int], buffers: dict[str, Any], stop: Stop) -> bool | None:
-        """Whether the block was there and verified; None: it is damaged. A buffer may change while it is read; None in
+        """True if the block was stored and verified; None: it is damaged. A buffer may change while it is read; None in
         `buffers`: the block disappeared."""
         key = self._key(read.block_hash)
         buffer, size = buffers.get(key), sizes.get(key, 0)
@@ -255,12 +259,12 @@ class MooncakeStore(KVStore):
             if buffer is None:
                 raise CorruptBlock("it is longer than any block of this layout")
             with memoryview(buffer).cast("B") as record:
-                found = self.records.decode(record, read.block_hash, read.into, stop.write)
+                is_hit = self.records.decode(record, read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return None
-        self.count(loaded_blocks=found, read_bytes=found * size)
-        return found
+        self.count(loaded_blocks=is_hit, read_bytes=is_hit * size)
+        return is_hit
 
     def _encode(self, blocks: Sequence[Block], stop: Stop) -> list[tuple[BlockHash, bytes]]:
         return [
@@ -271,11 +275,11 @@ class MooncakeStore(KVStore):
 
     def _put(self, block_hash: BlockHash, record: bytes) -> Put:
         key = self._key(block_hash)
-        if self._joined.is_exist(key) == EXISTS:
+        if self._connected_client.is_exist(key) == EXISTS:
             self.count(present_blocks=1)
             self.note_kept([block_hash])
             return Put.PRESENT
-        code = self._joined.put(key, record)
+        code = self._connected_client.put(key, record)
         if code in NO_ROOM:
             self.count(dropped_blocks=1)
             self.warn_full(StoreFull("no client of the Mooncake Store has room; lend it more (segment_bytes)"))
@@ -288,22 +292,22 @@ class MooncakeStore(KVStore):
         return Put.STORED
 
     def _pin_all(self, hashes: Sequence[BlockHash]) -> int:
-        known = list(self._pinned)
-        there = self._joined.batch_is_exist([self._key(name) for name in known]) if known else []
-        self._pinned = {name for name, code in zip(known, there, strict=True) if code == EXISTS}
+        pinned = list(self._pinned)
+        codes = self._connected_client.batch_is_exist([self._key(name) for name in pinned]) if pinned else []
+        self._pinned = {name for name, code in zip(pinned, codes, strict=True) if code == EXISTS}
         return sum(self._pin(name) for name in hashes)
 
     def _pin(self, block_hash: BlockHash) -> bool:
-        room = self.options.pinned_share * self.options.segment_bytes
-        if len(self._pinned | {block_hash}) * self.records.max_record_bytes > room:
+        max_bytes = self.options.pinned_share * self.options.segment_bytes
+        if len(self._pinned | {block_hash}) * self.records.max_record_bytes > max_bytes:
             return False
-        if not self._write_again(block_hash, True):
+        if not self._rewrite(block_hash, True):
             self._pinned.discard(block_hash)
             return False
         self._pinned.add(block_hash)
         return True
 
-    def _write_again(self, block_hash: BlockHash, pinned: bool) -> bool:
+    def _rewrite(self, block_hash: BlockHash, pinned: bool) -> bool:
         from mooncake.store import ReplicateConfig
 
         record = self._read(self._key(block_hash), self.records.max_record_bytes)
@@ -313,16 +317,16 @@ class MooncakeStore(KVStore):
         config.with_hard_pin = pinned
         key = self._key(block_hash)
         self._remove(key)
-        code = self._joined.put(key, record, config)
+        code = self._connected_client.put(key, record, config)
         if not code:
             return True
         log.warning("the Mooncake Store of the master at %s did not pin or unpin a block: code %d", self.location, code)
-        if self._joined.put(key, record):  # unchanged, into the room that it had
+        if self._connected_client.put(key, record):  # unchanged, into the room that it had
             self.note_removed([block_hash])
         return False
 
     def _remove(self, key: str) -> bool:
-        return bool(self._joined.is_exist(key) == EXISTS and self._joined.remove(key, True) == 0)
+        return bool(self._connected_client.is_exist(key) == EXISTS and self._connected_client.remove(key, True) == 0)
 
 
 def _memory_bytes(replica: Any) -> int:

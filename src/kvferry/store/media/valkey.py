@@ -26,7 +26,7 @@ from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
 BATCH_BYTES = 8 * 2**20
-"""Most bytes of blocks in one pipeline: a longer one waits in the server's memory, which costs more than the round
+"""Maximum bytes of blocks in one pipeline: a longer one waits in the server's memory, which costs more than the round
 trips."""
 
 
@@ -40,13 +40,13 @@ class ValkeyStore(KVStore):
 
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
-        self.where = location.rpartition("@")[2].removeprefix("//")
+        self.address = location.rpartition("@")[2].removeprefix("//")
         self._client = make_client(make_pool(location, options, tls=self.tls))
-        place = f"kvferry:{{{layout.fingerprint()}.{options.codec}}}:"
-        self._prefix = place.encode()
-        self._keys = [f"{place}{name}" for name in ("index", "sizes", "pinned", "total")]
+        prefix = f"kvferry:{{{layout.fingerprint()}.{options.codec}}}:"
+        self._prefix = prefix.encode()
+        self._keys = [f"{prefix}{name}" for name in ("index", "sizes", "pinned", "total")]
         self._threads = Threads(2, "kvferry-valkey-codec")
-        self._kept = self._client.register_script(USE_AND_EVICT)
+        self._use_and_evict = self._client.register_script(USE_AND_EVICT)
         self._pin = self._client.register_script(PIN)
         self._forget = self._client.register_script(FORGET)
 
@@ -78,18 +78,18 @@ class ValkeyStore(KVStore):
 
     async def get(self, reads: Sequence[Read]) -> list[bool]:
         """Sends one pipeline of GETRANGE for each `BATCH_BYTES`."""
-        found: list[bool] = []
+        hits: list[bool] = []
         for part in self._parts(reads):
-            found += await self._get(part)
-        return found
+            hits += await self._get(part)
+        return hits
 
     async def put(self, blocks: Sequence[Block]) -> list[Put]:
-        """Blocks that are there already are not sent."""
-        there = await self._sizes([block.block_hash for block in blocks])
-        new = {block.block_hash: block for block, known in zip(blocks, there, strict=True) if not known}
+        """Blocks that are stored already are not sent."""
+        sizes = await self._sizes([block.block_hash for block in blocks])
+        new = {block.block_hash: block for block, size in zip(blocks, sizes, strict=True) if not size}
         dropped: set[BlockHash] = set()
-        with suppress(StoreFull):  # their writer may have ended before it entered them in the index
-            await self._make_room([(block.block_hash, size) for block, size in zip(blocks, there, strict=True) if size])
+        with suppress(StoreFull):  # their writer may have ended before it added them to the index
+            await self._make_room([(block.block_hash, size) for block, size in zip(blocks, sizes, strict=True) if size])
         for part in self._parts(list(new.values())):
             try:
                 dropped |= await self._put(part)
@@ -97,15 +97,15 @@ class ValkeyStore(KVStore):
                 self.warn_full(error)
                 dropped |= {block.block_hash for block in part}
         outcomes = [
-            Put.PRESENT if known else Put.DROPPED if block.block_hash in dropped else Put.STORED
-            for block, known in zip(blocks, there, strict=True)
+            Put.PRESENT if size else Put.DROPPED if block.block_hash in dropped else Put.STORED
+            for block, size in zip(blocks, sizes, strict=True)
         ]
         self.count(present_blocks=outcomes.count(Put.PRESENT), stored_blocks=outcomes.count(Put.STORED))
         self.note_kept(block.block_hash for block, out in zip(blocks, outcomes, strict=True) if out is not Put.DROPPED)
         return outcomes
 
     async def pin(self, hashes: Sequence[BlockHash]) -> int:
-        """Removes the time to live and enters the block in the set of pinned ones, in one step on the server."""
+        """Removes the time to live and adds the block to the set of pinned ones, in one step on the server."""
         if not hashes:
             return 0
         arguments: list[Any] = [await self._pinnable_bytes(), self._prefix, *(name.hex() for name in hashes)]
@@ -140,8 +140,8 @@ class ValkeyStore(KVStore):
 
     async def read_note(self, name: str) -> bytes | None:
         async with self._translated():
-            found: bytes = await self._client.getrange(_note_key(name), 0, MAX_NOTE_BYTES)
-        return found or None
+            note: bytes = await self._client.getrange(_note_key(name), 0, MAX_NOTE_BYTES)
+        return note or None
 
     async def remove_note(self, name: str) -> None:
         async with self._translated():
@@ -156,7 +156,7 @@ class ValkeyStore(KVStore):
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
             for block_hash in hashes:
                 pipeline.strlen(self._key(block_hash))
-            return [found or 0 for found in _readable(await pipeline.execute(raise_on_error=False))]
+            return [size or 0 for size in _readable(await pipeline.execute(raise_on_error=False))]
 
     async def _get(self, reads: Sequence[Read]) -> list[bool]:
         async with self._translated(), self._client.pipeline(transaction=False) as pipeline:
@@ -164,20 +164,20 @@ class ValkeyStore(KVStore):
                 # At most the size of a block: any client may have written the value.
                 pipeline.getrange(self._key(read.block_hash), 0, self.records.max_record_bytes)
             records = _readable(await pipeline.execute(raise_on_error=False))
-        found = await self._threads.run(
+        hits = await self._threads.run(
             lambda stop: [self._decode(read, record, stop) for read, record in zip(reads, records, strict=True)]
         )
-        used = [read.block_hash for read, there in zip(reads, found, strict=True) if there]
+        used = [read.block_hash for read, is_hit in zip(reads, hits, strict=True) if is_hit]
         damaged = [
             read.block_hash
-            for read, record, there in zip(reads, records, found, strict=True)
-            if record != b"" and not there
+            for read, record, is_hit in zip(reads, records, hits, strict=True)
+            if record != b"" and not is_hit
         ]
         with suppress(StoreError):  # the blocks were read even if the server is full or gone since
-            await self._used(damaged, used)
-        return found
+            await self._record_use(damaged, used)
+        return hits
 
-    async def _used(self, damaged: Sequence[BlockHash], used: Sequence[BlockHash]) -> None:
+    async def _record_use(self, damaged: Sequence[BlockHash], used: Sequence[BlockHash]) -> None:
         if damaged:
             await self.delete(damaged)
         if used and self.options.max_bytes is not None:
@@ -192,29 +192,29 @@ class ValkeyStore(KVStore):
         try:
             if record is None:
                 raise CorruptBlock("a value of another type")
-            found = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
+            is_hit = self.records.decode(memoryview(record), read.block_hash, read.into, stop.write)
         except CorruptBlock:
             self.count(corrupt_blocks=1)
             return False
-        self.count(loaded_blocks=found, read_bytes=found * len(record))
-        return found
+        self.count(loaded_blocks=is_hit, read_bytes=is_hit * len(record))
+        return is_hit
 
     async def _put(self, blocks: Sequence[Block]) -> set[BlockHash]:
-        """Store new blocks; returns those for which there is no room. They enter the index of the eviction before they
-        are written, so that a process that is killed in between leaves no block that is never evicted."""
+        """Store new blocks; returns the blocks for which there is no room. They are added to the eviction index before
+        they are written, so that a process that is killed in between leaves no block that is never evicted."""
         records = await self._threads.run(lambda stop: [self._encode(block, stop) for block in blocks])
         names = [block.block_hash for block in blocks]
         try:
-            gone = await self._make_room([(name, len(record)) for name, record in zip(names, records, strict=True)])
-            kept = {name: record for name, record in zip(names, records, strict=True) if name not in gone}
-            await self._set(kept)
+            evicted = await self._make_room([(name, len(record)) for name, record in zip(names, records, strict=True)])
+            accepted = {name: record for name, record in zip(names, records, strict=True) if name not in evicted}
+            await self._set(accepted)
         except StoreError:
             self.count(dropped_blocks=len(blocks))
             with suppress(StoreError):
                 await self._forget_missing(names)
             raise
-        self.count(written_bytes=sum(map(len, kept.values())), dropped_blocks=len(blocks) - len(kept))
-        return set(names) - kept.keys()
+        self.count(written_bytes=sum(map(len, accepted.values())), dropped_blocks=len(blocks) - len(accepted))
+        return set(names) - accepted.keys()
 
     def _encode(self, block: Block, stop: Stop) -> bytes:
         return b"" if stop.requested else b"".join(self.records.encode(block.block_hash, block.layers))
@@ -233,40 +233,41 @@ class ValkeyStore(KVStore):
                 await self._forget(keys=self._keys, args=missing)
 
     async def _make_room(self, sizes: Sequence[tuple[BlockHash, int]]) -> set[BlockHash]:
-        """Mark these blocks, with their sizes, as used now, and evict what exceeds `max_bytes`; returns what was
-        evicted."""
+        """Mark these blocks, with their sizes, as used now, and evict blocks beyond `max_bytes`; returns the evicted
+        ones."""
         if self.options.max_bytes is None or not sizes:
             return set()
         arguments: list[Any] = [self.options.max_bytes, self._prefix, SYSTEM_CLOCK.wall()]
         for name, size in sizes:
             arguments += [name.hex(), size]
         async with self._translated():
-            gone = {bytes.fromhex(name.decode()) for name in await self._kept(keys=self._keys, args=arguments)}
-        self.count(evicted_blocks=len(gone))
-        self.note_removed(gone)
-        return gone
+            names = await self._use_and_evict(keys=self._keys, args=arguments)
+        evicted = {bytes.fromhex(name.decode()) for name in names}
+        self.count(evicted_blocks=len(evicted))
+        self.note_removed(evicted)
+        return evicted
 
     async def _pinnable_bytes(self) -> int:
         """`pinned_share` of `max_bytes`, or of the server's `maxmemory` if it is known; -1: no limit is known. Each
         tensor-parallel rank counts the pins of its own layout only, and so gets an equal part of `maxmemory`."""
-        most: float | None = self.options.max_bytes
-        if most is None:
-            with suppress(StoreError):  # not every user may ask
+        max_bytes: float | None = self.options.max_bytes
+        if max_bytes is None:
+            with suppress(StoreError):  # not every user may call INFO
                 async with self._translated():
-                    most = (await self._client.info("memory")).get("maxmemory", 0) / self.layout.tp_size
-        return int(self.options.pinned_share * most) if most else -1
+                    max_bytes = (await self._client.info("memory")).get("maxmemory", 0) / self.layout.tp_size
+        return int(self.options.pinned_share * max_bytes) if max_bytes else -1
 
     # The server.
 
     def _translated(self) -> AbstractAsyncContextManager[None]:
-        return translated_errors(self.where)
+        return translated_errors(self.address)
 
     def _key(self, block_hash: BlockHash) -> bytes:
         return self._prefix + block_hash.hex().encode()
 
     def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        most = max(1, BATCH_BYTES // self.records.max_record_bytes)
-        return (items[first : first + most] for first in range(0, len(items), most))
+        part_size = max(1, BATCH_BYTES // self.records.max_record_bytes)
+        return (items[first : first + part_size] for first in range(0, len(items), part_size))
 
 
 class TlsValkeyStore(ValkeyStore):
@@ -276,7 +277,7 @@ class TlsValkeyStore(ValkeyStore):
 
 
 def _readable(answers: Sequence[Any]) -> list[Any]:
-    """None for a key with a value of another type, which is not a block; the other values still are."""
+    """The answers, with None for a key with a value of another type, which is not a block."""
     for answer in answers:
         if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
             raise answer

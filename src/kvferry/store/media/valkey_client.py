@@ -28,12 +28,12 @@ except ModuleNotFoundError as error:
     raise MissingDependency("store valkey", "valkey", "valkey") from error
 
 COMMAND_S = 30.0
-"""Most seconds for one batch; a tier's `deadline_s` is shorter."""
+"""Maximum seconds for one batch; a tier's `deadline_s` is shorter."""
 CONNECT_S = 3.0
 MAX_CONNECTIONS = 64
 DAY_S = 86400.0
-MAX_SAID = 300
-"""Most characters of a server's error message that are shown."""
+MAX_MESSAGE = 300
+"""Maximum number of characters of a server's error message that are shown."""
 CLUSTER_HINT = (
     "; kvferry keeps all blocks of a layout on one server and follows no redirections: name a server without cluster"
     " mode, a managed service's endpoint for clients without it, or the proxy before the cluster"
@@ -42,7 +42,7 @@ ENCODE_HINT = (
     "has a character that must be percent-encoded in a URL (/ is %2F, # is %23, ? is %3F, @ is %40); or use"
     " password_file"
 )
-_OF_CLUSTERS = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT")
+_CLUSTER_ERRORS = ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT")
 _PLAIN = re.compile(r"[^/?#\[\]\s]*")
 """A user and a password as a URL has them."""
 FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-lru)"
@@ -73,8 +73,8 @@ def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
         extra |= _tls_files(options) | {"ssl_check_hostname": True}  # else any certificate of the authority would do
     elif options.tls_ca or options.tls_cert or options.tls_key:
         raise ConfigError("store: tls_ca, tls_cert and tls_key are for valkeys:// and rediss://")
-    _, at, place = location.rpartition("@")
-    if at and place.startswith("/"):
+    _, at, address = location.rpartition("@")
+    if at and address.startswith("/"):
         raise ConfigError("store: no host is named; the password for a socket goes into a file (password_file)")
     location = location[2:] if location.startswith("///") else location
     scheme = "unix:" if location.startswith("/") and not location.startswith("//") else "valkeys:" if tls else "valkey:"
@@ -143,9 +143,9 @@ async def translated_errors(where: str) -> AsyncIterator[None]:
     except (exceptions.ConnectionError, OSError) as error:
         raise StoreError(f"cannot reach the server at {where}: {error}") from error
     except exceptions.ValkeyError as error:
-        said = str(error).rpartition("caused error: ")[2][:MAX_SAID]  # what is before it is the whole command
-        if isinstance(error, exceptions.AskError | exceptions.ClusterDownError) or said.startswith(_OF_CLUSTERS):
-            raise StoreError(f"the server at {where} is a node of a cluster ({said}){CLUSTER_HINT}") from None
-        if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in said:
-            raise StoreFull(f"the server at {where} is full: {said}{FULL_HINT}") from None
-        raise StoreError(f"the server at {where}: {said}") from None
+        message = str(error).rpartition("caused error: ")[2][:MAX_MESSAGE]  # what is before it is the whole command
+        if isinstance(error, exceptions.AskError | exceptions.ClusterDownError) or message.startswith(_CLUSTER_ERRORS):
+            raise StoreError(f"the server at {where} is a node of a cluster ({message}){CLUSTER_HINT}") from None
+        if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in message:
+            raise StoreFull(f"the server at {where} is full: {message}{FULL_HINT}") from None
+        raise StoreError(f"the server at {where}: {message}") from None

@@ -1,4 +1,4 @@
-"""What runs on a Valkey server in one step: the bound of `max_bytes`, and pins.
+"""Scripts that run on a Valkey server in one step: the bound of `max_bytes`, and pins.
 
 For each layout and codec the server keeps four keys beside the blocks, which all scripts get as KEYS:
 

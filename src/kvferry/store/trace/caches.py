@@ -1,7 +1,7 @@
 """Caches without bytes through which a trace is replayed: with a policy, of unbounded size, and with perfect foresight.
 
-All count alike: a block is a hit if it and all blocks before it in the prompt are there, since only such a prefix saves
-work. After its request, every block of the prompt has been kept, for however short a time.
+All count in the same way: a block is a hit if it and all blocks before it in the prompt are cached, since only such a
+prefix saves work. Each request inserts every block of its prompt, even if it is evicted at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PolicyCache:
         self.hits = self.evictions = self.operations = 0
 
     def request(self, request: TraceRequest) -> None:
-        """Count the blocks of a request that are found, and insert those that are missing."""
+        """Count the blocks of a request that are cached, and insert the missing ones."""
         now = request.arrived_s
         self._finish_until(now)
         self._use(request.hash_ids, now)
@@ -74,24 +74,24 @@ class PolicyCache:
 
 
 class UnboundedCache:
-    """Keeps everything: all reuse that there is in a trace."""
+    """Keeps everything, and so counts all reuse in a trace."""
 
     def __init__(self) -> None:
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self.hits = self.num_blocks = self.num_requests = 0
 
     def request(self, request: TraceRequest) -> None:
-        """Count the blocks of a request that are found, and insert those that are missing."""
-        keys, kept = request.hash_ids, self._kept
-        self.hits += next((index for index, key in enumerate(keys) if key not in kept), len(keys))
-        kept.update(keys)
+        """Count the blocks of a request that are cached, and insert the missing ones."""
+        keys, cached = request.hash_ids, self._cached
+        self.hits += next((index for index, key in enumerate(keys) if key not in cached), len(keys))
+        cached.update(keys)
         self.num_blocks += len(keys)
         self.num_requests += 1
 
     @property
-    def num_different(self) -> int:
-        """How many different blocks there were."""
-        return len(self._kept)
+    def num_distinct(self) -> int:
+        """Number of distinct blocks."""
+        return len(self._cached)
 
 
 class NextUses:
@@ -104,7 +104,7 @@ class NextUses:
 
     def request(self, request: TraceRequest) -> None:
         """Add the next request in the order of time. Raises `ConfigError` if a block follows another one than before:
-        the optimum is only known for blocks of which each stands for all before it, too."""
+        the optimum is only defined for blocks each of which implies all before it."""
         parent = None
         for key in request.hash_ids:
             if self._parents.setdefault(key, parent) != parent:
@@ -113,12 +113,12 @@ class NextUses:
                     f"and {_follows(parent)} in another; hash_ids must name each block together with all before it"
                 )
             parent = key
-            place = len(self._next)
-            before = self._last.get(key)
-            if before is not None:
-                self._next[before] = place
+            position = len(self._next)
+            previous = self._last.get(key)
+            if previous is not None:
+                self._next[previous] = position
             self._next.append(NEVER)
-            self._last[key] = place
+            self._last[key] = position
 
     def read(self) -> Iterator[int]:
         """The positions from the first on; no request may be added afterwards."""
@@ -136,30 +136,30 @@ class OptimalCache:
 
     def __init__(self, capacity: int, next_uses: NextUses) -> None:
         self._capacity, self._next_uses = capacity, next_uses.read()
-        self._kept: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
         self._farthest: list[tuple[int, int]] = []
         self.hits = 0
 
     def request(self, request: TraceRequest) -> None:
-        """Count the blocks of a request that are found, and insert those that are missing."""
+        """Count the blocks of a request that are cached, and insert the missing ones."""
         is_prefix = True
         for key in request.hash_ids:
-            is_prefix = is_prefix and key in self._kept
+            is_prefix = is_prefix and key in self._cached
             self.hits += is_prefix
-            self._kept[key] = place = next(self._next_uses)
-            heapq.heappush(self._farthest, (-place, key))
-            if len(self._kept) > self._capacity:
+            self._cached[key] = next_use = next(self._next_uses)
+            heapq.heappush(self._farthest, (-next_use, key))
+            if len(self._cached) > self._capacity:
                 self._evict()
-            self._forget_past_uses()
+            self._drop_past_uses()
 
     def _evict(self) -> None:
         while True:
-            place, key = heapq.heappop(self._farthest)
-            if self._kept.get(key) == -place:
-                del self._kept[key]
+            negated_use, key = heapq.heappop(self._farthest)
+            if self._cached.get(key) == -negated_use:
+                del self._cached[key]
                 return
 
-    def _forget_past_uses(self) -> None:
-        if len(self._farthest) > 4 * len(self._kept) + 1024:
-            self._farthest = [(-place, key) for key, place in self._kept.items()]
+    def _drop_past_uses(self) -> None:
+        if len(self._farthest) > 4 * len(self._cached) + 1024:
+            self._farthest = [(-next_use, key) for key, next_use in self._cached.items()]
             heapq.heapify(self._farthest)

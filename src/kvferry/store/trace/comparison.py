@@ -70,7 +70,7 @@ def compare(
     return Comparison(
         requests=unbounded.num_requests,
         blocks=unbounded.num_blocks,
-        different_blocks=unbounded.num_different,
+        different_blocks=unbounded.num_distinct,
         block_tokens=block_tokens,
         infinite_hit_ratio=unbounded.hits / unbounded.num_blocks,
         optimal_hit_ratio={capacity: cache.hits / unbounded.num_blocks for capacity, cache in optima.items()},

@@ -33,7 +33,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def arrived_s(self) -> float:
-        """When it arrived, in seconds."""
+        """Arrival time in seconds."""
         return self.timestamp / 1000
 
 

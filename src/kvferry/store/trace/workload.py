@@ -1,6 +1,6 @@
 """Generated traffic of known shape, for tests and comparisons without a recorded trace.
 
-Users have conversations of several turns behind one shared system prompt, between prompts that nobody continues. All
+Users have conversations of several turns behind one shared system prompt, between prompts that are not continued. All
 durations and lengths are lognormal, exponential or geometric; eviction policies know nothing about them.
 """
 
@@ -42,7 +42,7 @@ class Conversations:
     """Blocks that all requests share."""
     output_tokens: float = 340.0
     shorter_if_continued: float = 1.0
-    """How many times shorter the answers of continued sessions are; with 1, they carry no information for a policy."""
+    """Factor by which the answers of continued sessions are shorter; with 1, they carry no information for a policy."""
     max_blocks: int = 240
     block_tokens: int = 512
 
