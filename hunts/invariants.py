@@ -11,7 +11,7 @@ from kvferry.fleet.control.backend import MemberSpec
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.fleet import FleetWorld, StartedMember
 from kvferry.sim.world import RequestResult, World
-from kvferry.store.media.file_room import SCAN_SHARE, PIN_SUFFIX, SUFFIX
+from kvferry.store.media.file_room import PIN_SUFFIX, SCAN_SHARE, SUFFIX
 
 _ON_ITS_WAY = ("num_loading", "writer_waiting_bytes", "moving_bytes", "dirty_blocks")
 """What stores count while it is on its way; with several connectors, a number is before the name."""

@@ -52,3 +52,52 @@ def test_names_of_public_classes_are_unique() -> None:
                 found.setdefault(node.name, set()).add(path)
     shared = {name: places for name, places in found.items() if len(places) > 1}
     assert shared == {}, "choose a name that no other module has"
+
+
+PLAIN_ROOMS = ("store/",)
+DIALECT = {
+    "one",
+    "found",
+    "told",
+    "asked",
+    "given",
+    "wanted",
+    "kept",
+    "known",
+    "here",
+    "there",
+    "place",
+    "said",
+    "heard",
+}
+DIALECT |= {"most", "least"}
+"""Words that name no thing: a variable has the noun of what it holds."""
+NO_STATEMENT = re.compile(r"(What|Whether|Note|How|Which|Who)\b")
+INVERTED = re.compile(r"\b(is|are|was) told\b|\b([Nn]obody|[Ss]omebody|[Ww]hoever)\b|\bth(ose|at) of\b")
+
+
+def _bound_names(module: ast.Module) -> set[str]:
+    names = {node.id for node in ast.walk(module) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.arg for node in ast.walk(module) if isinstance(node, ast.arg)}
+
+
+def test_variables_are_named_by_their_nouns() -> None:
+    wrong = {path: _bound_names(module) & DIALECT for path, module in modules().items() if path.startswith(PLAIN_ROOMS)}
+    assert {path: names for path, names in wrong.items() if names} == {}, "name the thing"
+
+
+def test_docstrings_state_what_they_describe() -> None:
+    wrong = []
+    for path, module in modules().items():
+        if not path.startswith(PLAIN_ROOMS):
+            continue
+        for node in ast.walk(module):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                text = node.value.value
+                if NO_STATEMENT.match(text) or INVERTED.search(text):
+                    wrong.append(f"{path}:{node.lineno}: {text.splitlines()[0]}")
+    assert wrong == [], 'write "Number of …", "True if …", "The …", "Return …"'

@@ -92,7 +92,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options that every store takes after the `?` of its URL. A store adds its own by deriving from this."""
 
     codec: str = "none"
-    """How blocks are encoded: a name of `codecs.table`."""
+    """Encoding of blocks: a name of `codecs.table`."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 0.25
     """Seconds to wait for one call, besides the time that its blocks take at 64 MiB/s. A tier that does not answer by
     then is not used until it answers again."""

@@ -573,5 +573,5 @@ def test_the_store_hears_how_long_answers_were(make_engine: MakeEngine, tmp_path
     engine.run(FakeRequest("b", [5, *PROMPT]))
     settle(engine)
     policy = engine.worker._store.tiers[0].store._index._policy.policy
-    outputs = {group.run.output for group in policy.learned.policy._kept.values()}
+    outputs = {group.run.output for group in policy.learned.policy._groups.values()}
     assert outputs == {0, UNKNOWN_OUTPUT}, "of the first it is known, the second has only ended"
