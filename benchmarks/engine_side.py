@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs, where the side has them")
     parser.add_argument("--max-model-len", type=int, default=2400)
+    parser.add_argument("--wait", action="store_true", help="print that it is ready, and wait for a line of input")
     options = parser.parse_args()
     if options.clock == "cpu" and options.side != "transformers-batching":  # which has a clock of its own
         global now  # noqa: PLW0603
@@ -72,6 +74,9 @@ def main() -> None:
     )
     generate = SIDES[options.side](setup)
     generate([prompt_of(64, 0)], 4)
+    if options.wait:
+        print(json.dumps({"ready": True}), flush=True)
+        sys.stdin.readline()
     for cell in cells:
         kind, batch, context, tokens = cell
         # Where filling the caches takes a minute, once a turn must do.

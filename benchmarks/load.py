@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,21 @@ async def stream_completion(
     session: aiohttp.ClientSession, url: str, model: str, prompt: Sequence[int], max_tokens: int, **more: Any
 ) -> Streamed:
     """Ask for one greedy completion of exactly `max_tokens` tokens."""
+    streamed = Streamed(time.monotonic())
+    await _stream(streamed, session, url, model, prompt, max_tokens, more)
+    return streamed
+
+
+async def _stream(
+    streamed: Streamed,
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    more: Mapping[str, Any],
+) -> None:
+    """Add to `streamed` what comes, as it comes."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -49,11 +64,10 @@ async def stream_completion(
         "return_token_ids": True,
         **more,
     }
-    streamed = Streamed(time.monotonic())
     async with session.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
             streamed.error = f"{response.status}: {(await response.text())[:200]}"
-            return streamed
+            return
         async for line in response.content:
             now = time.monotonic()
             if not line.startswith(b"data: {"):
@@ -61,16 +75,19 @@ async def stream_completion(
             event = json.loads(line[6:])
             if "error" in event:
                 streamed.error = str(event["error"])
-                return streamed
+                return
             streamed.timeline = event.get("timeline") or streamed.timeline
             for choice in event.get("choices", []):
                 streamed.token_times += [now] * len(choice.get("token_ids") or [])
-    return streamed
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The traffic: streams that are always there, and long prompts that arrive at random."""
+    """The traffic: streams that are always there, and long prompts that arrive at random, or evenly spaced.
+
+    With `is_cut`, the streams are ended when the time is over and the last long prompt is answered; else each is
+    waited for.
+    """
 
     num_streams: int
     stream_prompt_tokens: int
@@ -81,6 +98,19 @@ class Mix:
     duration_s: float
     vocab_size: int
     seed: int = 0
+    is_evenly_spaced: bool = False
+    is_cut: bool = False
+
+    def arrivals(self) -> list[float]:
+        """Seconds at which long prompts arrive; the same for each side."""
+        if self.long_per_s <= 0:
+            return []
+        if self.is_evenly_spaced:
+            return [(index + 0.5) / self.long_per_s for index in range(round(self.duration_s * self.long_per_s))]
+        source, moments = random.Random(f"arrivals {self.seed}"), [0.0]
+        while moments[-1] < self.duration_s:
+            moments.append(moments[-1] + source.expovariate(self.long_per_s))
+        return moments[1:-1]
 
 
 @dataclass
@@ -96,6 +126,8 @@ class MixResult:
         failed = [one.error for one in (*self.streams, *self.longs) if one.error]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
+        if not gaps:
+            raise RuntimeError("no stream came to its second token")
         ttfts = [one.ttft for one in self.longs]
         return {
             "itl_p50_ms": percentile(gaps, 50) * 1e3,
@@ -119,16 +151,17 @@ async def run_mix(url: str, model: str, mix: Mix) -> MixResult:
     """Send the traffic to one endpoint and wait for what was begun."""
     source = random.Random(mix.seed)
     result = MixResult()
-    end = time.monotonic() + mix.duration_s
+    start = time.monotonic()
+    end = start + mix.duration_s
 
     def prompt(num_tokens: int) -> list[int]:
         return [source.randrange(5, mix.vocab_size) for _ in range(num_tokens)]
 
     async def stream_forever(session: aiohttp.ClientSession) -> None:
         while time.monotonic() < end:
-            result.streams.append(
-                await stream_completion(session, url, model, prompt(mix.stream_prompt_tokens), mix.stream_tokens)
-            )
+            streamed = Streamed(time.monotonic())
+            result.streams.append(streamed)
+            await _stream(streamed, session, url, model, prompt(mix.stream_prompt_tokens), mix.stream_tokens, {})
 
     async def one_long(session: aiohttp.ClientSession) -> None:
         result.longs.append(
@@ -138,9 +171,14 @@ async def run_mix(url: str, model: str, mix: Mix) -> MixResult:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session, asyncio.TaskGroup() as group:
-        for _ in range(mix.num_streams):
-            group.create_task(stream_forever(session))
-        while time.monotonic() < end and mix.long_per_s > 0:
-            await asyncio.sleep(source.expovariate(mix.long_per_s))
-            group.create_task(one_long(session))
+        streams = [group.create_task(stream_forever(session)) for _ in range(mix.num_streams)]
+        longs = []
+        for moment in mix.arrivals():
+            await asyncio.sleep(start + moment - time.monotonic())
+            longs.append(group.create_task(one_long(session)))
+        if mix.is_cut:
+            await asyncio.sleep(end - time.monotonic())
+            await asyncio.gather(*longs)
+            for stream in streams:
+                stream.cancel()
     return result

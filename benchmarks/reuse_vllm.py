@@ -15,15 +15,15 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).with_name("reuse_vllm_side.py")
 ANSWER_S = 300.0
-"""Until a side that does not answer is ended."""
+"""Until a side that does not start or answer is ended."""
 COMPUTED = "vLLM, computed"
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,7 +51,7 @@ class Side:
     """A vLLM in a process of its own. Use it as a context.
 
     `rest_s`: seconds after each answer. For a second, vLLM's processes go on waiting in a loop, at the cost of the next
-    side's where they share a core.
+    side's where they share a core. `start_s`: seconds for it to start.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Side:
         log: Path,
         rest_s: float = 1.5,
         environment: Mapping[str, str] | None = None,
+        start_s: float = ANSWER_S,
     ) -> None:
         self._log, self._rest_s = log, rest_s
+        self._up_by = time.monotonic() + start_s
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [str(python), str(CHILD), json.dumps(asked)],
@@ -77,13 +79,22 @@ class Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self.close()
         try:
             self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def close(self) -> None:
+        """End the input, and so the process; does not wait for it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def wait_until_up(self) -> None:
+        """Until it takes prompts. Raises `SideEnded`."""
+        self._next_line(max(0.0, self._up_by - time.monotonic()))
 
     def ask(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The first token and what it took; afterwards the side rests. Raises `SideEnded`."""
@@ -93,14 +104,13 @@ class Side:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise SideEnded(self._reason()) from None
-        found = self.answer()
+        found = self._next_line(ANSWER_S)
         time.sleep(self._rest_s)
         return found
 
-    def answer(self) -> dict[str, Any]:
-        """Its next line; the first comes when it is up. Raises `SideEnded`."""
+    def _next_line(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
-        limit = threading.Timer(ANSWER_S, self._process.kill)
+        limit = threading.Timer(limit_s, self._process.kill)
         limit.start()
         try:
             for line in self._process.stdout:
@@ -136,33 +146,51 @@ def sides(folder: Path, media: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def measure_vllm(
+@contextmanager
+def started_sides(
     python: Path,
     asked: Mapping[str, Any],
     wanted: Mapping[str, dict[str, Any]],
     folder: Path,
-    repeat: int,
     rest_s: float = 1.5,
     environment: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """All `wanted` sides and the one that computes, in turns; one that does not run says why. `environment`: of the
-    sides."""
-    found: dict[str, Any] = {}
+    start_s: float = ANSWER_S,
+) -> Iterator[tuple[dict[str, Side], dict[str, Any]]]:
+    """All `wanted` sides and the one that computes; yields those that are up after `start_s`, and figures of the
+    others, which say why they do not run. `environment`: of the sides. Raises `RuntimeError` without the computing one.
+    """
+    missing: dict[str, Any] = {}
     with ExitStack() as stack:
         up: dict[str, Side] = {}
         for number, (name, transfer) in enumerate({COMPUTED: None, **wanted}.items()):
             log = folder / f"vllm{number}.log"
-            up[name] = stack.enter_context(Side(python, {**asked, "transfer": transfer}, log, rest_s, environment))
+            side = Side(python, {**asked, "transfer": transfer}, log, rest_s, environment, start_s)
+            up[name] = stack.enter_context(side)
         for name in list(up):
             try:
-                up[name].answer()
+                up[name].wait_until_up()
             except SideEnded as reason:
-                found[name] = {"does not run": str(reason)}
-                print(f"{name}: {found[name]}", flush=True)
+                missing[name] = {"does not run": str(reason)}
+                print(f"{name}: {missing[name]}", flush=True)
                 del up[name]
         if COMPUTED not in up:
-            raise RuntimeError(f"vLLM does not run: {found[COMPUTED]}")
-        return found | _in_turns(up, _document(asked, repeat))
+            raise RuntimeError(f"vLLM does not run: {missing[COMPUTED]}")
+        yield up, missing
+        for side in up.values():
+            side.close()
+
+
+def measure_vllm(
+    python: Path, asked: Mapping[str, Any], wanted: Mapping[str, dict[str, Any]], folder: Path, repeat: int
+) -> dict[str, Any]:
+    """All `wanted` sides and the one that computes, in turns; one that does not run says why. Raises `RuntimeError` if
+    a side gives other tokens than were computed."""
+    with started_sides(python, asked, wanted, folder) as (up, missing):
+        figures = missing | measure_in_turns(up, asked, repeat)
+    for name, side in figures.items():
+        if side.get("num_differing"):
+            raise RuntimeError(f"{name} gave other tokens than were computed")
+    return figures
 
 
 def _document(asked: Mapping[str, Any], repeat: int) -> Document:
@@ -174,12 +202,15 @@ def _document(asked: Mapping[str, Any], repeat: int) -> Document:
     return Document(some(asked["tokens"]), [some(asked["question"]) for _ in range(repeat)])
 
 
-def _in_turns(up: Mapping[str, Side], document: Document) -> dict[str, Any]:
+def measure_in_turns(up: Mapping[str, Side], asked: Mapping[str, Any], repeat: int) -> dict[str, Any]:
+    """Figures of each side, prompt by prompt in turns. `num_differing`: first tokens other than the computed ones."""
+    document = _document(asked, repeat)
     kept: dict[str, dict[str, Any]] = {}
     for name, side in up.items():
         side.ask(range(5, 69))  # what is done once only
         kept[name] = side.ask([*document.tokens, 1])
-        time.sleep(2)  # what is kept is on its way
+    time.sleep(2)  # what is kept is on its way
+    for side in up.values():
         side.ask(range(6, 70))  # and may wait for another step
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in up}
     for question in document.questions:
@@ -190,8 +221,6 @@ def _in_turns(up: Mapping[str, Side], document: Document) -> dict[str, Any]:
     for name, some in samples.items():
         if name != COMPUTED and min(one["cached"] for one in some) < 0.9 * len(document.tokens):
             found[name] = {"does not run": f"the KV did not come back: {[one['cached'] for one in some]} tokens"}
-        elif [one["token"] for one in some] != [one["token"] for one in samples[COMPUTED]]:
-            raise RuntimeError(f"{name} gave other tokens than were computed")
     return found
 
 
@@ -199,6 +228,7 @@ def _summary(
     kept: Mapping[str, Any], some: Sequence[Mapping[str, Any]], computed: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Medians, and medians of the ratios of each turn; `keep_s` is of the one prompt that was kept."""
+    differing = [one["token"] != other["token"] for one, other in zip(some, computed, strict=True)]
     ratios = {
         name: [one[name] / other[name] for one, other in zip(some, computed, strict=True)]
         for name in ("ttft_s", "cpu_s")
@@ -211,4 +241,5 @@ def _summary(
         "of_computed_cpu": statistics.median(ratios["cpu_s"]),
         "keep_s": kept["ttft_s"],
         "keep_cpu_s": kept["cpu_s"],
+        "num_differing": sum(differing),
     }

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 _UP = re.compile(r"kvferry is up: (\S+)")
@@ -33,25 +34,29 @@ def kvferry(*arguments: str, cores: Sequence[int] | None = None) -> Iterator[str
 
 @contextmanager
 def running(
-    *arguments: str, cores: Sequence[int] | None = None, more: Mapping[str, str] | None = None
+    *arguments: str,
+    cores: Sequence[int] | None = None,
+    more: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> Iterator[Running]:
-    """As `kvferry`, with the process's id; `more` is added to its environment."""
+    """As `kvferry`, with the process's id; `more` is added to its environment. `log` is kept; without it, the log is
+    shown only if the command ends before it serves."""
     environment = {**os.environ, **({"OMP_NUM_THREADS": str(len(cores))} if cores else {}), **(more or {})}
     pin = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed below, once its writer has ended
+    written = tempfile.TemporaryFile("w+") if log is None else log.open("w+")  # noqa: SIM115 - closed below
     process = subprocess.Popen(
         [*pin, sys.executable, "-m", "kvferry.cli.main", *arguments],
         stdout=subprocess.PIPE,
-        stderr=log,
+        stderr=written,
         text=True,
         env=environment,
     )
     try:
-        yield Running(_wait_for_url(process, log), process.pid)
+        yield Running(_wait_for_url(process, written), process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
-        log.close()
+        written.close()
 
 
 def _wait_for_url(process: subprocess.Popen[str], log: IO[str]) -> str:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import site
 import sys
+import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import kvferry
 from gpu import report
 from gpu.card import Card, NoCard, find_cards
 from gpu.context import ROOT
@@ -22,6 +27,8 @@ from gpu.runner import Outcome, run_step
 
 PATIENCE = 10.0
 """How much longer a step may take without a GPU, on a machine that others use too."""
+MAX_SOCKET_FOLDER = 60
+"""Characters; a socket's path has at most 107, of which some programs use 40 for its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.environ["PATH"] = os.pathsep.join([str(driver.FOLDER), os.environ["PATH"]])
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         cards = find_cards()
-        steps = choose_steps(options.steps.replace(",", " ").split(), len(cards))
+        steps = choose_steps(options.steps.replace(",", " ").split(), 2 if fake else len(cards))
     except NoCard as reason:
         parser.error(f"{reason}. KVFERRY_GPU=fake make gpu runs what can run without")
     except UnknownStep as reason:
@@ -49,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "picture.svg").unlink(missing_ok=True)
+    shutil.rmtree(folder / "tmp", ignore_errors=True)
     outcomes = run_steps(steps, folder, cards, fake=fake)
     path = report.write(report.make_run(cards, outcomes, fake=fake), steps, folder)
     print(f"\n{path}")
@@ -64,10 +72,12 @@ def run_steps(steps: Sequence[Step], folder: Path, cards: Sequence[Card], *, fak
     """Run the steps, one after the other, and print a line for each. Ctrl-C ends the step that runs, and the run."""
     outcomes: list[Outcome] = []
     total = sum(step.limit_s for step in steps)
+    end = time.monotonic() + total  # ending a step takes some seconds, which later steps then lack
     print(f"{len(cards)} × {cards[0].name}; {len(steps)} steps, at most {total:.0f} s", flush=True)
     for step in steps:
         print(f"  {step.name:10s} {step.question}", end=" ", flush=True)
-        limited = replace(step, limit_s=step.limit_s * PATIENCE) if fake else step
+        limit_s = step.limit_s * PATIENCE if fake else min(step.limit_s, max(0.0, end - time.monotonic()))
+        limited = replace(step, limit_s=limit_s)
         device = "cpu" if fake else "cuda"
         environment = environment_of(step, folder, fake=fake)
         try:
@@ -82,13 +92,11 @@ def run_steps(steps: Sequence[Step], folder: Path, cards: Sequence[Card], *, fak
 
 def environment_of(step: Step, folder: Path, *, fake: bool) -> dict[str, str]:
     """What a step's process has beside the environment of this one."""
-    paths = [str(ROOT / "benchmarks"), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    added = [ROOT / "benchmarks", ROOT / "src", describe_package(folder / "metadata")]
+    paths = [*map(str, added), *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    common |= private_folders(folder)
     if not fake:
-        caches = folder / "caches"
-        common |= {"KVFERRY_CACHE_DIR": str(caches / "kvferry"), "XDG_CACHE_HOME": str(caches)}
-        common |= {"VLLM_CACHE_ROOT": str(caches / "vllm"), "TRITON_CACHE_DIR": str(caches / "triton")}
-        common |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "MPLCONFIGDIR": str(caches / "matplotlib")}
         if step.name == "right":  # its CPU computes a few tokens, and need not compile kernels for that
             common |= {"KVFERRY_NATIVE": "0"}
         return common
@@ -96,6 +104,42 @@ def environment_of(step: Step, folder: Path, *, fake: bool) -> dict[str, str]:
     if step.name == "offload":  # the only step whose own process calls the driver
         common |= driver.environment(driver.build(folder / "double"), folder / "double" / "calls")
     return common
+
+
+def describe_package(folder: Path) -> Path:
+    """Write the metadata of an installed kvferry, by which an interpreter that has vLLM and takes kvferry from this
+    checkout knows kvferry's plugin for vLLM. Returns the folder."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    metadata = folder / "kvferry.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvferry\nVersion: {kvferry.__version__}\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def private_folders(folder: Path) -> dict[str, str]:
+    """Environment with which a program writes its caches, settings, sockets and temporary files below `folder`.
+
+    Sockets need short paths: below a long one, temporary files are where they usually are.
+    """
+    home, temporary = folder / "home", folder / "tmp"
+    cache = home / ".cache"
+    # The home directory for programs that take no other way; then what may be set in this process's environment.
+    environment = {"HOME": home, "PYTHONUSERBASE": site.getuserbase(), "XDG_CACHE_HOME": cache}
+    environment |= {"XDG_CONFIG_HOME": home / ".config", "XDG_DATA_HOME": home / ".local/share"}
+    environment |= {"XDG_STATE_HOME": home / ".local/state", "HF_HOME": cache / "huggingface"}
+    environment |= {"KVFERRY_CACHE_DIR": cache / "kvferry", "VLLM_CACHE_ROOT": cache / "vllm"}
+    environment |= {"TRITON_CACHE_DIR": cache / "triton", "TORCHINDUCTOR_CACHE_DIR": cache / "inductor"}
+    environment |= {"MPLCONFIGDIR": cache / "matplotlib", "CUDA_CACHE_PATH": cache / "cuda"}
+    environment |= {"FLASHINFER_WORKSPACE_BASE": home}
+    if len(str(temporary)) <= MAX_SOCKET_FOLDER:
+        environment |= {"TMPDIR": temporary, "XDG_RUNTIME_DIR": temporary, "VLLM_RPC_BASE_PATH": temporary}
+        temporary.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    return {name: str(value) for name, value in environment.items()}
 
 
 if __name__ == "__main__":

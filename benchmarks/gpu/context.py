@@ -28,6 +28,8 @@ class Context:
     """`build/gpu`; nothing is written elsewhere."""
     num_gpus: int
     record: Recorder
+    end: float
+    """When the step is ended, as `time.monotonic` gives it."""
 
     @property
     def small(self) -> bool:
@@ -38,6 +40,11 @@ class Context:
     def gpu_of_decode(self) -> int:
         """Index of the GPU of D; P has the first one."""
         return 1 if self.num_gpus > 1 else 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the step is ended."""
+        return self.end - time.monotonic()
 
     def scratch(self, name: str) -> Path:
         """A folder of the step's own, made if needed."""

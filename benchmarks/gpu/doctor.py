@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import transfer
@@ -19,6 +22,8 @@ PACKAGES = (
     *("torch", "triton", "transformers", "vllm", "flash-attn", "flashinfer-python", "nixl", "nixl-cu12", "nixl-cu13"),
     *("mooncake-transfer-engine", "lmcache"),
 )
+ENDING_S = 3.0
+"""Seconds that are left at the end of the step when MPS hangs."""
 
 
 def run(context: Context) -> None:
@@ -32,6 +37,7 @@ def run(context: Context) -> None:
     if context.num_gpus > 1:
         record.note(f"links between the GPUs:\n\n```\n{links()}\n```")
     record.note("versions: " + ", ".join(f"{name} {_version(name) or 'is not installed'}" for name in PACKAGES))
+    _vllm(context)
     _torch(context)
     _ucx(context)
     _mps(context)
@@ -42,6 +48,21 @@ def _version(package: str) -> str:
         return str(version(package))
     except PackageNotFoundError:
         return ""
+
+
+def _vllm(context: Context) -> None:
+    """The vLLM that other steps use, where it has an interpreter of its own."""
+    try:
+        python = context.vllm_python()
+    except NotPossible as reason:
+        context.record.note(str(reason))
+        return
+    if python == Path(sys.executable):
+        return
+    question = "from importlib.metadata import version as v; print('vllm', v('vllm') + ', torch', v('torch'))"
+    done = subprocess.run([str(python), "-c", question], capture_output=True, text=True, timeout=10, check=False)
+    answer = done.stdout.strip() or (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    context.record.note(f"vLLM runs with {python}: {answer}")
 
 
 def _torch(context: Context) -> None:
@@ -106,7 +127,7 @@ def _mps(context: Context) -> None:
     if context.small:
         return
     try:
-        with mps(context.scratch("mps")):
+        with mps(context.scratch("mps"), check_s=max(1.0, context.left_s - ENDING_S)):
             context.record.note("MPS runs: P and D can share a GPU without taking turns")
     except NotPossible as reason:
         context.record.note(f"{reason}; processes that share a GPU take turns")

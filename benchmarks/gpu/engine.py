@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def cells(small: bool) -> list[Cell]:
 
 
 def run(context: Context) -> None:
-    """kvferry first, then vLLM with graphs and eager, so that a step out of time lacks the last."""
+    """kvferry first; then both vLLMs, which load at the same time and are measured one after the other."""
     model = llama(context)
     chosen = cells(context.small)
     dtype = "float32" if context.small else "bfloat16"
@@ -41,13 +42,17 @@ def run(context: Context) -> None:
     except NotPossible as reason:
         context.record.note(str(reason))
         return
-    for side, graphs in (("vLLM, CUDA graphs", True), ("vLLM, eager", False)):
-        if graphs and context.small:
-            continue
-        for cell, rate in _vllm(context, python, setup, chosen, graphs).items():
-            baseline = (f"{side}, no torch.compile", rate)
-            goal = GOAL if graphs else None
-            context.record.rate(f"{name_of(cell)}, beside {side}", ours[cell], "tokens/s", baseline, goal)
+    with ExitStack() as stack:
+        sides = [stack.enter_context(VLLM(context, python, setup, chosen, graphs)) for graphs in (True, False)]
+        for side in sides:
+            side.wait_until_ready()
+        for side in sides:
+            goal = GOAL if side.graphs and not context.small else None
+            for cell, rate in side.measure().items():
+                baseline = (f"{side.name}, no torch.compile", rate)
+                context.record.rate(f"{name_of(cell)}, beside {side.name}", ours[cell], "tokens/s", baseline, goal)
+            if error := side.error():
+                context.record.note(f"{side.name}, does not run: {error}")
 
 
 def name_of(cell: Cell) -> str:
@@ -94,24 +99,46 @@ def _profile(context: Context, generate: Generate) -> None:
     )
 
 
-def _vllm(context: Context, python: Path, setup: Setup, chosen: list[Cell], graphs: bool) -> dict[Cell, float]:
-    """The same of vLLM, in a process of its own; a side that does not run is a sentence of the report."""
-    command = [str(python), str(SIDE), "vllm", f"--model={setup.model}", f"--dtype={setup.dtype}"]
-    command += [f"--cells={json.dumps(chosen)}", f"--device={context.device}", "--max-model-len=8192"]
-    command += ["--repeat=1", *(["--graphs"] if graphs else [])]
-    log = context.folder / f"vllm-{'graphs' if graphs else 'eager'}.log"
-    with log.open("w") as errors:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            check=False,
-        )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"cell"')]
-    if done.returncode != 0:
-        why = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line] or ["?"]
-        context.record.note(
-            f"vLLM {'with CUDA graphs' if graphs else 'in eager mode'} does not run: {why[-1].strip()[-200:]}"
-        )
-    return {tuple(line["cell"]): line["tokens_per_s"] for line in lines}
+class VLLM:
+    """vLLM's engine in a process of its own, in eager mode or with CUDA graphs. Use it as a context."""
+
+    def __init__(self, context: Context, python: Path, setup: Setup, chosen: list[Cell], graphs: bool) -> None:
+        self.graphs, self.name = graphs, f"vLLM, {'CUDA graphs' if graphs else 'eager'}"
+        command = [str(python), str(SIDE), "vllm", f"--model={setup.model}", f"--dtype={setup.dtype}"]
+        command += [f"--cells={json.dumps(chosen)}", f"--device={context.device}", "--max-model-len=8192"]
+        self._command = [*command, "--repeat=1", "--wait", *(["--graphs"] if graphs else [])]
+        self._log = context.folder / f"vllm-{'graphs' if graphs else 'eager'}.log"
+
+    def __enter__(self) -> VLLM:
+        pipe = subprocess.PIPE
+        with self._log.open("w") as errors:
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def wait_until_ready(self) -> None:
+        """Until the model is loaded, or the process has ended."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"ready"'):
+                break
+
+    def measure(self) -> dict[Cell, float]:
+        """Tokens per second by cell; fewer cells if it fails. Waits for the end of the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        lines = [json.loads(line) for line in self._process.stdout if line.startswith('{"cell"')]
+        return {tuple(line["cell"]): line["tokens_per_s"] for line in lines}
+
+    def error(self) -> str:
+        """The reason why the process failed; empty if it did not."""
+        if self._process.wait() == 0:
+            return ""
+        errors = [line for line in self._log.read_text(errors="replace").splitlines() if "Error" in line]
+        return errors[-1].strip()[-200:] if errors else f"exit status {self._process.returncode}"

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from gpu.records import NotPossible
 
-START_S, CHECK_S = 10.0, 30.0
-"""Seconds for the daemon to start or end, and for a client to run."""
+START_S = 10.0
+"""Seconds for the daemon to start or end."""
+CHECK_S = 30.0
+"""Seconds for a client to run."""
 CHECK = "import torch; assert (torch.ones(8, device='cuda') * 2).sum().item() == 16"
 """A program that uses the GPU."""
 
@@ -28,9 +30,9 @@ def shares(prefill: int, decode: int) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @contextmanager
-def mps(folder: Path) -> Iterator[Mapping[str, str]]:
+def mps(folder: Path, check_s: float = CHECK_S) -> Iterator[Mapping[str, str]]:
     """Run the daemon with its pipes in `folder`; yields the environment of its clients. The GPU's settings stay as
-    they are. Raises `NotPossible` if it does not run here."""
+    they are. Raises `NotPossible` if it does not run here, or if a client takes longer than `check_s`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "control").unlink(missing_ok=True)
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
@@ -49,7 +51,7 @@ def mps(folder: Path) -> Iterator[Mapping[str, str]]:
         raise NotPossible(f"MPS is not installed (nvidia-cuda-mps-control: {error.strerror})") from error
     try:
         _wait_for(folder / "control", daemon)
-        _require_clients(everything)
+        _require_clients(everything, check_s)
         yield environment
     finally:
         daemon.terminate()
@@ -73,12 +75,12 @@ def _wait_for(control: Path, daemon: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def _require_clients(environment: Mapping[str, str]) -> None:
+def _require_clients(environment: Mapping[str, str], check_s: float) -> None:
     """Raise `NotPossible` if a program under MPS cannot use the GPU."""
     command = [sys.executable, "-c", CHECK]
     try:
         done = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=CHECK_S, check=False
+            command, env=dict(environment), capture_output=True, text=True, timeout=check_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise NotPossible("MPS starts, but its clients hang") from error

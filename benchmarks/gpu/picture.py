@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from gpu.card import visible_devices
 from gpu.context import Context
@@ -26,8 +31,14 @@ from gpu.records import NotPossible
 from load import Mix, MixResult, run_mix
 from served import running
 
-UP_S = 70.0
+UP_S = 60.0
 """Seconds until a side that is not up is left out."""
+MEASURED_S = (2.5, 5.0)
+"""Seconds for which one side has its traffic, at least and at most."""
+REST_S = 1.0
+"""Seconds from the end of that traffic to the last answer."""
+ENDING_S = 5.0
+"""Seconds that all servers together may take to end."""
 SHARE = 60
 """Per cent of the multiprocessors that P and D may each use under MPS; they overlap."""
 NAME = "bench"
@@ -44,13 +55,16 @@ class Side:
 
 
 OWN_P2P = {"kv_connector": "P2pConnector"}
+PLAIN_VLLM = "2 plain vLLM"
 SIDES = (
     Side("kvferry 1P+1D", "kvferry", OWN_P2P),
     Side("2 plain kvferry", "kvferry", None),
-    Side("2 plain vLLM", "vllm", None),
+    Side(PLAIN_VLLM, "vllm", None),
     Side("vLLM 1P+1D, KvferryP2pConnector", "vllm", OWN_P2P),
     Side("vLLM 1P+1D, NixlConnector", "vllm", {"kv_connector": "NixlConnector"}),
 )
+OWN = {side.name for side in SIDES if side.engine == "kvferry" or side.transfer is OWN_P2P}
+"""The sides that have to answer."""
 
 
 def mixes(small: bool) -> dict[int, Mix]:
@@ -62,15 +76,17 @@ def mixes(small: bool) -> dict[int, Mix]:
         long_prompt_tokens=4096,
         long_tokens=8,
         long_per_s=1.0,
-        duration_s=5.0,
+        duration_s=MEASURED_S[1],
         vocab_size=32000,
+        is_evenly_spaced=True,
+        is_cut=True,
     )
     if small:
         return {
             2: replace(
                 mix,
                 num_streams=2,
-                stream_tokens=6,
+                stream_tokens=40,
                 long_prompt_tokens=60,
                 long_per_s=4.0,
                 duration_s=1.0,
@@ -80,26 +96,66 @@ def mixes(small: bool) -> dict[int, Mix]:
     return {streams: replace(mix, num_streams=streams) for streams in (4, 32)}
 
 
+def seconds_each(left_s: float, num_measurements: int) -> float:
+    """Seconds of traffic for each measurement, so that all of them are done in time."""
+    shortest_s, longest_s = MEASURED_S
+    return min(longest_s, max(shortest_s, (left_s - ENDING_S) / max(1, num_measurements) - REST_S))
+
+
 def run(context: Context) -> None:
     """Start all sides, measure those that are up, and draw."""
     model = llama(context)
     python = _vllm_python(context)
-    sides = [side for side in SIDES if side.engine == "kvferry" or python is not None]
+    part = os.environ.get("KVFERRY_GPU_SIDES", "")
+    sides = [side for side in SIDES if part in side.name and (side.engine == "kvferry" or python is not None)]
+    if not sides:
+        raise NotPossible(f"no side that can run has {part!r} in its name")
     results: dict[int, dict[str, MixResult]] = {}
-    with ExitStack() as stack, ThreadPoolExecutor(len(sides)) as pool:
+    with ExitStack() as stack:
         environment = _sharing(context, stack)
+        pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
+        servers = stack.enter_context(ExitStack())  # left once their processes have ended
+        stack.enter_context(ended_together(ENDING_S))
         start = time.monotonic()
         starting = {
-            side.name: pool.submit(_enter, stack, _started(context, side, model, python, environment)) for side in sides
+            side.name: pool.submit(_enter, servers, context, _started(context, side, model, python, environment))
+            for side in sides
         }
-        urls = {name: url for name, future in starting.items() if (url := _url(context, name, future, start))}
-        for streams, mix in mixes(context.small).items():
+        urls: dict[str, str] = {}
+        for side in sides:
+            must_run = side.engine == "kvferry" or (side.transfer is OWN_P2P and PLAIN_VLLM in urls)
+            if url := _url(context, side.name, starting[side.name], start, must_run):
+                urls[side.name] = url
+        context.record.note(f"{len(urls)} of {len(sides)} sides were up after {time.monotonic() - start:.0f} s")
+        planned = mixes(context.small)
+        for index, (streams, mix) in enumerate(planned.items()):
             results[streams] = {}
+            num_left = (len(planned) - index) * len(urls)
+            duration_s = min(mix.duration_s, seconds_each(context.left_s, num_left))
             for name, url in urls.items():
-                measured = _measured(context, name, url, mix)
+                measured = _measured(context, name, url, replace(mix, duration_s=duration_s), name in OWN)
                 if measured is not None:
                     results[streams][name] = measured
             _draw(context, results)
+
+
+@contextmanager
+def ended_together(grace_s: float) -> Iterator[None]:
+    """At its end, all processes that were started in the block are interrupted at once, and killed after `grace_s`."""
+    this = psutil.Process()
+    before = set(this.children())
+    try:
+        yield
+    finally:
+        began = [process for process in this.children() if process not in before]
+        below = [child for process in began for child in process.children(recursive=True)]
+        for process in began:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(began, timeout=grace_s)
+        for process in (*alive, *below):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _vllm_python(context: Context) -> Path | None:
@@ -123,27 +179,32 @@ def _sharing(context: Context, stack: ExitStack) -> Mapping[str, str]:
     return environment
 
 
-def _enter(stack: ExitStack, side: Any) -> str:
-    url: str = stack.enter_context(side)
+def _enter(stack: ExitStack, context: Context, side: AbstractContextManager[str]) -> str:
+    """Start a side, and send it some traffic, with which it does what is done once only."""
+    url = stack.enter_context(side)
+    *_, most = mixes(context.small).values()
+    asyncio.run(run_mix(url, NAME, replace(most, duration_s=most.duration_s / 5, seed=1)))
     return url
 
 
-def _url(context: Context, name: str, starting: Future[str], start: float) -> str | None:
+def _url(context: Context, name: str, starting: Future[str], start: float, must_run: bool) -> str | None:
     """The URL of a side that is up in time."""
-    limit_s = 200.0 if context.small else UP_S
+    limit_s = 400.0 if context.small else UP_S
     try:
         return starting.result(max(0.0, start + limit_s - time.monotonic()))
     except NotInTime:
         context.record.note(f"{name} was not up after {limit_s:g} s, and is left out")
     except Exception as error:  # noqa: BLE001 - a side that does not start must not end the others
-        _missing(context, name, error)
+        _missing(context, name, error, must_run)
     return None
 
 
-def _missing(context: Context, name: str, error: Exception) -> None:
-    """kvferry's own sides must run; those of others may not."""
+def _missing(context: Context, name: str, error: Exception, must_run: bool) -> None:
+    """kvferry's own sides must run, and its connector where vLLM does; those of others may not."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
     text = (str(error).strip().splitlines() or [repr(error)])[-1]
-    if "kvferry" in name and "vLLM" not in name:
+    if must_run:
         context.record.check(f"{name} serves", False, text)
     else:
         context.record.note(f"{name} does not run: {text}")
@@ -155,6 +216,10 @@ def _started(
 ) -> Iterator[str]:
     """Two instances and a router; yields its URL."""
     roles = ("prefill", "decode") if side.transfer is not None else ("serve", "serve")
+
+    def log_of(server: str) -> Path:
+        return context.scratch("picture") / f"{re.sub(r'[^a-z0-9]+', '-', side.name.lower())}{server}.log"
+
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
 
         def instance(index: int) -> str:
@@ -163,13 +228,13 @@ def _started(
                 arguments += ["--kv-transfer-config", json.dumps(side.transfer)]
             arguments += _vllm_flags(context, python) if side.engine == "vllm" else _own_flags(context)
             environment = {**_device(context, index, sharing)}
-            return stack.enter_context(running(*arguments, more=environment)).url
+            return stack.enter_context(running(*arguments, more=environment, log=log_of(f"-{index}"))).url
 
         first, second = pool.map(instance, (0, 1))
         instances = ["--decode-url", first, "--decode-url", second]
         if side.transfer is not None:
             instances = [*NEVER_AGGREGATED, "--prefill-url", first, "--decode-url", second]
-        yield stack.enter_context(running("router", *instances, "--port", "0")).url
+        yield stack.enter_context(running("router", *instances, "--port", "0", log=log_of("-router"))).url
 
 
 def _device(context: Context, index: int, sharing: Mapping[str, str]) -> dict[str, str]:
@@ -197,24 +262,24 @@ def _own_flags(context: Context) -> list[str]:
 
 
 def _vllm_flags(context: Context, python: Path | None) -> list[str]:
-    ours = ["--engine", "vllm", "--engine-python", str(python), "--"]
-    if context.small:
-        theirs = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(2**25)]
-        return [*ours, *theirs, "--max-model-len", "512"]
     graphs = json.dumps({"mode": 0, "cudagraph_mode": "FULL"})
-    theirs = ["--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1536 * 2**20), "--gpu-memory-utilization", "0.08"]
-    theirs += ["--max-model-len", "8192", "--max-num-batched-tokens", "4096", "--no-enable-prefix-caching"]
-    return [*ours, *theirs, "--compilation-config", graphs]
+    ours = ["--engine", "vllm", "--engine-python", str(python), "--"]
+    theirs = ["--no-enable-prefix-caching", "--max-num-batched-tokens", "4096", "--compilation-config", graphs]
+    if context.small:
+        sizes = ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**25), "--max-model-len", "512"]
+    else:
+        sizes = ["--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1536 * 2**20), "--max-model-len", "8192"]
+        sizes += ["--gpu-memory-utilization", "0.08"]
+    return [*ours, *sizes, *theirs]
 
 
-def _measured(context: Context, name: str, url: str, mix: Mix) -> MixResult | None:
+def _measured(context: Context, name: str, url: str, mix: Mix, must_run: bool) -> MixResult | None:
     """The traffic on one side; its figures are recorded."""
     try:
-        asyncio.run(run_mix(url, NAME, replace(mix, duration_s=mix.duration_s / 5, seed=1)))  # warms up
         result = asyncio.run(run_mix(url, NAME, mix))
         summary = result.summary()
     except Exception as error:  # noqa: BLE001 - a side that fails must not end the others
-        _missing(context, name, error)
+        _missing(context, name, error, must_run)
         return None
     label = f"{mix.num_streams} streams, {name}"
     for key, title in (("itl_p50_ms", "ITL P50"), ("itl_p99_ms", "ITL P99"), ("itl_max_ms", "longest gap")):

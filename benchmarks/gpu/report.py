@@ -45,7 +45,7 @@ def make_run(cards: Sequence[Card], outcomes: Sequence[Outcome], *, fake: bool) 
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):

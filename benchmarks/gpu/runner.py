@@ -65,6 +65,7 @@ def run_step(
     records, log = folder / f"{step.name}.jsonl", folder / f"{step.name}.log"
     records.unlink(missing_ok=True)
     arguments = [step.name, f"--device={device}", f"--folder={folder}", f"--gpus={num_gpus}"]
+    arguments += [f"--limit={step.limit_s}"]
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +23,15 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where everything is written")
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs that may be used")
+    parser.add_argument("--limit", type=float, required=True, help="seconds after which this process is ended")
     options = parser.parse_args()
+    end = time.monotonic() + options.limit
     signal.signal(signal.SIGTERM, _end)
     [step] = choose_steps([options.name], options.gpus)
     record = Recorder(options.folder / f"{step.name}.jsonl")
     try:
-        importlib.import_module(step.module).run(Context(options.device, options.folder, options.gpus, record))
+        context = Context(options.device, options.folder, options.gpus, record, end)
+        importlib.import_module(step.module).run(context)
     except NotPossible as reason:
         record.add(Skipped(str(reason)))
     sys.stdout.flush()
