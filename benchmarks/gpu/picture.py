@@ -37,6 +37,8 @@ MEASURED_S = (2.5, 5.0)
 """Seconds for which one side has its traffic, at least and at most."""
 REST_S = 1.0
 """Seconds from the end of that traffic to the last answer."""
+MPS_S = 15.0
+"""Seconds that a client of MPS may take."""
 ENDING_S = 5.0
 """Seconds that all servers together may take to end."""
 SHARE = 60
@@ -102,6 +104,11 @@ def seconds_each(left_s: float, num_measurements: int) -> float:
     return min(longest_s, max(shortest_s, (left_s - ENDING_S) / max(1, num_measurements) - REST_S))
 
 
+def up_s(left_s: float, num_measurements: int, longest_s: float = UP_S) -> float:
+    """Seconds for the start of the sides, after which the shortest measurements still have time."""
+    return min(longest_s, max(0.0, left_s - num_measurements * (MEASURED_S[0] + REST_S) - ENDING_S))
+
+
 def run(context: Context) -> None:
     """Start all sides, measure those that are up, and draw."""
     model = llama(context)
@@ -116,7 +123,9 @@ def run(context: Context) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
         servers = stack.enter_context(ExitStack())  # left once their processes have ended
         stack.enter_context(ended_together(ENDING_S))
+        planned = mixes(context.small)
         start = time.monotonic()
+        end = start + up_s(context.left_s, len(sides) * len(planned), 400.0 if context.small else UP_S)
         starting = {
             side.name: pool.submit(_enter, servers, context, _started(context, side, model, python, environment))
             for side in sides
@@ -124,10 +133,9 @@ def run(context: Context) -> None:
         urls: dict[str, str] = {}
         for side in sides:
             must_run = side.engine == "kvferry" or (side.transfer is OWN_P2P and PLAIN_VLLM in urls)
-            if url := _url(context, side.name, starting[side.name], start, must_run):
+            if url := _url(context, side.name, starting[side.name], end, must_run):
                 urls[side.name] = url
         context.record.note(f"{len(urls)} of {len(sides)} sides were up after {time.monotonic() - start:.0f} s")
-        planned = mixes(context.small)
         for index, (streams, mix) in enumerate(planned.items()):
             results[streams] = {}
             num_left = (len(planned) - index) * len(urls)
@@ -171,7 +179,7 @@ def _sharing(context: Context, stack: ExitStack) -> Mapping[str, str]:
     if context.small or context.num_gpus > 1:
         return {}
     try:
-        environment = stack.enter_context(mps(context.scratch("mps")))
+        environment = stack.enter_context(mps(context.scratch("mps"), check_s=MPS_S))
     except NotPossible as reason:
         context.record.note(f"{reason}; P and D take turns on the GPU")
         return {}
@@ -187,13 +195,12 @@ def _enter(stack: ExitStack, context: Context, side: AbstractContextManager[str]
     return url
 
 
-def _url(context: Context, name: str, starting: Future[str], start: float, must_run: bool) -> str | None:
-    """The URL of a side that is up in time."""
-    limit_s = 400.0 if context.small else UP_S
+def _url(context: Context, name: str, starting: Future[str], end: float, must_run: bool) -> str | None:
+    """The URL of a side that is up in time. `end`: as `time.monotonic` gives it."""
     try:
-        return starting.result(max(0.0, start + limit_s - time.monotonic()))
+        return starting.result(max(0.0, end - time.monotonic()))
     except NotInTime:
-        context.record.note(f"{name} was not up after {limit_s:g} s, and is left out")
+        context.record.note(f"{name} was not up in time, and is left out")
     except Exception as error:  # noqa: BLE001 - a side that does not start must not end the others
         _missing(context, name, error, must_run)
     return None

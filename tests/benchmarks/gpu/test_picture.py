@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu.picture import ENDING_S, MEASURED_S, REST_S, SIDES, UP_S, ended_together, mixes, seconds_each
+from gpu.picture import ENDING_S, MEASURED_S, REST_S, SIDES, UP_S, ended_together, mixes, seconds_each, up_s
 from gpu.plan import STEPS
 
 NUM_MEASUREMENTS = len(SIDES) * len(mixes(small=False))
@@ -24,12 +24,16 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("up_s", [0.0, 30.0, 45.0, UP_S])
-def test_all_sides_are_measured_in_time_however_late_they_are_up(up_s: float) -> None:
+@pytest.mark.parametrize("began_s", [0.0, 15.0, 30.0, 75.0])
+@pytest.mark.parametrize("took_s", [10.0, 45.0, UP_S])
+def test_all_sides_are_measured_in_time_however_late_they_are_up(began_s: float, took_s: float) -> None:
+    """`began_s`: seconds before the sides were started."""
     [limit_s] = [step.limit_s for step in STEPS if step.name == "picture"]
-    each_s = seconds_each(limit_s - up_s, NUM_MEASUREMENTS)
+    left_s = limit_s - began_s
+    left_s -= min(took_s, up_s(left_s, NUM_MEASUREMENTS))
+    each_s = seconds_each(left_s, NUM_MEASUREMENTS)
     assert MEASURED_S[0] <= each_s <= MEASURED_S[1]
-    assert up_s + NUM_MEASUREMENTS * (each_s + REST_S) + ENDING_S <= limit_s
+    assert NUM_MEASUREMENTS * (each_s + REST_S) + ENDING_S <= left_s
 
 
 def test_measurements_are_not_shorter_than_the_shortest_when_time_is_over() -> None:
