@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.compiled import report_missing_compiler
 from kvferry.core.machine import require_room
-from kvferry.core.process_end import ending_signals
+from kvferry.core.process_end import ending_signals, run_async
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
@@ -193,7 +193,7 @@ def run_attended(
     DigestCache()  # logs problems with it once, for all processes
     display = make_display(log) if ready_fd is None else ReportingDisplay(ReadyWriter(ready_fd))
     attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
-    code = asyncio.run(attended.run())
+    code = run_async(attended.run())
     if attended.hangs:
         leave_at_once(code)
     return code

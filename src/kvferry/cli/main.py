@@ -71,7 +71,10 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 
 _PLANNING = ("simulate", "calibrate", "plan", "why")
 
-app = App(name="kvferry", help=HELP, version=__version__, version_flags=["--version"])
+app = App(
+    name="kvferry", help=HELP, version=__version__, version_flags=["--version"], suppress_keyboard_interrupt=False
+)
+app.meta.suppress_keyboard_interrupt = False  # `main` ends the process without waiting for threads
 app.meta.group_parameters = Group("Everywhere", sort_key=99)
 app.command(serve, sort_key=1)
 app.command(prefill, sort_key=2)

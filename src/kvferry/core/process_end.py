@@ -7,17 +7,21 @@ waiting for threads.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 END_S = 15.0
 """Most seconds that a process takes to close what it has, after its last request."""
@@ -43,12 +47,36 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+class UnjoinedThreads(ThreadPoolExecutor):
+    """The threads of an event loop whose end does not wait for them, such as for the look-up of a name whose server
+    does not answer."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, for a command that ends with `leave`: threads are not waited for."""
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(UnjoinedThreads(thread_name_prefix="kvferry"))
+        return runner.run(main)
+
+
 class EndLimit:
-    """Ends this process with exit code 1 if what follows `begin` takes longer than `END_S`."""
+    """Ends this process with exit code 1 if what follows `begin` takes longer than `END_S`; and with the exit code of
+    what it ran if threads keep it for longer than `EXIT_S` once that has closed everything."""
 
     def __init__(self) -> None:
-        self._timer = threading.Timer(END_S, self._over)
-        self._timer.daemon = True
+        self._timer = _timer(END_S, self._over)
+
+    async def run(self, serving: Awaitable[int]) -> int:
+        """The exit code of `serving`. An event loop ends only when its threads do, and the look-up of a name whose
+        server does not answer takes minutes."""
+        code = await serving
+        self._timer.cancel()
+        self._timer = _timer(EXIT_S, leave, code)
+        self._timer.start()
+        return code
 
     def begin(self) -> None:
         """Start the limit, once the last request is over. Called once."""
@@ -61,6 +89,12 @@ class EndLimit:
     def _over(self) -> None:
         log.error("the process could not close everything within %g s, and ends now", END_S)
         leave(1)
+
+
+def _timer(seconds: float, act: Callable[..., object], *arguments: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, act, arguments)
+    timer.daemon = True
+    return timer
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def run_instance(
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
     with end_limit() as limit:
-        return uvloop.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit))
+        return uvloop.run(limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit)))
 
 
 def _freeze() -> None:

@@ -43,7 +43,7 @@ def run_router(
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
     with end_limit() as limit:
-        return uvloop.run(_serve(config, http, access, group, on_ready, limit))
+        return uvloop.run(limit.run(_serve(config, http, access, group, on_ready, limit)))
 
 
 def freeze_garbage_collector() -> None:

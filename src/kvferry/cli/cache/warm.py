@@ -3,7 +3,6 @@ once."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.process_end import run_async
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
@@ -113,9 +113,9 @@ def warm(
     try:
         if what.url is not None:
             _require_alone(what)
-            asyncio.run(warm_up(what.url))
+            run_async(warm_up(what.url))
         else:
-            asyncio.run(run_alongside("warm", _told(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
+            run_async(run_alongside("warm", _told(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
     except ConfigError:
         raise
     except KvferryError as error:

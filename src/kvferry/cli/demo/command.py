@@ -28,6 +28,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.errors import KvferryError
+from kvferry.core.process_end import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.spec import DesiredFleet, RoleSpec
@@ -85,7 +86,7 @@ def demo(
         log=logs,
     )
     check_before_start(told.engine, told.choice, told.listen, told.access)
-    return asyncio.run(_run(told, console, keep))
+    return run_async(_run(told, console, keep))
 
 
 async def _run(told: FleetSettings, console: Console, keep: bool) -> int:

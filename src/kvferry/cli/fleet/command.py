@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from kvferry.cli.fleet.life import COMMANDS
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
+from kvferry.core.process_end import run_async
 from kvferry.core.settings.bounds import PORT, SECONDS_OR_ZERO
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
@@ -178,7 +178,7 @@ def ask(where: RouterAddress, method: str, path: str, wanted: type[Answer], body
     """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
     router = Origin.parse(where.router, "--router")
     try:
-        status, content = asyncio.run(_exchange(router, where, method, path, body))
+        status, content = run_async(_exchange(router, where, method, path, body))
     except ConfigError:
         raise
     except (KvferryError, ValueError) as error:

@@ -20,7 +20,7 @@ from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.process_end import ending_signals
+from kvferry.core.process_end import ending_signals, run_async
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo, ShutdownRequested
@@ -59,7 +59,7 @@ def control(
     ledger = existing_ledger(name)
     with suppress(OSError):  # it is gone: paths that begin there are, too
         os.chdir(ledger.wanted().place or ".")
-    return asyncio.run(reconcile(ledger, waits=wait))
+    return run_async(reconcile(ledger, waits=wait))
 
 
 async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
-from kvferry.core.process_end import ending_signals
+from kvferry.core.process_end import ending_signals, run_async
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.control.scaling.recommender import Recommender, read_recommended
@@ -44,7 +44,7 @@ def recommend(
     for one in router:
         Origin.parse(one, "--router")
     set_up_logging(TEXT, "recommender")
-    asyncio.run(_recommend(SpecFile(spec, read_recommended), tuple(one.rstrip("/") for one in router)))
+    run_async(_recommend(SpecFile(spec, read_recommended), tuple(one.rstrip("/") for one in router)))
     return 0
 
 

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from kvferry.cli.fleet.controllers import make_backend, reconcile
 from kvferry.cli.fleet.life import require_same_place
 from kvferry.core.errors import ConfigError
+from kvferry.core.process_end import run_async
 from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.leftovers import remove_leftovers
@@ -50,7 +51,7 @@ def run(
     set_up_logging(TEXT, "controller")
     DigestCache()
     remove_leftovers()
-    asyncio.run(_run(_Followed(spec, owner), owner))
+    run_async(_run(_Followed(spec, owner), owner))
     return 0
 
 

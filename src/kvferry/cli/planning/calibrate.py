@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret
+from kvferry.core.process_end import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.engine.config import EngineConfig
@@ -83,10 +83,10 @@ def calibrate(
     set_up_logging(logs, "calibrate")
     try:
         if model.startswith(("http://", "https://")):
-            found = asyncio.run(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
+            found = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
         else:
             found = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
-            found = msgspec.structs.replace(found, store=asyncio.run(measure_stores(found.kv, folder)))
+            found = msgspec.structs.replace(found, store=run_async(measure_stores(found.kv, folder)))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -144,7 +144,7 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
         )
         found.append(await _measured(decode, prefill, urls[ENDPOINT], engine, seed, rounds, start_s))
 
-    asyncio.run(run_alongside(_NAME, told, job))
+    run_async(run_alongside(_NAME, told, job))
     return found[0]
 
 

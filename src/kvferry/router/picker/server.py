@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_end import end_limit
+from kvferry.core.process_end import EndLimit, end_limit
 from kvferry.core.settings.files import read_whole
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
@@ -54,9 +54,7 @@ def run_picker(
     for _, url, _ in given_instances(config):
         _require_address(url)
     with end_limit() as limit:
-        code = uvloop.run(_serve(config, picker, http, access, on_ready))
-        limit.begin()
-    return code
+        return uvloop.run(limit.run(_serve(config, picker, http, access, on_ready, limit)))
 
 
 def _require_address(url: str) -> None:
@@ -73,6 +71,7 @@ async def _serve(
     http: HttpConfig,
     access: InstanceAccess | None,
     on_ready: Callable[[dict[str, Any]], None],
+    limit: EndLimit,
 ) -> int:
     router = build_router(config, http, access)
     freeze_garbage_collector()
