@@ -210,7 +210,8 @@ async def test_a_client_that_leaves_is_no_longer_counted(gateway: Envoy) -> None
 
 async def test_no_instance_is_503_and_full_ones_are_429(gateway: Envoy) -> None:
     peers = decoders(2, failing(429, **{"Retry-After": "30"}))
-    async with picking(peers) as router:
+    believing = PickerConfig(grpc_port=PICKER_PORT, unproven_pause_s=60)
+    async with picking(peers, picker=believing) as router:
         for _ in range(2):
             assert (await post(gateway.url)).json()["error"]["from"] == "decode"
         full = await post(gateway.url)
@@ -338,6 +339,53 @@ async def test_only_gateways_with_a_certificate_are_answered(tmp_path: Path) -> 
                 assert await refusal(asking(channel)) == code
     finally:
         await server.stop(0)
+
+
+HEAD = [(":method", "GET"), (":path", "/v1/models")]
+FULL = [(":status", "429"), ("retry-after", "3600")]
+
+
+def headers(*pairs: tuple[str, str]) -> Any:
+    rows = [{"key": name, "raw_value": value.encode()} for name, value in pairs]
+    return {"headers": {"headers": rows}, "end_of_stream": True}
+
+
+async def say_that_it_is_full(channel: Any) -> None:
+    """As a gateway would of the instance that it was given for a request."""
+    stream = asking(channel)
+    await stream.write(ext_proc.ProcessingRequest(request_headers=headers(*HEAD)))
+    await stream.read()
+    await stream.write(ext_proc.ProcessingRequest(response_headers=headers(*FULL)))
+    await stream.read()
+    await stream.done_writing()
+
+
+async def test_who_shows_no_certificate_keeps_requests_from_an_instance_for_a_second_at_most() -> None:
+    async with picking(decoders(1)) as router:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{PICKER_PORT}") as channel:
+            await say_that_it_is_full(channel)
+        (instance,) = router.services.pools.decode.instances
+        assert 0.0 < instance.busy_until <= router.services.clock.monotonic() + 1.0
+
+
+async def test_a_gateway_with_a_certificate_is_believed(tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    cert, key = ours.issue()
+    http = HttpConfig(port=0, tls_cert=cert, tls_key=key, tls_ca=ours.ca, tls_verify_clients=True)
+    router = build_router(RouterConfig(decode_url=("http://127.0.0.1:9",)), http)
+    server, _ = picker_server.grpc_server(router, PickerConfig(grpc_port=0), http)
+    port = picker_server.bind(server, PickerConfig(grpc_port=0), http)
+    await server.start()
+    try:
+        credentials = grpc.ssl_channel_credentials(
+            ours.ca.read_bytes(), *(file.read_bytes() for file in reversed(ours.issue("gateway")))
+        )
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+            await say_that_it_is_full(channel)
+    finally:
+        await server.stop(0)
+    (instance,) = router.services.pools.decode.instances
+    assert instance.busy_until > router.services.clock.monotonic() + 30.0
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:

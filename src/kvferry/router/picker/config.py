@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.bounds import CountOrZero, PortOrAny, check_bounds
+from kvferry.core.settings.bounds import CountOrZero, PortOrAny, SecondsOrZero, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,11 @@ class PickerConfig:
     fallbacks: CountOrZero = 0
     """Number of other decode instances that are named after the chosen one, for a gateway that tries one after the
     other."""
+
+    unproven_pause_s: SecondsOrZero = 1.0
+    """Longest time that an instance is passed over because a gateway without a client certificate
+    (--tls-verify-clients) reports an answer of 429 or 503 from it: anybody could report that. With a certificate, it is
+    what the instance asks for, up to a minute."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -30,7 +30,7 @@ def endpoint_of(instance: Instance) -> str:
 class Picked:
     """The instances of one request, which count it until `end`. `decode` answers; `prefill` computes the prompt first,
     if there is one; `others` may answer where `decode` cannot be reached. `asked` and `decision` None: a request
-    without a prompt."""
+    without a prompt. `longest_pause_s`: for how long a report that an instance is full is believed."""
 
     def __init__(
         self,
@@ -40,8 +40,11 @@ class Picked:
         others: Collection[Instance] = (),
         asked: PromptTraits | None = None,
         decision: Decision | None = None,
+        *,
+        longest_pause_s: float,
     ) -> None:
         self._services, self._asked, self._decision = services, asked, decision
+        self._longest_pause_s = longest_pause_s
         self.decode, self.prefill, self.others = decode, prefill, others
         self._begun_at = services.clock.monotonic()
         self._work: dict[Instance, Work] = {}
@@ -70,7 +73,7 @@ class Picked:
         if self._decision is not None:
             self._decision.first_byte = services.clock.wall()
         if status in (429, 503):
-            self.decode.pauses(now + min(retry_after_s(headers), MAX_BUSY_S))
+            self.decode.pauses(now + min(retry_after_s(headers), self._longest_pause_s))
         elif status < 300 and self._asked is not None and self._asked.streams:
             # Gateways tell one time only: with a prefill instance, that of the hand-off is in it.
             computed = self.decode if self.prefill is None else self.prefill
@@ -103,10 +106,12 @@ class Picked:
 
 @dataclass(frozen=True)
 class Picker:
-    """Chooses as the router with these services does. `fallbacks`: how many others are named."""
+    """Chooses as the router with these services does. `fallbacks`: how many others are named; `longest_pause_s`: for
+    how long the gateway's reports that an instance is full are believed."""
 
     services: Services
     fallbacks: int = 0
+    longest_pause_s: float = MAX_BUSY_S
 
     def pick(
         self, request: ClientRequest, body: RequestBody | bytes | None, within: Collection[str] | None = None
@@ -121,7 +126,7 @@ class Picker:
         decode = pools.decode.pick(outside)
         if decode is None:
             raise Unavailable("no instance can be reached; try again later")
-        return Picked(self.services, decode)
+        return Picked(self.services, decode, longest_pause_s=self.longest_pause_s)
 
     def _require_room(self, outside: set[Instance]) -> None:
         usable = [one for one in self.services.pools.decode.instances if one.usable and one not in outside]
@@ -152,4 +157,4 @@ class Picker:
         if prefill is not None:
             others = chooser.pairing.readers(prefill, others)
         others = sorted(others, key=lambda one: one.load.num_decodes)[: self.fallbacks]
-        return Picked(services, decode, prefill, others, asked, decision)
+        return Picked(services, decode, prefill, others, asked, decision, longest_pause_s=self.longest_pause_s)

@@ -27,11 +27,15 @@ from kvferry.router.headers import OWN_PREFIX, REQUEST_ID
 from kvferry.router.picker import messages
 from kvferry.router.picker.config import PickerConfig
 from kvferry.router.picker.pick import Picked, Picker, endpoint_of
+from kvferry.router.request.leg import MAX_BUSY_S
 
 logger = logging.getLogger(__name__)
 
 _ROUTING = (b"x-prefiller-host-port", b"x-encoder-hosts-ports", b"x-data-parallel-host-port", b"x-data-parallel-rank")
 """What tells an instance, or a sidecar of llm-d's, where to send something: not a client's to say."""
+
+_PROVED = "x509_pem_cert"
+"""What gRPC knows of a gateway that has shown a certificate of an authority that is trusted."""
 
 
 class ProcessedRequest:
@@ -39,7 +43,8 @@ class ProcessedRequest:
 
     def __init__(self, router: Router, config: PickerConfig, limits: HttpLimits, stream: Any) -> None:
         self._router, self._config, self._limits, self._stream = router, config, limits, stream
-        self._picker = Picker(router.services, config.fallbacks)
+        longest_pause_s = MAX_BUSY_S if _PROVED in stream.auth_context() else config.unproven_pause_s
+        self._picker = Picker(router.services, config.fallbacks, longest_pause_s)
         self._path, self._status = "", 0
         self._id = sane_request_id(None)
         self._slot: Slot | None = None
