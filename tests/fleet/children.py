@@ -35,6 +35,12 @@ forever()
 """
 """Serves at its second argument until SIGTERM."""
 
+NEVER_SERVES = """
+writer.progress("loading", 0.5)
+forever()
+"""
+"""Loads, and goes on to."""
+
 STUBBORN = """
 signal.signal(signal.SIGTERM, lambda *_: print("no", flush=True))
 serve()

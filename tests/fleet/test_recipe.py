@@ -146,8 +146,9 @@ def test_operators_may_have_an_address_of_their_own() -> None:
 
 
 def test_restarts_are_the_failures_of_a_spec() -> None:
-    found = failing(RestartPolicy(max_restarts=4, hang_timeout_s=2.5))
-    assert (found.crash_loop, found.hang, found.backoff[0]) == (5, "2.5s", "500ms")
+    found = failing(RestartPolicy(max_restarts=4, hang_timeout_s=2.5, start_timeout_s=3600))
+    assert (found.crash_loop, found.hang, found.backoff[0], found.start) == (5, "2.5s", "500ms", "3600s")
+    assert failing(RestartPolicy()).start == "600s"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.children import CRASHING_WHEN_TOLD, GOOD, HEALTHY, SILENT, child
-from fleet.fleets import Make, up
+from fleet.children import CRASHING_WHEN_TOLD, GOOD, HEALTHY, NEVER_SERVES, SILENT, child
+from fleet.fleets import Make, attended, up
 from fleet.recording import RecordingDisplay
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.asking import serves
@@ -23,9 +23,11 @@ from support.certificates import Authority
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 
 
-@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"hang_timeout_s": -0.1}, {"hang_timeout_s": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"start_timeout_s": -1}, {"max_restarts": -1}, {"hang_timeout_s": -0.1}, {"hang_timeout_s": float("nan")}]
+)
 def test_wrong_settings(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"must (not be negative|be a number)"):
+    with pytest.raises(ConfigError, match=r"must (not be negative|be a number|be above 0)"):
         RestartPolicy(**wrong)  # type: ignore[arg-type]
 
 
@@ -95,6 +97,14 @@ async def test_who_hangs_as_soon_as_it_serves_is_killed_and_comes_back(caplog: p
     await display.until(lambda seen: len(urls(seen, "decode-0")) == 2)
     assert "decode-0 has not answered GET /health for" in caplog.text
     await end(task)
+
+
+async def test_who_does_not_serve_in_time_ends_everything_with_the_flag_that_gives_it_longer() -> None:
+    display = RecordingDisplay()
+    makes = {**FLEET, "decode": lambda name: child(name, NEVER_SERVES)}
+    assert await attended(display, makes, FailureSpec(start="1s", crash_loop=1)).run() == 1
+    told = next(text for (text,) in display.of("note") if text.startswith("error: "))
+    assert "decode-0 does not serve after 1s (start in [failure], --start-timeout-s)" in told
 
 
 async def test_a_crash_loop_ends_everything_by_name() -> None:

@@ -119,7 +119,10 @@ def engine_of(choice: EngineChoice, instance: InstanceSpec, own_flags: tuple[str
 def failing(restarts: RestartPolicy) -> FailureSpec:
     """The restart settings as a spec has them."""
     return FailureSpec(
-        backoff=("500ms", "30s"), crash_loop=restarts.max_restarts + 1, hang=f"{restarts.hang_timeout_s:g}s"
+        backoff=("500ms", "30s"),
+        crash_loop=restarts.max_restarts + 1,
+        hang=f"{restarts.hang_timeout_s:g}s",
+        start=f"{restarts.start_timeout_s:g}s",
     )
 
 

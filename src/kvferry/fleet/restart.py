@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.core.settings.bounds import CountOrZero, SecondsOrZero, check_bounds
+from kvferry.core.settings.bounds import CountOrZero, Seconds, SecondsOrZero, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,10 @@ class RestartPolicy:
     hang_timeout_s: SecondsOrZero = 60.0
     """Seconds that an instance or the router may leave GET /health unanswered before it is killed and restarted; 0
     waits forever."""
+
+    start_timeout_s: Seconds = 600.0
+    """Seconds that an instance or the router may take until it serves, before it is ended and started again: for large
+    models, slow disks and busy machines. `start` in [failure] of a fleet's spec."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

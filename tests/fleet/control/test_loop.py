@@ -388,7 +388,7 @@ def test_a_unit_holds_nothing_while_it_waits_for_what_never_comes() -> None:
     world.to(first, Phase.READY)
     stopped = [step for _ in range(40) for step in world.tick() if isinstance(step, StopMember)]
     assert len(stopped) == 3
-    assert {step.why for step in stopped} == {"does not serve after 30s"}
+    assert {step.why for step in stopped} == {"does not serve after 30s (start in [failure], --start-timeout-s)"}
 
 
 @pytest.mark.parametrize("restart", ["instance", "unit"])

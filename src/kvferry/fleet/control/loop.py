@@ -133,7 +133,9 @@ class _Tick:
                 self.steps.append(StopMember(one.name, f"not drained within {failing.drain}"))
         for item in list(self._items.values()):
             if item.phase is Phase.STARTING and self._now - item.since >= seconds(failing.start):
-                self._remove(item, f"does not serve after {failing.start}", failed=True)
+                self._remove(
+                    item, f"does not serve after {failing.start} (start in [failure], --start-timeout-s)", failed=True
+                )
 
     def give_up_units(self) -> None:
         """Replace units as a whole of which a member has failed, if that is what is wanted."""
