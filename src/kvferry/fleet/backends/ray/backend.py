@@ -28,7 +28,15 @@ from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
 from kvferry.fleet.backends.ray.lease import RayLease, controller_name
 from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, Order
-from kvferry.fleet.backends.ray.placing import Bundle, free_indices, make_group, needs_of, num_actors, strategy_of
+from kvferry.fleet.backends.ray.placing import (
+    Bundle,
+    free_indices,
+    make_group,
+    needs_of,
+    num_actors,
+    own_cluster_cpus,
+    strategy_of,
+)
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.control.spec import DesiredFleet, MemberRole, seconds
@@ -118,19 +126,25 @@ class RayBackend(FleetBackend):
 
     async def _connect(self) -> None:
         if not self._is_connected:
-            await RayConnection.open(self._fleet.backend.address, self._namespace)
+            # Members that outlive this process need a cluster that does.
+            own_cpus = None if self.context.outlives else own_cluster_cpus(self._fleet)
+            await RayConnection.open(self._fleet.backend.address, self._namespace, own_cpus=own_cpus)
             self._is_connected = True
 
     async def open(self) -> None:
         """Connect to the cluster, and find the members that an earlier controller has left."""
         await self._connect()
+        if self.context.outlives:  # others' members end with their processes
+            await self._find_all()
+        self._begin_task(self._watch_control_service())
+
+    async def _find_all(self) -> None:
         try:
             names, at_once = await in_thread(self._find_names, _ASK_S), asyncio.Semaphore(_AT_ONCE)
             await asyncio.gather(*(self._find(name, at_once) for name in names))
             await in_thread(self._remove_groups_of_nobody, _ASK_S)
         except (TimeoutError, RayError) as error:
             raise ConfigError(f"Ray does not say which members this fleet has: {error}") from error
-        self._begin_task(self._watch_control_service())
 
     def members(self) -> Sequence[Member]:
         """The members, as their actors have last said."""

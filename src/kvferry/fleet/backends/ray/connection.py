@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,7 +22,11 @@ from ray.exceptions import RayError
 
 from kvferry.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_S = 30.0
+_START_S = 120.0
+"""Limit for the start of a cluster on this machine, which takes some seconds where cores are free."""
 _SHUTDOWN_S = 10.0
 
 Result = TypeVar("Result")
@@ -32,27 +36,38 @@ class RayConnection:
     """Shared by all backends of the process; the last one closes it. One that was there before stays."""
 
     _num_users, _is_ours = 0, False
+    _ended: threading.Event | None = None
+    """Ends the cluster of this process; None: it has none of its own."""
     hangs = False
     """Whether it could not be closed in time."""
 
     @classmethod
-    async def open(cls, address: str, namespace: str) -> None:
-        """Connect, or use the connection that is there. Raises `ConfigError`."""
+    async def open(cls, address: str, namespace: str, *, own_cpus: int | None = None) -> None:
+        """Connect, or use the connection that is there. `own_cpus`: if no address is named and no cluster is there,
+        start one on this machine, with as many logical CPUs, which ends with the connection. Raises `ConfigError`."""
         if not ray.is_initialized():
-            await cls._connect(address, namespace)
+            is_named = bool(address or os.environ.get("RAY_ADDRESS"))
+            await cls._connect(address, namespace, None if is_named else own_cpus)
             cls._is_ours = True
         cls._num_users += 1
 
     @classmethod
-    async def _connect(cls, address: str, namespace: str) -> None:
-        where = f"Ray at {address}" if address else "Ray"
+    async def _connect(cls, address: str, namespace: str, own_cpus: int | None) -> None:
+        where, within_s = f"Ray at {address}" if address else "Ray", _CONNECT_S
         logging.getLogger("ray").setLevel(logging.ERROR)
-        told: dict[str, Any] = {"address": address or "auto", "namespace": namespace, "configure_logging": False}
         try:
-            await in_thread(lambda: ray.init(log_to_driver=False, **told), _CONNECT_S)
+            try:
+                await _init(address or "auto", namespace, within_s)
+            except ConnectionError:
+                if own_cpus is None:
+                    raise
+                logger.info("there is no Ray cluster here; one is started on this machine, and ends with this command")
+                where, within_s, cls._ended = "the Ray cluster of this command", _START_S, threading.Event()
+                own = {"include_dashboard": False, "num_cpus": own_cpus}
+                await _init("local", namespace, within_s, cls._ended, own)
             _take_back(signal.SIGTERM)
         except TimeoutError as error:
-            raise ConfigError(f"{where} does not answer within {_CONNECT_S:g} s; see `ray status`") from error
+            raise ConfigError(f"{where} does not answer within {within_s:g} s; see `ray status`") from error
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -70,6 +85,16 @@ class RayConnection:
                 await in_thread(ray.shutdown, _SHUTDOWN_S)
             except TimeoutError:
                 cls.hangs = True
+            finally:
+                if cls._ended is not None:
+                    cls._ended.set()
+
+
+async def _init(
+    address: str, namespace: str, within_s: float, until: threading.Event | None = None, more: Mapping[str, Any] = {}
+) -> None:
+    settings = {"address": address, "namespace": namespace, "configure_logging": False, "log_to_driver": False, **more}
+    await in_thread(lambda: ray.init(**settings), within_s, until=until)
 
 
 def _take_back(number: int) -> None:
@@ -81,10 +106,16 @@ def _take_back(number: int) -> None:
 
 
 async def in_thread(
-    call: Callable[[], Result], within_s: float, *, late: Callable[[Result], object] | None = None
+    call: Callable[[], Result],
+    within_s: float,
+    *,
+    late: Callable[[Result], object] | None = None,
+    until: threading.Event | None = None,
 ) -> Result:
     """What `call` returns, called in a thread of its own. Raises what it raises, or `TimeoutError`; it then goes on
-    without anybody who waits for it, and what it returns is given to `late`, in a thread too."""
+    without anybody who waits for it, and what it returns is given to `late`, in a thread too. The thread ends after the
+    call, or at `until`: Linux ends processes that are to die with their parent when the thread ends that has started
+    them."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -105,6 +136,8 @@ async def in_thread(
             failure = error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, failure)
+        if until is not None:
+            until.wait()
 
     threading.Thread(target=run, name="kvferry-ray", daemon=True).start()
     async with asyncio.timeout(within_s):

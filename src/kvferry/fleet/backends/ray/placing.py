@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from kvferry.core.machine import num_cpus
 from kvferry.fleet.control.ray_spec import ActorSpec
 from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 
@@ -59,10 +61,25 @@ def num_actors(fleet: DesiredFleet, role: MemberRole) -> int:
     return fleet.role[role].tensor_parallel_size if is_split and role in fleet.role else 1
 
 
+def own_cluster_cpus(fleet: DesiredFleet) -> int:
+    """Logical CPUs of a cluster that is only for this fleet, on this machine: all of its members have a place there,
+    however few cores there are, as they have without Ray."""
+    counts: dict[MemberRole, int] = {role: spec.count for role, spec in fleet.role.items()}
+    if fleet.unit is not None:
+        counts = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
+    needed = sum(_cpus_of(fleet, role) * num_actors(fleet, role) * number for role, number in counts.items())
+    return max(num_cpus(), math.ceil(needed))
+
+
+def _cpus_of(fleet: DesiredFleet, role: MemberRole) -> float:
+    cpus = fleet.backend.ray.get(role, ActorSpec()).cpus
+    return cpus if cpus is not None else float(role != "router")
+
+
 def needs_of(fleet: DesiredFleet, role: MemberRole) -> ActorResources:
     """What each actor of this role needs. Asks Ray whether there are GPUs, unless the fleet says how many it needs."""
     told = fleet.backend.ray.get(role, ActorSpec())
-    cpus = told.cpus if told.cpus is not None else float(role != "router")
+    cpus = _cpus_of(fleet, role)
     if told.gpus is not None or role == "router":
         gpus = told.gpus or 0.0
     else:
