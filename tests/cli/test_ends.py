@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,12 +49,12 @@ recommend = true
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As name servers that do not answer."""
     folder = tmp_path_factory.mktemp("look-up")
     (folder / "look_up.c").write_text(LOOK_UP)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "look_up.so", "look_up.c", "-ldl"], cwd=folder, check=True)
-    yield folder / "look_up.so"
+    return folder / "look_up.so"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_look_ups_that_get_no_answer(
             stderr=log,
         )
     try:
-        until((tmp_path / "looked-up").exists, 120.0, lambda: (tmp_path / "log").read_text())
+        until((tmp_path / "looked-up").exists, 120.0, (tmp_path / "log").read_text)
         begun = time.monotonic()
         process.send_signal(number)
         assert process.wait(timeout=60) == code, (tmp_path / "log").read_text()

@@ -625,8 +625,8 @@ async def test_a_member_that_never_serves_is_given_up(tmp_path: Path) -> None:
     async with made.running():
         await made.until(
             lambda: (
-                "decode: failed 2 times in a row, and is not started again: does not serve after 200ms (start in [failure], --start-timeout-s)"
-                in made.trouble()
+                "decode: failed 2 times in a row, and is not started again: does not serve after 200ms"
+                " (start in [failure], --start-timeout-s)" in made.trouble()
             )
         )
 
