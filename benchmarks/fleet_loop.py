@@ -11,7 +11,7 @@ from typing import Any
 
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from report import save
 
 ROUNDS = 50

@@ -13,9 +13,9 @@ import msgspec
 
 from kvferry.core.messages.traffic import TrafficReport
 from kvferry.fleet.control.facts import RoleStatus
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.scaling_rules import DECODE, PREFILL, Counts
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.replay import TraceReplay

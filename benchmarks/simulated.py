@@ -37,7 +37,7 @@ import msgspec
 
 from kvferry.cli.planning.simulated import world_of
 from kvferry.core.settings.units import parse_bytes
-from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.sim.replay import Percentiles, TraceReplay
 from kvferry.sim.targets import Targets
 from kvferry.sim.times import MachineTimes, read_times

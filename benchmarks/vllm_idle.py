@@ -10,8 +10,8 @@ And of vLLMs that are each all in one process, in turns:
 
   token: one of an answer; the model is so small that most of it is what vLLM does around it
 
-Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin (`fleet/vllm/calm`), so
-that CPU time is work; in servers "as they are" they do not.
+Only CPU time is read, so a busy machine does little harm. Threads sleep where they would spin
+(`fleet/processes/vllm/calm`), so that CPU time is work; in servers "as they are" they do not.
 
 Prints a table; writes results/vllm_idle.json, where connectors that are measured again (`--sides`) replace themselves.
 
@@ -43,8 +43,8 @@ from typing import Any
 import httpx
 
 from kvferry.core.settings.environment import CALM_VLLM
-from kvferry.fleet.vllm.instances import CALM
-from kvferry.fleet.vllm.transfer import for_member, read_transfer
+from kvferry.fleet.processes.vllm.instances import CALM
+from kvferry.fleet.processes.vllm.transfer import for_member, read_transfer
 from models import make_bench_model
 from report import RESULTS, print_machine, processor, save
 from reuse import free_port, server

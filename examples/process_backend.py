@@ -25,9 +25,9 @@ import psutil
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import read_options
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
-from kvferry.fleet.process import ProcessSpec, RouterGroup
-from kvferry.fleet.ready import READY_FLAG, InstanceReady, start_messages
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
+from kvferry.fleet.processes.ready import READY_FLAG, InstanceReady, start_messages
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
 
 ERROR, EXIT_WRONG = "kvferry: error: ", 2

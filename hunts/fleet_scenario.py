@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from hunts.faults import OUTSIDE, Fault, FaultInjector, draw_faults
 from hunts.invariants import FleetSteps, Violation, of_bounds
 from hunts.scenario import Report, draw, judged, require_finished
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.world import RequestSpec, WorldSpec
 

@@ -38,7 +38,7 @@ TORCH_FREE = [
     "kvferry.engine.server.app",
     "kvferry.models.catalog",
     "kvferry.router.app",
-    "kvferry.fleet.recipe",
+    "kvferry.fleet.processes.recipe",
     "kvferry.sim.fleet",
     "kvferry.cli.main",
 ]

@@ -49,7 +49,7 @@ PAGES = {
     "fleet": (
         "Backends of fleets",
         "What starts and ends the members of a fleet, and is asked what has become of them.",
-        ("kvferry.fleet.control.backend", "kvferry.fleet.process", "kvferry.fleet.ready"),
+        ("kvferry.fleet.control.backend", "kvferry.fleet.processes.process", "kvferry.fleet.processes.ready"),
     ),
     "router": (
         "Router policies",
@@ -66,8 +66,8 @@ PAGES = {
         "Frozen classes from which flags, TOML and environment variables are made.",
         (
             "kvferry.engine.config",
-            "kvferry.fleet.spec",
-            "kvferry.fleet.restart",
+            "kvferry.fleet.spec.settings",
+            "kvferry.fleet.spec.restart",
             "kvferry.router.config",
             "kvferry.router.picker.config",
             "kvferry.http.server.config",

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvferry.fleet.vllm.environment import find_vllm
+from kvferry.fleet.processes.vllm.environment import find_vllm
 
 pytestmark = pytest.mark.vllm
 

@@ -20,8 +20,8 @@ from kvferry.cli.main import main
 from kvferry.core import dependencies
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.transfer import check_transfer
+from kvferry.fleet.spec.kv_transfer import check_transfer
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from support.ports import free_port

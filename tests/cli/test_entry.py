@@ -15,8 +15,8 @@ import pytest
 from kvferry.cli import main as command
 from kvferry.core.streams import EXIT_UNREAD
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import fleet_from
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.spec.fleet_spec import fleet_from
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "import sys; from kvferry.cli.entry import main; sys.exit(main())"

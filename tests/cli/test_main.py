@@ -21,11 +21,11 @@ from kvferry.cli.config_file import ConfigFile
 from kvferry.cli.flags import complete, field_help
 from kvferry.cli.main import COMMANDS, ENVIRONMENT, app, for_engine, main
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import flag_name, to_arguments
-from kvferry.fleet.ready import start_messages
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.variables import flag_variables
+from kvferry.fleet.processes.ready import start_messages
+from kvferry.fleet.spec.arguments import flag_name, to_arguments
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig

@@ -23,9 +23,9 @@ from kvferry.core.settings.bounds import Bounds, bounds_of, check_bounds
 from kvferry.core.settings.options import read_options
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
-from kvferry.fleet.arguments import flag_name
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import FleetSpec, Listen
+from kvferry.fleet.spec.arguments import flag_name
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import FleetSpec, Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.choice.policies.table import find_policy, policy_names, read_settings

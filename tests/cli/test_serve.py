@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from conftest import ModelMaker
-from kvferry.fleet.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm.ports import free_ports
 from support.certificates import Authority
 from support.processes import kvferry, until
 

@@ -12,7 +12,7 @@ from cyclopts import App
 from kvferry.cli.main import app, main
 from kvferry.cli.variables import FROM_A_SPEC, STARTS, STARTS_NOTHING, Command, refuse_unread
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.variables import flag_variables, variables_of
+from kvferry.fleet.spec.variables import flag_variables, variables_of
 
 SPEC = """
 name = "chat"

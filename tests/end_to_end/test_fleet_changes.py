@@ -19,7 +19,7 @@ import pytest
 
 from conftest import ModelMaker
 from kvferry.fleet.places import ledger_of, running_folder
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.process import PROGRAM
 from support.fleets import SPEC, Fleet, Load, change_at_random, require_clean, use_state_in
 from support.processes import is_running, until
 

@@ -19,7 +19,7 @@ import pytest
 
 from conftest import ModelMaker
 from kvferry.fleet.places import ledger_of
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 from support.fleets import Load, change_at_random, require_clean, use_state_in
 from support.processes import KvferryProcess, begun, run, until
 from support.ray_fleets import ACTOR, NAME, PROCESS, RayFleet, SharedFleet, eventually, fleet_on, replaced

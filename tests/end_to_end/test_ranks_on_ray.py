@@ -17,7 +17,7 @@ from conftest import ModelMaker
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.engine import Engine
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 from support.engines import run_prompts
 from support.fleets import PROMPTS, Load, require_clean, use_state_in
 from support.processes import until

@@ -20,9 +20,9 @@ import pytest
 
 from kvferry.cli import instance, serve
 from kvferry.cli.main import COMMANDS, HELP, app, main
-from kvferry.fleet.vllm import instances as vllm_instances
-from kvferry.fleet.vllm.environment import VllmEnvironment
-from kvferry.fleet.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm import instances as vllm_instances
+from kvferry.fleet.processes.vllm.environment import VllmEnvironment
+from kvferry.fleet.processes.vllm.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

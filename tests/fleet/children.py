@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.processes.process import ProcessSpec
 
 _BEGIN = """
 import json, os, signal, sys, threading
-from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.processes.ready import ReadyWriter
 
 # The tests' own arguments, then "--ready-fd N" from the backend.
 ready_fd = int(sys.argv[-1])

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cli.attended import AttendedFleet
-from kvferry.fleet.control.spec import DesiredFleet, FailureSpec, MemberRole, RoleSpec, RouterSpec
-from kvferry.fleet.cpu import Cores
 from kvferry.fleet.display import Display
-from kvferry.fleet.process import ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import Cores
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, FailureSpec, MemberRole, RoleSpec, RouterSpec
 
 Make = Callable[[str], ProcessSpec]
 """What a member of this name runs."""

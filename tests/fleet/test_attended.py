@@ -30,18 +30,18 @@ from fleet.children import (
     child,
 )
 from fleet.fleets import NO_RESTARTS, SECRET, attended, run, up
+from fleet.processes.test_external_servers import foreign
 from fleet.recording import RecordingDisplay
-from fleet.test_foreign import foreign
 from kvferry.cli import attended as foreground
 from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar, make_registrar
 from kvferry.fleet import places
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import FailureSpec
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import running_folder
-from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.process import ProcessSpec
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import FailureSpec
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")
 

@@ -33,8 +33,8 @@ from kvferry.fleet.backends.ray.folders import root_folder
 from kvferry.fleet.control.backend import BackendContext, backend_class
 from kvferry.fleet.control.controller import Controller, End, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import Backend, DesiredFleet, MemberRole, fleet_from
-from kvferry.fleet.process import ProcessSpec
+from kvferry.fleet.processes.process import ProcessSpec
+from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, MemberRole, fleet_from
 from support.warm import Program
 
 pytestmark = [

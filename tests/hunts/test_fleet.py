@@ -17,7 +17,7 @@ from kvferry.fleet.control.facts import Phase
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.router_client import View
-from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.world import RequestSpec
 
 SEEDS = (1, 2, *[seed for seed in range(3, 30) if draw_fleet(seed).scale is not None][:3])

@@ -18,7 +18,7 @@ import aiohttp
 import psutil
 import pytest
 
-from kvferry.fleet.ready import InstanceReady, start_messages
+from kvferry.fleet.processes.ready import InstanceReady, start_messages
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, event, instances, routing, ticket
 from support.certificates import Authority
 from support.processes import is_running
@@ -30,12 +30,12 @@ from kvferry.cli.attended import AttendedFleet
 from kvferry.cli.fleet_settings import failing
 from kvferry.core.errors import ConfigError
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import RouterSpec, DesiredFleet
+from kvferry.fleet.spec.fleet_spec import RouterSpec, DesiredFleet
 from kvferry.fleet.display import ReportingDisplay
-from kvferry.fleet.ready import ReadyWriter
-from kvferry.fleet.recipe import LocalRecipe
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.processes.ready import ReadyWriter
+from kvferry.fleet.processes.recipe import LocalRecipe
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.router.config import RouterConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.network import NetworkSpec

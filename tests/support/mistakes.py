@@ -15,7 +15,7 @@ from kvferry.fleet.control import controller
 from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.facts import Drain, Step, StopMember
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.router.choice.disaggregation import Threshold
 from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.store.breaker import Breaker

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 _SHARES = 8
 _FIRST, _LAST = 12_000, 20_000
-"""Below 32,768, where Linux begins with those that it gives to anyone, and those of `kvferry.fleet.vllm.ports`."""
+"""Below the ephemeral ports, which begin at 32,768, and below `kvferry.fleet.processes.vllm.ports`."""
 
 
 def _candidates() -> Iterator[int]:

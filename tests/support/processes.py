@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from kvferry.core.keys import CHALLENGE_PATH, Purpose, Signer
-from kvferry.fleet.ready import InstanceReady, start_messages
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.ready import InstanceReady, start_messages
+from kvferry.fleet.processes.start_time import started_at
 from support.warm import Child, Program, run_command
 
 START_S = 120.0

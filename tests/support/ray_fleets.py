@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 from support.fleets import SPEC, Fleet, require_clean
 from support.processes import until
 from support.ray_nodes import Nodes, runs

@@ -25,7 +25,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not inst
 
 from kvferry.fleet.backends.local.folder import MemberFolder  # noqa: E402
 from kvferry.fleet.backends.ray.folders import root_folder  # noqa: E402
-from kvferry.fleet.started import started_at  # noqa: E402
+from kvferry.fleet.processes.start_time import started_at  # noqa: E402
 
 _MEMORY_BYTES = 80 * 2**20
 

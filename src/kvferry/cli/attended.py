@@ -23,12 +23,12 @@ from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, 
 from kvferry.fleet.control.controller import Controller, End, FleetFailed, LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import Display, ReportingDisplay, make_display
-from kvferry.fleet.exit_reason import EXIT_USER_ERROR
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import PREFIX
-from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.processes.exit_reason import EXIT_USER_ERROR
+from kvferry.fleet.processes.ready import ReadyWriter
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging
 

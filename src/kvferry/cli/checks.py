@@ -13,9 +13,9 @@ from kvferry.core.machine import require_memory
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.listening import require_free
-from kvferry.fleet.recipe import LOOPBACK
-from kvferry.fleet.spec import EngineChoice, FleetSpec, Listen
+from kvferry.fleet.processes.listening import require_free
+from kvferry.fleet.processes.recipe import LOOPBACK
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, Listen
 from kvferry.http.server.config import HttpAccess
 from kvferry.kv_events.sockets import zmq
 from kvferry.models.catalog import resolve

@@ -16,10 +16,10 @@ from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.registrar import make_registrar
 from kvferry.fleet.display import make_display
-from kvferry.fleet.ready import ReadyWriter
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.transfer import InstanceRole, require_registrable
+from kvferry.fleet.processes.ready import ReadyWriter
+from kvferry.fleet.spec.kv_transfer import InstanceRole, require_registrable
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits

@@ -19,7 +19,7 @@ from cyclopts.config import Dict
 from kvferry.core.errors import ConfigError, UnknownName
 from kvferry.core.settings.toml_file import read_toml
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec import EngineChoice, InstanceSpec
+from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
 from kvferry.router.config import RouterConfig
 
 SHARED = {"engine": (EngineConfig, EngineChoice, InstanceSpec), "router": (RouterConfig,)}

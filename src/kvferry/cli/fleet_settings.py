@@ -15,8 +15,9 @@ from kvferry.cli.flags import complete
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import overridden, refuse_own_flags, to_arguments
-from kvferry.fleet.control.spec import (
+from kvferry.fleet.processes.recipe import LocalRecipe
+from kvferry.fleet.spec.arguments import overridden, refuse_own_flags, to_arguments
+from kvferry.fleet.spec.fleet_spec import (
     Backend,
     DesiredFleet,
     EngineSpec,
@@ -26,10 +27,9 @@ from kvferry.fleet.control.spec import (
     RouterSpec,
     check_fleet,
 )
-from kvferry.fleet.recipe import LocalRecipe
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.variables import flag_variables
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits

@@ -33,7 +33,7 @@ from kvferry.fleet.backends.local.fork_messages import (
     NotForked,
 )
 from kvferry.fleet.backends.local.launcher import write_process
-from kvferry.fleet.ready import READY_FLAG
+from kvferry.fleet.processes.ready import READY_FLAG
 
 _PR_SET_PDEATHSIG = 1
 _ADOPTED_S = 0.001

@@ -28,13 +28,13 @@ from kvferry.cli.fleet_settings import engine_of, failing
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.arguments import refuse_own_flags
-from kvferry.fleet.control.spec import DesiredFleet, RoleSpec, RouterSpec
-from kvferry.fleet.recipe import LocalRecipe, require_defaults
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.transfer import DEFAULT, InstanceRole, transfer_for
-from kvferry.fleet.variables import flag_variables
+from kvferry.fleet.processes.recipe import LocalRecipe, require_defaults
+from kvferry.fleet.spec.arguments import refuse_own_flags
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec, RouterSpec
+from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig

@@ -33,9 +33,9 @@ from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
 from kvferry.core.process_end import leave
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
-from kvferry.fleet.arguments import flag_name
-from kvferry.fleet.exit_reason import ERROR_PREFIX, EXIT_USER_ERROR
-from kvferry.fleet.variables import CONFIG_VARIABLE
+from kvferry.fleet.processes.exit_reason import ERROR_PREFIX, EXIT_USER_ERROR
+from kvferry.fleet.spec.arguments import flag_name
+from kvferry.fleet.spec.variables import CONFIG_VARIABLE
 from kvferry.observe.logs import LogConfig, set_up_logging
 
 _PREFIX = "KVFERRY_"

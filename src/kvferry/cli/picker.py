@@ -26,7 +26,7 @@ from kvferry.cli.common import (
 from kvferry.cli.flags import complete, defaults_of, flags_of
 from kvferry.core.errors import MissingDependency
 from kvferry.core.keys import shared_token
-from kvferry.fleet.spec import Listen
+from kvferry.fleet.spec.settings import Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits

@@ -29,11 +29,11 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import failing
 from kvferry.core.keys import shared_token
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import DesiredFleet, RouterSpec
-from kvferry.fleet.recipe import LocalRecipe
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.variables import flag_variables
+from kvferry.fleet.processes.recipe import LocalRecipe
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, RouterSpec
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.variables import flag_variables
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits

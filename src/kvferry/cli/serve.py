@@ -39,10 +39,10 @@ from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, loc
 from kvferry.core.machine import num_cpus, usable_cores
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.cpu import parse_cores, thread_variables
-from kvferry.fleet.restart import RestartPolicy
-from kvferry.fleet.spec import EngineChoice, FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.transfer import check_transfer
+from kvferry.fleet.processes.cpu import parse_cores, thread_variables
+from kvferry.fleet.spec.kv_transfer import check_transfer
+from kvferry.fleet.spec.restart import RestartPolicy
+from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits

@@ -12,8 +12,8 @@ from typing import Any
 from cyclopts import App
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.arguments import KEY_FIELDS, flag_name, variable_name
-from kvferry.fleet.variables import FLEET, INSTANCE, ROUTER, variables_of
+from kvferry.fleet.spec.arguments import KEY_FIELDS, flag_name, variable_name
+from kvferry.fleet.spec.variables import FLEET, INSTANCE, ROUTER, variables_of
 from kvferry.observe.logs import LogConfig
 
 Command = tuple[str, ...]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.processes.ready import ReadyWriter
 from kvferry.observe.logs import TEXT, LogConfig, json_line
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")

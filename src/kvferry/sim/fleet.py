@@ -22,7 +22,7 @@ from kvferry.fleet.control.controller import Controller, LeadershipLost, Shutdow
 from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient, View
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstance
 from kvferry.sim.loop import SimProcess

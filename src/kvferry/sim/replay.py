@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import Decided
-from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.sim.engine import Role, SimInstance
 from kvferry.sim.fleet import FleetWorld
 from kvferry.sim.loop import EPOCH_S, SimProcess

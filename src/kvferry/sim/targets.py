@@ -6,7 +6,7 @@ import msgspec
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.options import unknown_key
-from kvferry.fleet.control.spec import seconds
+from kvferry.fleet.spec.fleet_spec import seconds
 
 
 class Targets(msgspec.Struct, frozen=True):

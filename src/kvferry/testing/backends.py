@@ -5,9 +5,9 @@
     class TestMyBackend(BackendContract):
         kind = "my_package.my_module:MyBackend"
 
-Members are programs of a few lines that speak the start protocol (`kvferry.fleet.ready`), as kvferry's own processes
-do. A name says what a member does: `serves`, `fails`, is told something `wrong`, `waits` and never serves, or `stays`
-when it is asked to end. Where members are not processes that a recipe describes, override `around` and `end`.
+Members are programs of a few lines that speak the start protocol (`kvferry.fleet.processes.ready`), as kvferry's own
+processes do. A name says what a member does: `serves`, `fails`, is told something `wrong`, `waits` and never serves, or
+`stays` when it is asked to end. Where members are not processes that a recipe describes, override `around` and `end`.
 Coroutines are run by `asyncio.run`, so no plugin is needed.
 """
 
@@ -31,9 +31,9 @@ from kvferry.fleet.control.backend import (
     NotStarted,
     backend_class,
 )
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec, RouterSpec
-from kvferry.fleet.cpu import Cores
-from kvferry.fleet.process import ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import Cores
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, RouterSpec
 
 HANGS_S = 60.0
 """A test that takes longer has failed."""
@@ -42,7 +42,7 @@ MARGIN_S = 20.0
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.processes.ready import ReadyWriter
 what, name, folder, ready = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[-1])
 if what == "wrong":
     print("kvferry: error: the model is not there", file=sys.stderr, flush=True)

@@ -18,10 +18,10 @@ from kvferry.cli.fleet import controllers
 from kvferry.cli.main import main
 from kvferry.fleet.control.facts import RoleStatus
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.spec import read_fleet
-from kvferry.fleet.process import PROGRAM
-from kvferry.fleet.spec import Listen
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import read_fleet
+from kvferry.fleet.spec.settings import Listen
 from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.models import catalog

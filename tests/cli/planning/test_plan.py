@@ -15,7 +15,7 @@ from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.cli.serve import serve
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.transfer_config import parse_transfer_config
-from kvferry.fleet.control.spec import fleet_from, read_fleet
+from kvferry.fleet.spec.fleet_spec import fleet_from, read_fleet
 from kvferry.sim.planner import Candidate, RouterSettings
 from kvferry.sim.times import MediumTimes, StoreTimes, write_times
 from kvferry.store.trace.records import TraceRequest, write_trace

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.fleet.control.kubernetes_spec import KubernetesSpec
-from kvferry.fleet.control.spec import Backend, DesiredFleet
+from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet
+from kvferry.fleet.spec.kubernetes_spec import KubernetesSpec
 from kvferry.testing.backends import BackendContract
 
 

@@ -11,7 +11,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.router_client import RouterClient, View
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 
 class MemoryBackend(FleetBackend):

@@ -20,7 +20,7 @@ from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, End, FleetFailed, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
 from kvferry.fleet.control.router_client import View
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 HANGS_S = 60.0
 FAST = {"backoff": ["10ms", "50ms"], "hang": "0s"}

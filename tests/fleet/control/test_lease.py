@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.fleet.control.lease import HUNG_S, Lease, LeaseHolder, holder, is_held, locked
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 HOLDS = """
 import sys, time

@@ -15,7 +15,7 @@ import pytest
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control import ledger as module
 from kvferry.fleet.control.ledger import DesiredState, FleetStatus, Ledger
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 
 def fleet(count: int = 1, seed: int = 0, history: int = 10) -> DesiredFleet:

@@ -18,7 +18,7 @@ from kvferry.fleet.control.backoff import held_back, remember
 from kvferry.fleet.control.dry_run import dry_run_steps
 from kvferry.fleet.control.facts import Drain, Failure, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from, unrollable_part
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from, unrollable_part
 from support.examples import examples
 
 POOLING = {"name": "chat", "model": "m", "mode": "pooling"}

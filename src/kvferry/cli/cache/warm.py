@@ -27,8 +27,8 @@ from kvferry.core.keys import http_secret
 from kvferry.core.process_end import run_async
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
-from kvferry.fleet.transfer import check_transfer
+from kvferry.fleet.spec.kv_transfer import check_transfer
+from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.tls import client_context

@@ -31,9 +31,9 @@ from kvferry.core.errors import KvferryError
 from kvferry.core.process_end import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
-from kvferry.fleet.control.spec import DesiredFleet, RoleSpec
 from kvferry.fleet.display import Display, make_display
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, RoleSpec
+from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import LogConfig, set_up_logging

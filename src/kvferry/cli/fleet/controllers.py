@@ -26,12 +26,12 @@ from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_
 from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import PlainDisplay
-from kvferry.fleet.exit_reason import ERROR_PREFIX
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.exit_reason import ERROR_PREFIX
+from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
 

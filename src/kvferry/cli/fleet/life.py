@@ -30,8 +30,8 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS_OR_ZERO
 from kvferry.core.settings.options import read_value, unknown_key
 from kvferry.fleet.control.ledger import DesiredState, Ledger
-from kvferry.fleet.control.spec import DesiredFleet, Number, check_fleet, read_fleet, unrollable_part
 from kvferry.fleet.places import ledger_of, running_path
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, Number, check_fleet, read_fleet, unrollable_part
 from kvferry.models.catalog import resolve
 
 Wait = Annotated[

@@ -14,10 +14,10 @@ from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_end import ending_signals, run_async
 from kvferry.fleet.control.ledger import Ledger
+from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.control.scaling.recommender import Recommender, read_recommended
-from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.places import fleets_folder
+from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.http.client.origin import Origin
 from kvferry.observe.logs import TEXT, set_up_logging
 

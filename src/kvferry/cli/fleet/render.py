@@ -14,12 +14,12 @@ from cyclopts import App, Parameter
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.settings.environment import AUTH_TOKEN
-from kvferry.fleet.control.spec import DesiredFleet, read_fleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, read_fleet
 
 if TYPE_CHECKING:
-    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, Kind
-    from kvferry.fleet.kubernetes.pods import Object
-    from kvferry.fleet.kubernetes.values import Values
+    from kvferry.fleet.backends.kubernetes.manifests.autoscaling import Autoscaling, Kind
+    from kvferry.fleet.backends.kubernetes.manifests.pod_templates import Object
+    from kvferry.fleet.backends.kubernetes.manifests.values import Values
 
 
 def add_to(fleet: App) -> None:
@@ -63,9 +63,9 @@ def render(
 
         kvferry fleet render chat.toml | kubectl apply -f -
     """
-    from kvferry.fleet.kubernetes.chart import write_chart
-    from kvferry.fleet.kubernetes.render import check
-    from kvferry.fleet.kubernetes.values import Values
+    from kvferry.fleet.backends.kubernetes.manifests.chart import write_chart
+    from kvferry.fleet.backends.kubernetes.manifests.render import check
+    from kvferry.fleet.backends.kubernetes.manifests.values import Values
 
     fleet = read_fleet(spec)
     check(fleet)
@@ -90,9 +90,12 @@ def _how_to_write(
 ) -> Callable[[Values, str], list[Object]]:
     """What gives the objects, for values and a token. Raises `ConfigError` for flags that contradict each other, and
     for what cannot be done so."""
-    from kvferry.fleet.kubernetes.autoscaling import Autoscaling, chosen
-    from kvferry.fleet.kubernetes.controller import key_needing_controller, require_plain_pods
-    from kvferry.fleet.kubernetes.render import render, render_controller
+    from kvferry.fleet.backends.kubernetes.manifests.autoscaling import Autoscaling, chosen
+    from kvferry.fleet.backends.kubernetes.manifests.controller_objects import (
+        key_needing_controller,
+        require_plain_pods,
+    )
+    from kvferry.fleet.backends.kubernetes.manifests.render import render, render_controller
 
     asked_for = key_needing_controller(fleet)
     if controller is None and autoscaler is None and asked_for:
@@ -125,7 +128,7 @@ def _url(flag: str, url: str) -> str:
 
 
 def _say_what_scales(fleet: DesiredFleet, autoscaling: Autoscaling) -> None:
-    from kvferry.fleet.kubernetes.autoscaling import why_not
+    from kvferry.fleet.backends.kubernetes.manifests.autoscaling import why_not
 
     kubernetes = fleet.backend.kubernetes
     if fleet.scale is None or kubernetes is None:

@@ -15,10 +15,10 @@ from kvferry.cli.fleet.controllers import make_backend, reconcile
 from kvferry.cli.fleet.life import require_same_place
 from kvferry.core.errors import ConfigError
 from kvferry.core.process_end import run_async
-from kvferry.fleet.control.spec import DesiredFleet
-from kvferry.fleet.control.spec_file import SpecFile
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_path
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
+from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
 

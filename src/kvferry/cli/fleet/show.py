@@ -22,8 +22,8 @@ from kvferry.fleet.control.facts import (
     SwitchRole,
 )
 from kvferry.fleet.control.ledger import Event, Ledger
-from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.places import fleet_names
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 
 def status(

@@ -30,7 +30,7 @@ from kvferry.core.process_end import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.spec import FleetSpec, InstanceSpec, Listen
+from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.observe.logs import LogConfig, set_up_logging

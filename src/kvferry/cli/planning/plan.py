@@ -35,7 +35,7 @@ from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.core.settings.toml_file import to_toml
 from kvferry.core.settings.units import percent
-from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.spec.fleet_spec import fleet_from
 from kvferry.sim.kv_traffic import KVPlan, StoreUse, plan_kv, to_size
 from kvferry.sim.planner import Candidate, Planner, SearchResult, busiest
 from kvferry.sim.targets import parse_targets

@@ -20,7 +20,7 @@ from kvferry.cli.planning.simulated import ASSUMED, world_of
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.bounds import SECONDS, SECONDS_OR_ZERO, Bounds
 from kvferry.core.settings.units import percent
-from kvferry.fleet.control.spec import DesiredFleet, read_fleet, seconds
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, read_fleet, seconds
 from kvferry.sim.replay import Percentiles, ReplayFigures, TraceReplay
 from kvferry.sim.targets import Targets, parse_targets
 from kvferry.sim.times import MachineTimes, read_times

@@ -16,7 +16,7 @@ from kvferry.core.settings.options import read_options
 from kvferry.core.settings.transfer_config import KVTransferConfig, parse_transfer_config, read_transfer_json
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
-from kvferry.fleet.control.spec import DesiredFleet, Role, seconds
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, seconds
 from kvferry.http.server.config import HttpAccess
 from kvferry.router.config import RouterConfig
 from kvferry.sim.engine import SimInstanceSpec

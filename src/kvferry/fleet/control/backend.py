@@ -19,9 +19,9 @@ from typing import Protocol
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import KvferryError
 from kvferry.fleet.control.fleet_lease import FleetLease, LeaseUnknown
-from kvferry.fleet.control.spec import BACKENDS, DesiredFleet, MemberRole
-from kvferry.fleet.cpu import Cores
-from kvferry.fleet.process import ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import Cores
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
+from kvferry.fleet.spec.fleet_spec import BACKENDS, DesiredFleet, MemberRole
 
 logger = logging.getLogger(__name__)
 

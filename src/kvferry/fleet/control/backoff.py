@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.fleet.control.facts import Failure, ObservedInstance, Phase
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole, seconds
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 
 SETTLED_S = 60.0
 """How long a member must have served to have recovered: failures before that count no longer."""

@@ -22,6 +22,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import remember
+from kvferry.fleet.control.desired_counts import Scaling
 from kvferry.fleet.control.facts import Drain, Failure, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.follower import SpecFollower
 from kvferry.fleet.control.hangs import HangWatch
@@ -32,9 +33,8 @@ from kvferry.fleet.control.observer import Observer
 from kvferry.fleet.control.report import FleetView, StatusReporter, is_hopeless
 from kvferry.fleet.control.role_switch import NotSwitched, switch_server
 from kvferry.fleet.control.router_client import RouterClient
-from kvferry.fleet.control.scaling.counts import Scaling
-from kvferry.fleet.control.spec import MemberRole, seconds
 from kvferry.fleet.display import Display
+from kvferry.fleet.spec.fleet_spec import MemberRole, seconds
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import msgspec
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import Drain, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.loop import plan
-from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 _MAX_STEPS = 100_000
 

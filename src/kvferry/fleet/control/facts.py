@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.fleet.control.spec import MemberRole
+from kvferry.fleet.spec.fleet_spec import MemberRole
 
 
 class Phase(Enum):

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvferry.fleet.asking import ask_health
 from kvferry.fleet.control.backend import Member, MemberState
+from kvferry.fleet.processes.health_check import ask_health
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvferry.fleet.control.backend import FleetBackend
 from kvferry.fleet.control.lease import Lease
 from kvferry.fleet.control.ledger import DesiredState, FleetStatus, Ledger
 from kvferry.fleet.display import Display
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 _TRY_AGAIN_S = 0.5
 """How often a controller that waits tries to become the one that acts."""

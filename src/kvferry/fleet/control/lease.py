@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 BEAT_S = 1.0
 HUNG_S = 20.0

@@ -26,8 +26,8 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
 from kvferry.fleet.control.lease import Lease, LeaseHolder, holder, is_held, locked
-from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.scaling.scaler import ScalingMemory
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 logger = logging.getLogger(__name__)
 

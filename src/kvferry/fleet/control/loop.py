@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.fleet.control.backoff import held_back
 from kvferry.fleet.control.facts import Drain, Failure, ObservedInstance, Phase, Start, Step, StopMember, SwitchRole
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole, RoleSpec, seconds
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, seconds
 
 UNIT = "unit"
 _LEAVING = (Phase.DRAINING, Phase.DRAINED, Phase.FAILED)

@@ -13,9 +13,9 @@ from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.router_client import RouterClient, View, capacity_of
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
 from kvferry.fleet.scaling.traffic import DecodeCapacity
 from kvferry.fleet.scaling.traffic_meter import LOOK_BACK_S, MAX_ASKED
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 
 class Observer:

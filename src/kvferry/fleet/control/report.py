@@ -18,9 +18,9 @@ from kvferry.fleet.control.dry_run import explain_blocked_roll
 from kvferry.fleet.control.facts import Failure, MemberStatus, ObservedInstance, Phase, RoleStatus
 from kvferry.fleet.control.follower import ChangeRefused
 from kvferry.fleet.control.ledger import FleetStatus, Ledger
-from kvferry.fleet.control.spec import DesiredFleet
 from kvferry.fleet.display import Display
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 _ANSWERING = ("decode", "both")
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
-from kvferry.fleet.control.spec import MemberRole
+from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.client.http_client import HttpClient
 from kvferry.http.client.origin import Origin
 

@@ -21,8 +21,8 @@ import yaml
 from kmock import KubernetesEmulator, KubernetesError, Request, Server, action
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.backends.kubernetes.manifests.pod_templates import FLEET_LABEL, PART_LABEL
 from kvferry.fleet.backends.kubernetes.pod import MEMBER_LABEL
-from kvferry.fleet.kubernetes.pods import FLEET_LABEL, PART_LABEL
 
 VERSION = "1.37"
 _LOOK_S = 0.03

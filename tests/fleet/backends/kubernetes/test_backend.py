@@ -29,8 +29,8 @@ from kvferry.fleet.backends.kubernetes.backend import KubernetesBackend
 from kvferry.fleet.control.backend import BackendContext, MemberState, NotStarted, backend_class
 from kvferry.fleet.control.controller import Controller, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 from kvferry.testing.backends import Programs, named, start, until
 
 HANGS_S = 200.0

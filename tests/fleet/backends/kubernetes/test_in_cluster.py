@@ -18,11 +18,11 @@ pytest.importorskip("kubernetes")
 
 from fleet.backends.kubernetes.emulated import Cluster
 from fleet.backends.kubernetes.test_backend import eventually
+from kvferry.fleet.backends.kubernetes.manifests.render import render_controller
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import DesiredFleet, read_fleet
-from kvferry.fleet.kubernetes.render import render_controller
-from kvferry.fleet.kubernetes.values import Values
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.process import PROGRAM
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, read_fleet
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

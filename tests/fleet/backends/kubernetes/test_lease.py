@@ -26,14 +26,14 @@ from fleet.recording import RecordingDisplay
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
 from kvferry.fleet.backends.kubernetes.cluster import Cluster
 from kvferry.fleet.backends.kubernetes.lease import ClusterLease
+from kvferry.fleet.backends.kubernetes.manifests.render import budgets, support
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.backends.kubernetes.pod import pods_for
 from kvferry.fleet.control.backend import MemberSpec
 from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S, LeaseUnknown
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.kubernetes.render import budgets, support
-from kvferry.fleet.kubernetes.values import Values
-from kvferry.fleet.process import PROGRAM
+from kvferry.fleet.processes.process import PROGRAM
 
 DEGRADED = TAKEN_S + 0.1
 

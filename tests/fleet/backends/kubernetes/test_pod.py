@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.fleet.backends.kubernetes.manifests.render import support
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.backends.kubernetes.pod import member_of, member_of_pods, pods_for, selector_of
 from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
-from kvferry.fleet.kubernetes.render import support
-from kvferry.fleet.kubernetes.values import Values
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 

@@ -28,7 +28,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.spec import DesiredFleet, fleet_from
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, fleet_from
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(4 * 3600)]
 

@@ -28,9 +28,9 @@ from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.spec import MemberRole
-from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.process import ProcessSpec
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
 
 pytestmark = pytest.mark.usefixtures("leaves_nobody")

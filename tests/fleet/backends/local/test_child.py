@@ -16,7 +16,7 @@ import pytest
 from kvferry.fleet.backends.local import launcher
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 HANGS_S = 60.0
 FOR_EVER = "import signal\nprint('here', flush=True)\nwhile True: signal.pause()"

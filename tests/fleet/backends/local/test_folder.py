@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.fleet.backends.local import folder as module
 from kvferry.fleet.backends.local.folder import MAX_LINE, FileTail, MemberFolder, MemberRecord
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 ABOUT = MemberRecord(name="decode-0", role="decode", revision="r", unit="", number=3, cores=(1, 2), url="http://a:1")
 

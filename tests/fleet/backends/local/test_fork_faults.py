@@ -23,8 +23,8 @@ from kvferry.fleet.backends.local import fork_server, member
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.control.spec import FailureSpec
-from kvferry.fleet.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
+from kvferry.fleet.spec.fleet_spec import FailureSpec
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +34,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 FORKS = """
 import os, signal, sys
 from kvferry.cli.fork_main import _Forks
-from kvferry.fleet.ready import ReadyWriter
+from kvferry.fleet.processes.ready import ReadyWriter
 child = _Forks(int(sys.argv[1])).run()
 if child is None:
     os._exit(0)

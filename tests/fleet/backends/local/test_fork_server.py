@@ -18,13 +18,13 @@ import pytest
 
 from fleet.fleets import Programs, fleet_of
 from fleet.recording import RecordingDisplay
-from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local import fork_server
 from kvferry.fleet.backends.local.backend import LocalBackend
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, Member, MemberSpec, MemberState
-from kvferry.fleet.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.health_check import serves
+from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
 
 pytestmark = pytest.mark.processes
 

@@ -26,9 +26,9 @@ from kvferry.fleet.control.backend import (
     backend_class,
 )
 from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S
-from kvferry.fleet.control.ray_spec import ActorSpec
-from kvferry.fleet.control.spec import Backend, DesiredFleet, EngineSpec, RoleSpec, RouterSpec, Unit
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, EngineSpec, RoleSpec, RouterSpec, Unit
+from kvferry.fleet.spec.ray_spec import ActorSpec
 from kvferry.testing.backends import NullWatcher, Programs, named, until
 from support.ray_nodes import Nodes, ray_nodes, runs
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvferry.fleet.control.spec import Backend, DesiredFleet
+from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet
 from kvferry.testing.backends import BackendContract
 from support.ray_nodes import Nodes, ray_nodes
 

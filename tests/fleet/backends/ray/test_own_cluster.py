@@ -18,7 +18,7 @@ from support.processes import begun, until
 pytest.importorskip("ray", reason="ray is not installed")
 
 from kvferry.fleet.backends.ray.placing import own_cluster_cpus
-from kvferry.fleet.control.spec import fleet_from
+from kvferry.fleet.spec.fleet_spec import fleet_from
 
 CONNECT = """
 import asyncio, sys

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.backends.kubernetes.errors import ClusterError
+from kvferry.fleet.backends.kubernetes.manifests.controller_objects import controller_name, require_plain_pods
+from kvferry.fleet.backends.kubernetes.manifests.pod_templates import PART_LABEL, kubernetes_of, labels_of, pod_of
+from kvferry.fleet.backends.kubernetes.manifests.render import budgets, check, support
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.backends.kubernetes.pod import (
     REVISION_LABEL,
     Object,
@@ -28,11 +32,7 @@ from kvferry.fleet.backends.kubernetes.pod import (
 from kvferry.fleet.backends.kubernetes.pod_cache import PodCache
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
-from kvferry.fleet.kubernetes.controller import controller_name, require_plain_pods
-from kvferry.fleet.kubernetes.pods import PART_LABEL, kubernetes_of, labels_of, pod_of
-from kvferry.fleet.kubernetes.render import budgets, check, support
-from kvferry.fleet.kubernetes.values import Values
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 
 if TYPE_CHECKING:
     from kvferry.fleet.backends.kubernetes.cluster import Cluster

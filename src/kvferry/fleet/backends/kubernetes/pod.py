@@ -7,10 +7,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
-from kvferry.fleet.control.spec import DesiredFleet
-from kvferry.fleet.exit_reason import Ended, LogTail
-from kvferry.fleet.kubernetes.pods import (
+from kvferry.fleet.backends.kubernetes.manifests.pod_templates import (
     HTTP_PORT,
     PART_LABEL,
     InstancePod,
@@ -20,7 +17,10 @@ from kvferry.fleet.kubernetes.pods import (
     pod_of,
     ranks_service,
 )
-from kvferry.fleet.kubernetes.values import Values
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
+from kvferry.fleet.control.backend import Member, MemberSpec, MemberState
+from kvferry.fleet.processes.exit_reason import Ended, LogTail
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.http.server.listen import authority
 
 Object = dict[str, Any]

@@ -12,10 +12,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kvferry.fleet.backends.kubernetes.manifests.pod_templates import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
 from kvferry.fleet.backends.kubernetes.pod import DELETED, MEMBER_LABEL, Object, host_of, member_of_pods, pod_name
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
-from kvferry.fleet.control.spec import DesiredFleet
-from kvferry.fleet.kubernetes.pods import HTTP_PORT, PART_LABEL, kubernetes_of, labels_of
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 logger = logging.getLogger(__name__)
 

@@ -20,17 +20,17 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.engine.server.registrar import Registrar
-from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import MemberFolder, MemberRecord
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.backends.local.member import LocalMember
 from kvferry.fleet.backends.local.starting import Leash, opened, start_process
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, NotStarted, Recipe
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
-from kvferry.fleet.cpu import Cores, cores_of
-from kvferry.fleet.exit_reason import Ended
-from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import Cores, cores_of
+from kvferry.fleet.processes.exit_reason import Ended
+from kvferry.fleet.processes.health_check import serves
+from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 from kvferry.http.server.listen import BACKLOG, reserve
 
 logger = logging.getLogger(__name__)

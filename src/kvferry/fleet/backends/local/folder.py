@@ -2,7 +2,7 @@
 
     about      what it is, and where it serves; written by the controller
     process    number and start time of its process; written by the process, before it becomes the member
-    messages   the start protocol (`fleet.ready`), appended by the member
+    messages   the start protocol (`fleet.processes.ready`), appended by the member
     log        what it prints, appended by the member
 
 So a controller that dies at any moment leaves a member that the next one finds.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.fleet.control.spec import MemberRole
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
+from kvferry.fleet.spec.fleet_spec import MemberRole
 
 MAX_LINE = 64 * 1024
 """Bytes; longer lines come in pieces."""

@@ -28,7 +28,7 @@ from kvferry.core.messages.wire import FrameReader, encode_frame
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.fork_messages import Forked, ForkRequest, Imported, Message, NotForked
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.cpu import Cores, thread_variables
+from kvferry.fleet.processes.cpu import Cores, thread_variables
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 import msgspec
 
 from kvferry.core.errors import ProtocolError
-from kvferry.fleet.asking import serves
 from kvferry.fleet.backends.local.child import ChildProcess
 from kvferry.fleet.backends.local.folder import FileTail, MemberFolder, MemberRecord
 from kvferry.fleet.control.backend import Member, MemberState, Watcher
-from kvferry.fleet.exit_reason import Ended, LogTail
-from kvferry.fleet.process import ExternalServer
-from kvferry.fleet.ready import InstanceReady, StartProgress, start_messages
+from kvferry.fleet.processes.exit_reason import Ended, LogTail
+from kvferry.fleet.processes.health_check import serves
+from kvferry.fleet.processes.process import ExternalServer
+from kvferry.fleet.processes.ready import InstanceReady, StartProgress, start_messages
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Literal
 from kvferry.fleet.backends.local.child import ChildProcess, spawn
 from kvferry.fleet.backends.local.folder import MemberFolder
 from kvferry.fleet.backends.local.launcher import launching
-from kvferry.fleet.cpu import Cores
-from kvferry.fleet.process import ProcessSpec
-from kvferry.fleet.ready import READY_FLAG
+from kvferry.fleet.processes.cpu import Cores
+from kvferry.fleet.processes.process import ProcessSpec
+from kvferry.fleet.processes.ready import READY_FLAG
 
 Leash = Literal["none", "self", "group"]
 """What ends with the process that starts it: see `launcher`."""

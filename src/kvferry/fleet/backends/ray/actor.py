@@ -41,9 +41,9 @@ from kvferry.fleet.backends.ray.messages import (
 from kvferry.fleet.backends.ray.priority import reset_priority
 from kvferry.fleet.backends.ray.ranks import RankActors, hold_port
 from kvferry.fleet.control.backend import Member, MemberState
-from kvferry.fleet.control.spec import MemberRole
-from kvferry.fleet.cpu import thread_variables
-from kvferry.fleet.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import thread_variables
+from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.spec.fleet_spec import MemberRole
 from kvferry.http.server.listen import authority
 
 _ORDERED_S = 240.0

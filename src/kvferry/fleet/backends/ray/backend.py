@@ -23,7 +23,6 @@ from kvferry.core import entropy
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
-from kvferry.fleet.asking import ask_health
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
 from kvferry.fleet.backends.ray.lease import RayLease, controller_name
@@ -39,8 +38,9 @@ from kvferry.fleet.backends.ray.placing import (
 )
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.fleet_lease import FleetLease
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole, seconds
-from kvferry.fleet.recipe import ROUTERS
+from kvferry.fleet.processes.health_check import ask_health
+from kvferry.fleet.processes.recipe import ROUTERS
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.private_folder import private_folder
 from kvferry.fleet.backends.local.backend import memory_folder
 from kvferry.fleet.backends.ray.address import owners
-from kvferry.fleet.started import started_at
+from kvferry.fleet.processes.start_time import started_at
 
 _ROUTERS = "routers-"
 _NEW_S = 60.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.fleet.backends.ray.placing import ActorResources, Bundle
 from kvferry.fleet.control.backend import Member, MemberSpec, Recipe
-from kvferry.fleet.control.spec import DesiredFleet
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from kvferry.core.machine import num_cpus
-from kvferry.fleet.control.ray_spec import ActorSpec
-from kvferry.fleet.control.spec import DesiredFleet, MemberRole
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
+from kvferry.fleet.spec.ray_spec import ActorSpec
 
 _STRATEGIES = {"same-host": "STRICT_PACK", "pack": "PACK", "spread": "SPREAD"}
 _MIN_CPUS = 0.001

@@ -1,0 +1,350 @@
+"""The pods of a fleet: what runs in them, when they are ready, how they leave, and what they may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.core.settings.environment import AUTH_TOKEN, STATE_DIR
+from kvferry.fleet.backends.kubernetes.manifests.values import Values
+from kvferry.fleet.spec.arguments import overridden, variable_name
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, Role, seconds
+from kvferry.fleet.spec.kubernetes_spec import KubernetesSpec, PodRole, PodSpec
+from kvferry.fleet.spec.variables import flag_variables
+
+Object = dict[str, Any]
+
+HTTP_PORT, KV_PORT, RANKS_PORT = 8000, 8101, 7000
+SPEC_FILE, _SPEC_FOLDER, _STATE_FOLDER = "fleet.toml", "/spec", "/cache/state"
+_MARGIN_S = 30
+"""How much longer than its drain a pod may take to end before it is killed."""
+_GRACE_S = 15
+"""Seconds for requests that a drain has left over, or that come after it."""
+_USER = 1000
+_LOOKED_AFTER_S = 60
+"""How old the file may be in which a controller says about once a second that it looks after its fleet."""
+_NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
+    "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
+)  # fmt: skip
+
+
+def labels_of(fleet: DesiredFleet, part: str = "", unit: int | None = None) -> dict[str, str]:
+    """What selects the pods of a fleet, of a role or the routers in it, and of a unit."""
+    found = {_NAME_LABEL: "kvferry", FLEET_LABEL: fleet.name}
+    if part:
+        found[PART_LABEL] = part
+    if unit is not None:
+        found[UNIT_LABEL] = str(unit)
+    return found
+
+
+def kubernetes_of(fleet: DesiredFleet) -> KubernetesSpec:
+    """The table of a fleet that has one, as `spec` has checked."""
+    assert fleet.backend.kubernetes is not None
+    return fleet.backend.kubernetes
+
+
+def pod_of(fleet: DesiredFleet, role: PodRole) -> PodSpec:
+    """What a spec says about the pods of a role."""
+    return kubernetes_of(fleet).pod.get(role, PodSpec())
+
+
+def member_roles(fleet: DesiredFleet) -> list[MemberRole]:
+    """The roles of all its members."""
+    return [*(fleet.role if fleet.unit is None else fleet.unit.members), "router"]
+
+
+@dataclass(frozen=True)
+class InstancePod:
+    """One of the pods of an instance. `number`: 0 is that of the first, which answers requests. `leader`: the host name
+    of that one."""
+
+    number: str
+    leader: str
+
+
+FIRST = "0"
+ALONE = InstancePod(FIRST, "")
+LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
+"""The pods of a LeaderWorkerSet, whose controller sets these variables."""
+
+
+class Pods:
+    """Writes the pods of one fleet."""
+
+    def __init__(self, fleet: DesiredFleet, values: Values) -> None:
+        self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
+        self._drain_s = int(seconds(fleet.failure.drain))
+
+    def instance(
+        self,
+        role: Role,
+        routers: Sequence[str],
+        *,
+        unit: int | None,
+        group: str,
+        host: InstancePod = ALONE,
+        started_as: Role | None = None,
+    ) -> Object:
+        """The template of an instance's pods, which register at `routers`; without any, who starts them tells the
+        routers. `host`: which of an instance's pods it is. `group`: of the pods that are scheduled together.
+        `started_as`: what it can do, if that is more than its role."""
+        started_as = started_as or role
+        container = self._container(role)
+        if host.number != FIRST:
+            container["command"] = self._worker(role, started_as, host)
+        else:
+            command = "prefill" if started_as == "prefill" else "decode"
+            container["command"] = ["kvferry", command, self._fleet.model]
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, started_as, host))
+            container |= self._instance_probes()
+            if routers:
+                container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
+                container |= self._drains(routers)
+            container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
+        template = self._template(role, container, unit)
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        return self._in_group(self._placed(template, unit), group)
+
+    def router(self, *, unit: int | None) -> Object:
+        """The template of a router's pods."""
+        container = self._container("router")
+        container["command"] = ["kvferry", "router"]
+        arguments = ["--host=0.0.0.0", f"--port={HTTP_PORT}", "--registration", f"--grace-s={self._drain_s}"]
+        arguments += self._fleet.router.args
+        container["args"] = self._values.value("arguments.router", arguments)
+        container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
+        container |= {
+            # It listens; it has an instance that answers; its process still answers for itself.
+            "startupProbe": {"tcpSocket": {"port": "http"}, "periodSeconds": 1, "failureThreshold": 60},
+            "readinessProbe": _http("/health", period_s=2, failures=2),
+            "livenessProbe": _http("/kvferry/challenge?nonce=alive", period_s=10, failures=6),
+            # Until its address has gone from the Service's endpoints, clients still come.
+            "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+        }
+        template = self._template("router", container, unit)
+        template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
+        return template
+
+    def recommender(self, routers: Sequence[str], spec: str) -> Object:
+        """The template of the pod that says how many instances are needed. `spec`: the ConfigMap with the fleet's
+        file."""
+        return self._follows_spec(spec, "recommend", *(f"--router={one}" for one in routers))
+
+    def controller(self, spec: str) -> Object:
+        """The template of kvferry's controller, which follows the fleet's file in this ConfigMap, and to which the pods
+        of all members belong. The account of the same name says what it may do."""
+        template = self._follows_spec(spec, "run", f"--owner={spec}")
+        template["spec"] |= {"automountServiceAccountToken": True, "serviceAccountName": spec}
+        (container,) = template["spec"]["containers"]
+        container["env"].append({"name": STATE_DIR, "value": _STATE_FOLDER})
+        # Nobody asks it anything, so that it listens nowhere; but it keeps writing into the lock of its ledger.
+        lock = f"{_STATE_FOLDER}/fleets/{self._fleet.name}/controller.lock"
+        minutes = f"-mmin -{_LOOKED_AFTER_S // 60}"
+        container["livenessProbe"] = {
+            "exec": {"command": ["/bin/sh", "-c", f'test -n "$(find {lock} {minutes})"']},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+            "failureThreshold": 4,
+        }
+        return template
+
+    def _follows_spec(self, spec: str, command: str, *arguments: str) -> Object:
+        """The template of a pod that runs this command of `kvferry fleet`."""
+        container = self._container("controller")
+        container["command"] = ["kvferry", "fleet", command, f"{_SPEC_FOLDER}/{SPEC_FILE}", *arguments]
+        container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
+        template = self._template("controller", container, None)
+        template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})
+        return template
+
+    def _worker(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+        """The command of a further pod of an instance, which answers nobody."""
+        if self._fleet.engine.kind == "kvferry":
+            return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
+        return _vllm_worker(self._fleet, role, started_as, host)
+
+    def _arguments(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+        engine, one = self._fleet.engine, self._fleet.role.get(role)
+        arguments = [
+            "--host=$(POD_IP)",
+            f"--port={HTTP_PORT}",
+            f"--grace-s={_GRACE_S}",
+            f"--kv-transfer-config={transfer_config(engine.connectors, started_as)}",
+        ]
+        ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
+        if engine.kind == "kvferry":
+            arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
+            arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
+            return overridden([*arguments, *engine.args], more)
+        python = [f"--engine-python={engine.python}"] if engine.python else []
+        return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
+
+    def _instance_probes(self) -> Object:
+        """Probes: it has loaded its model; it serves now; its process still answers."""
+        start_s = int(seconds(self._fleet.failure.start))
+        return {
+            "startupProbe": _http("/health", period_s=5, failures=max(1, start_s // 5)),
+            "readinessProbe": _http("/health", period_s=2, failures=3),
+            "livenessProbe": _http("/version", period_s=10, failures=6),
+        }
+
+    def _drains(self, routers: Sequence[str]) -> Object:
+        """A hook that drains an instance before it is told to end: its routers send it no more requests, and wait until
+        no ticket of it is outstanding."""
+        drains = " ".join(
+            f'kvferry fleet drain "http://$POD_IP:{HTTP_PORT}" --router {one} --wait-s {self._drain_s} &'
+            for one in routers
+        )
+        return {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"{drains} wait"]}}}}
+
+    def _container(self, role: PodRole) -> Object:
+        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        capabilities: Object = {"drop": ["ALL"]}
+        if any("rdma" in name for name in one.limits):
+            capabilities["add"] = ["IPC_LOCK"]  # RDMA registers memory that must stay where it is
+        resources = {"requests": dict(one.requests), "limits": dict(one.limits)}
+        token = {"secretKeyRef": {"name": token_secret(self._fleet), "key": "token"}}
+        more = {"HOME": "/cache", "HF_HOME": "/models", **kubernetes.environment}
+        if role == "controller":  # which takes no setting of its fleet from its environment
+            more = {name: value for name, value in more.items() if name not in flag_variables()}
+        secrets = {name: where.partition("/") for name, where in sorted(one.secrets.items())}
+        return {
+            "name": "kvferry",
+            "image": values.value("image", kubernetes.image),
+            "env": [
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {"name": AUTH_TOKEN, "valueFrom": token},
+                *({"name": name, "value": value} for name, value in more.items() if name not in secrets),
+                *(
+                    {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+                    for name, (secret, _, key) in secrets.items()
+                ),
+            ],
+            "resources": values.value(f"pod.{role}.resources", {key: one for key, one in resources.items() if one}),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": capabilities,
+            },
+            "volumeMounts": [
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                {"name": "tmp", "mountPath": "/tmp"},
+                {"name": "cache", "mountPath": "/cache"},
+                {"name": "models", "mountPath": "/models"},
+            ],
+        }
+
+    def _template(self, role: PodRole, container: Object, unit: int | None) -> Object:
+        one, kubernetes, values = pod_of(self._fleet, role), self._kubernetes, self._values
+        claim = kubernetes.model_claim
+        size = values.value(f"pod.{role}.sharedMemory", one.shared_memory)
+        spec: Object = {
+            "automountServiceAccountToken": False,
+            # Kubernetes would set KVFERRY_PORT and the like beside a Service named kvferry, which are flags here.
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "runAsGroup": _USER,
+                "fsGroup": _USER,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "nodeSelector": values.value(f"pod.{role}.nodeSelector", dict(one.node_selector)),
+            "tolerations": values.value(
+                f"pod.{role}.tolerations", [msgspec.to_builtins(each) for each in one.tolerations]
+            ),
+            "containers": [container],
+            "volumes": [
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "cache", "emptyDir": {}},
+                {"name": "models", "persistentVolumeClaim": {"claimName": claim}} if claim else
+                {"name": "models", "emptyDir": {}},
+            ],
+        }  # fmt: skip
+        if kubernetes.service_account is not None:
+            spec["serviceAccountName"] = kubernetes.service_account
+        if kubernetes.image_pull_secrets:
+            spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+        return {"metadata": {"labels": labels_of(self._fleet, role, unit)}, "spec": spec}
+
+    def _placed(self, template: Object, unit: int | None) -> Object:
+        """The template, with the members of one unit placed together or apart, as its `place` says."""
+        if unit is None or self._fleet.unit is None:
+            return template
+        term: Object = {"labelSelector": {"matchLabels": labels_of(self._fleet, unit=unit)}}
+        host, zone = {**term, "topologyKey": "kubernetes.io/hostname"}, {
+            **term, "topologyKey": "topology.kubernetes.io/zone",
+        }  # fmt: skip
+        preferred = "preferredDuringSchedulingIgnoredDuringExecution"
+        template["spec"]["affinity"] = {
+            "same-host": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [host]}},
+            "pack": {"podAffinity": {preferred: [{"weight": 100, "podAffinityTerm": zone}]}},
+            "spread": {"podAntiAffinity": {preferred: [{"weight": 100, "podAffinityTerm": host}]}},
+        }[self._fleet.unit.place]
+        return template
+
+    def _in_group(self, template: Object, group: str) -> Object:
+        gang = self._kubernetes.gang
+        if gang == "kubernetes":
+            template["spec"]["schedulingGroup"] = {"podGroupName": group}
+        elif gang == "volcano":
+            template["spec"]["schedulerName"] = "volcano"
+            template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": group}
+        return template
+
+
+def token_secret(fleet: DesiredFleet) -> str:
+    """The name of the Secret with the deployment's token."""
+    return kubernetes_of(fleet).token_secret or f"{fleet.name}-token"
+
+
+def ranks_service(fleet: DesiredFleet) -> str:
+    """The name of the Service through which the pods of one instance find its first."""
+    return f"{fleet.name}-ranks"
+
+
+def transfer_config(connectors: Sequence[str], role: Role) -> str:
+    """`--kv-transfer-config` of an instance in a pod, which is reached at the pod's address."""
+    reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
+    own = {"kv_role": "kv_both"} if role == "both" else {}
+    if len(connectors) == 1:
+        told = {"kv_connector": connectors[0], **own, **reached}
+    else:
+        children = [{"kv_connector": name} for name in connectors]
+        extra = {"kv_connector_extra_config": {"connectors": children}}
+        told = {"kv_connector": "MultiConnector", **own, **reached, **extra}
+    return msgspec.json.encode(told).decode()
+
+
+def _vllm_arguments(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
+    one, hosts = fleet.role.get(role), pod_of(fleet, role).hosts
+    arguments = list(fleet.engine.args)
+    if one is not None:
+        arguments += [f"--tensor-parallel-size={one.tensor_parallel_size}", *one.args]
+    if hosts > 1:
+        arguments += [f"--nnodes={hosts}", f"--node-rank={host.number}", f"--master-addr={host.leader}"]
+    return arguments
+
+
+def _vllm_worker(fleet: DesiredFleet, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+    """vLLM's own command for further ranks of an instance."""
+    role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[started_as]
+    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, started_as)) | {"kv_role": role_of_kv}
+    python = fleet.engine.python or "python3"
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
+    command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")
+    return [*command, *_vllm_arguments(fleet, role, host)]
+
+
+def _http(path: str, *, period_s: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,47 @@
+"""What a member wrote last, and what that says of its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvferry.fleet.processes.exit_cause import ExitCause
+
+EXIT_USER_ERROR = 2
+"""Exit code of a process with wrong settings; a restart would end in the same way."""
+ERROR_PREFIX = "kvferry: error: "
+"""How the line begins in which a process reports wrong settings."""
+_MAX_LINES = 20
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A member's end. `reason`: how, and if it never served, why; `is_misconfigured`: its settings are wrong."""
+
+    reason: str
+    is_misconfigured: bool = False
+
+
+class LogTail:
+    """The last lines of a member's log."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._first_cause = ExitCause()
+
+    def add(self, line: str, *, has_served: bool) -> None:
+        """The next line. Once it serves, errors are those of requests."""
+        self.lines.append(line)
+        if not has_served:
+            self._first_cause.feed(line)
+
+    def explain(self, code: int | None, how: str, *, has_served: bool) -> Ended:
+        """Why it has ended, with this exit code. `how`: what is known without its words."""
+        if has_served:
+            return Ended(how)
+        if code == EXIT_USER_ERROR:
+            for line in reversed(self.lines):
+                if line.startswith(ERROR_PREFIX):
+                    return Ended(line.removeprefix(ERROR_PREFIX), is_misconfigured=True)
+        cause = self._first_cause.text
+        return Ended(f"{how} while starting" + (f": {cause}" if cause else ""))

@@ -1,0 +1,66 @@
+"""What to run for one member of a fleet: a command, its environment, and how it is known that it serves."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.engine.server.registrar import RegistrarConfig
+from kvferry.fleet.processes.ready import StartProgress
+
+PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
+
+
+@dataclass(frozen=True)
+class ExternalServer:
+    """A program that is not kvferry's and does not speak the start protocol.
+
+    It serves when GET `url`/health is answered with 200. `steps`: patterns of log lines, and the progress that they
+    mean.
+    """
+
+    url: str
+    steps: tuple[tuple[re.Pattern[str], StartProgress], ...] = ()
+
+    def progress_of(self, line: str) -> StartProgress | None:
+        """The progress that a log line means, if any."""
+        return next((progress for pattern, progress in self.steps if pattern.search(line)), None)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to run. `environment` is added to the backend's own, without `hidden`.
+
+    `foreign`: set for a program that is not kvferry's; its children may outlive it. `forks`: it is `PROGRAM` with
+    arguments and imports what every instance imports, so it may be forked. `registrar`: routers at which the backend
+    registers it, if it does not do so itself. `descriptors`: files that it inherits. `bootstrap_port`: that of its
+    Mooncake bootstrap server.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+    foreign: ExternalServer | None = None
+    registrar: RegistrarConfig | None = None
+    forks: bool = False
+    descriptors: tuple[int, ...] = ()
+    bootstrap_port: int | None = None
+
+    def full_environment(self) -> dict[str, str]:
+        """The child's environment. Output is unbuffered, so that the last line before a crash is seen."""
+        inherited = {name: value for name, value in os.environ.items() if name not in self.hidden}
+        return {**inherited, "PYTHONUNBUFFERED": "1", **self.environment}
+
+
+@dataclass(frozen=True)
+class RouterGroup:
+    """What the routers of one port share: a folder that only their user can read, and the descriptors of the sockets
+    they accept connections on. Both are the backend's, and outlive each of them."""
+
+    folder: Path
+    listeners: tuple[int, ...]

@@ -1,0 +1,209 @@
+"""vLLM servers as processes of a fleet: their command lines and environments. vLLM itself is not imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.registration import Role
+from kvferry.core.settings.environment import CALM_VLLM
+from kvferry.core.settings.transfer_config import names_password
+from kvferry.engine.config import EngineConfig
+from kvferry.fleet.processes.cpu import Cores, thread_variables
+from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
+from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.processes.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm.resources import cpu_memory_arguments, device_variables
+from kvferry.fleet.processes.vllm.start import START
+from kvferry.fleet.processes.vllm.transfer import (
+    DEFAULT,
+    for_member,
+    has_lmcache,
+    has_mooncake,
+    is_ours,
+    read_transfer,
+    require_possible,
+    require_registrable,
+)
+from kvferry.fleet.spec.arguments import VLLM_KEY_VARIABLE, refuse_own_flags, vllm_key_flag
+from kvferry.fleet.spec.kv_transfer import InstanceRole
+from kvferry.fleet.spec.settings import EngineChoice, InstanceSpec
+from kvferry.models.catalog import resolve
+
+_KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
+"""vLLM's flags that kvferry sets."""
+
+CALM = Path(__file__).with_name("calm")
+"""With this folder first on PYTHONPATH, threads of vLLM that wait sleep instead of yielding in a loop, with which they
+would starve others where a server has few cores."""
+
+_SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+_BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
+
+
+@dataclass(frozen=True)
+class InstancePlace:
+    """Where one instance runs, and its role in the fleet. `index` counts all instances."""
+
+    role: InstanceRole
+    name: str
+    index: int
+    host: str
+    port: int
+    cores: Cores
+    num_threads: int
+    environment: dict[str, str]
+    hidden: frozenset[str] = frozenset()
+    arguments: tuple[str, ...] = ()
+    """Further arguments of this instance's role."""
+    node: str = ""
+    """Address of its node, if the others may be on other machines."""
+
+
+@dataclass(frozen=True)
+class VllmInstances:
+    """What all vLLM servers of a fleet share. `transfer` None: they move no KV."""
+
+    model: str
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+    found: VllmEnvironment
+    transfer: dict[str, Any] | None
+    number: int = 1
+    """How many of them run on this machine."""
+
+    @classmethod
+    def from_settings(
+        cls, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, *, splits: bool, number: int = 1
+    ) -> VllmInstances:
+        """Raises `ConfigError` for settings that cannot work, before anything is started."""
+        refuse_own_flags(engine, "vllm")
+        _refuse_flags_kvferry_sets(choice.engine_argument)
+        text = instance.kv_transfer_config or (DEFAULT if splits else None)
+        transfer = None if text is None else read_transfer(text)
+        found = find_vllm(choice.engine_python)
+        if transfer is not None and is_ours(transfer) and not found.has_kvferry:
+            raise ConfigError(
+                f"vLLM in the environment of {found.python} does not know kvferry's connectors: install kvferry there,"
+                " or name a connector of vLLM's with --kv-transfer-config"
+            )
+        if transfer is not None and names_password(text or ""):
+            raise ConfigError(
+                "--kv-transfer-config has a password in a URL, which would stand on the command line of each vLLM"
+                " server: put it into a file, and name that with password_file"
+            )
+        if transfer is not None:
+            require_possible(transfer, found, choice.engine_argument)
+        names = instance.served_model_name or (engine.model,)
+        return cls(_model(engine.model), names, choice.engine_argument, found, transfer, number)
+
+    @property
+    def has_bootstrap(self) -> bool:
+        """Whether prefill instances have a Mooncake bootstrap server."""
+        return self.transfer is not None and has_mooncake(self.transfer)
+
+    def require_registrable(self, role: Role) -> None:
+        """Raise `ConfigError` if the servers cannot do what they register for, because of a `kv_role`."""
+        if self.transfer is None:
+            return
+        try:
+            require_registrable(self.transfer, role)
+        except ConfigError as error:
+            raise ConfigError(f"--register: the server registers for {role}, but {error}") from error
+
+    def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
+        """One vLLM server, with its own ports where vLLM would use fixed ones."""
+        port = place.port or free_ports(1, place.host)[0]
+        arguments, key = without_key((*self.arguments, *place.arguments))
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        return ProcessSpec(
+            name=place.name,
+            command=(*self._command(replace(place, port=port)), *arguments),
+            environment={**self._environment(place, bootstrap_port), **place.environment, **key},
+            hidden=place.hidden,
+            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START),
+        )
+
+    def _command(self, place: InstancePlace) -> list[str]:
+        command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
+        # The usage then contains the number of cached prompt tokens; the log does not show every health check.
+        command += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
+        if self.transfer is not None:
+            own = for_member(self.transfer, place.role, place.name, place.index, place.node)
+            command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
+        if self.found.on_cpu:
+            command += cpu_memory_arguments(self.arguments, self.number)
+        return command
+
+    def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
+        own = thread_variables(place.num_threads) | device_variables(place.index, self.number)
+        if self.found.on_cpu and os.environ.get(CALM_VLLM) != "0":
+            own["PYTHONPATH"] = os.pathsep.join([str(CALM), *filter(None, [os.environ.get("PYTHONPATH")])])
+        if _BIND not in os.environ:
+            own |= self._binding(place)
+        if self.transfer is not None:
+            own["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.host
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_ports(1, place.host)[0])
+            if has_lmcache(self.transfer) and _HASH_SEED not in os.environ:
+                own[_HASH_SEED] = "0"  # each server would have names of its own for what is in their store
+        if bootstrap_port:
+            own["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
+        return own
+
+    def _binding(self, place: InstancePlace) -> dict[str, str]:
+        """The cores that vLLM binds its threads to: one thread for each core, whatever OMP_NUM_THREADS says. In a
+        container that is allowed fewer CPUs, threads are not bound, and as many as OMP_NUM_THREADS says."""
+        if place.num_threads < len(place.cores):
+            return {_BIND: "nobind"}
+        if not place.cores or _has_several_workers((*self.arguments, *place.arguments)):
+            return {}
+        return {_BIND: ",".join(map(str, place.cores))}
+
+
+def without_key(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Arguments of `vllm serve` without its key, and the variable in which vLLM reads it too: everyone on the machine
+    can read command lines. Raises `ConfigError` for several keys."""
+    left, keys, takes = list[str](), list[str](), False
+    for one in arguments:
+        _, has_value, value = one.partition("=")
+        if vllm_key_flag(one):
+            takes = not has_value
+            keys = [value] if has_value else []
+        elif takes and not one.startswith("-"):
+            keys.append(one)
+        else:
+            takes = False
+            left.append(one)
+    if len(keys) > 1:
+        raise ConfigError("--api-key: a vLLM server of kvferry's has one key, which is not on its command line")
+    return left, {VLLM_KEY_VARIABLE: keys[0]} if keys else {}
+
+
+def _has_several_workers(arguments: Sequence[str]) -> bool:
+    """Each worker then needs its own list of cores, which vLLM makes itself."""
+    return any(one.partition("=")[0] in _SEVERAL_WORKERS for one in arguments)
+
+
+def _model(model: str) -> str:
+    """What vLLM loads. Unlike kvferry's engine, it also takes URLs, files, and ids with a variant behind a colon.
+    Raises `ConfigError` for what cannot be a model."""
+    return model if ":" in model or Path(model).is_file() else str(resolve(model))
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+
+
+def _refuse_flags_kvferry_sets(arguments: tuple[str, ...]) -> None:
+    for one in arguments:
+        name = one.partition("=")[0].replace("_", "-")
+        if name in _KVFERRYS:
+            where = "as MODEL" if name == "--model" else "before --"
+            raise ConfigError(f"{name} after -- is set by kvferry; give it {where}")

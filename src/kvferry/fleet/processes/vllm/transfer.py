@@ -1,0 +1,255 @@
+"""The `--kv-transfer-config` of each vLLM server, made from the one that the user gave for all, or from the default."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+from kvferry.connectors.foreign import refuse_connector
+from kvferry.connectors.registry import BUILTIN, VLLMS_HAND_OFFS, connector_names, find_connector
+from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
+from kvferry.core.messages.registration import Role
+from kvferry.core.settings.transfer_config import KVTransferConfig, read_transfer_json
+from kvferry.fleet.processes.vllm.environment import VllmEnvironment, require_module
+from kvferry.fleet.spec.kv_transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
+
+OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
+"""kvferry's connectors without a vLLM connector of the same name, and their names in vLLM."""
+
+_PREFIX, _SEVERAL = "Kvferry", "MultiConnector"
+"""How the names of kvferry's connectors begin in vLLM; and the name of a connector that joins several."""
+
+
+_EXTRA_IN_VLLM = ("kv_ip", "kv_buffer_size")
+_ADAPTERS = (*_EXTRA_IN_VLLM, "hand_off", "shared_memory", "model_fingerprint")
+"""Keys of `kv_connector_extra_config` that kvferry's adapter for vLLM reads itself."""
+
+_HAND_OFF = ("P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector")
+"""Connectors, kvferry's and vLLM's, whose `kv_role` distinguishes P from D. That of a cache decides whether it saves or
+loads, which both may do."""
+
+_PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
+"""The package that a connector of vLLM's imports, by a part of the connector's name."""
+
+_ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
+"""Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves
+all the same, and computes each prompt itself."""
+
+_GPU_TRANSPORTS = ("nccl", "cuda_ipc")
+
+DEFAULT = '{"kv_connector":"P2pConnector"}'
+
+
+def read_transfer(text: str) -> dict[str, Any]:
+    """The JSON with the names that kvferry's connectors have in vLLM. Everything else is checked by vLLM. Raises
+    `ConfigError`."""
+    raw = read_transfer_json(text)
+    if not isinstance(raw.get("kv_connector"), str):
+        raise ConfigError('--kv-transfer-config names no "kv_connector"')
+    transfer = _named(raw)
+    children = () if transfer["kv_connector"] == _PREFIX + _SEVERAL else _children(transfer)
+    for one in (transfer, *children):
+        _check_ours(one)
+    return transfer
+
+
+def _named(transfer: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the names of kvferry's connectors in vLLM. A MultiConnector of kvferry's connectors, one
+    of which vLLM has no connector of the same name for, becomes kvferry's own."""
+    name, children = transfer["kv_connector"], _children(transfer)
+    names = [child["kv_connector"] for child in children]
+    if name == _SEVERAL and OURS.keys() & names and set(names) <= set(connector_names()):
+        return {**transfer, "kv_connector": _PREFIX + name}
+    if name == _SEVERAL and children:
+        extra = transfer["kv_connector_extra_config"]
+        named = {**extra, "connectors": [_named(child) for child in children]}
+        return {**transfer, "kv_connector_extra_config": named}
+    return {**transfer, "kv_connector": OURS.get(name, name)}
+
+
+def _check_ours(transfer: dict[str, Any]) -> None:
+    """Raise `ConfigError` for wrong settings of one of kvferry's connectors. What is installed in vLLM's environment is
+    not known here: neither libraries, nor connectors of other packages."""
+    name = transfer["kv_connector"].removeprefix(_PREFIX)
+    if not transfer["kv_connector"].startswith(_PREFIX):
+        return
+    if name not in connector_names():
+        if near := get_close_matches(name, connector_names(), n=1, cutoff=0.8):
+            raise UnknownName("kv_connector", transfer["kv_connector"], [_PREFIX + near[0]])
+        return
+    extra = transfer.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise ConfigError("--kv-transfer-config: kv_connector_extra_config must be an object")
+    config = _ours(transfer)
+    with suppress(MissingDependency):
+        find_connector(config).check(config)
+
+
+def _ours(transfer: dict[str, Any]) -> KVTransferConfig:
+    """Options of kvferry's connectors themselves, as opposed to those of the adapter."""
+    extra = transfer.get("kv_connector_extra_config", {})
+    own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
+    return KVTransferConfig(kv_connector=transfer["kv_connector"].removeprefix(_PREFIX), kv_connector_extra_config=own)
+
+
+def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for connectors that cannot work there: vLLM would say so only after it has loaded the model.
+    `arguments`: vLLM's."""
+    name, extra = transfer["kv_connector"], transfer.get("kv_connector_extra_config")
+    extra, is_theirs = extra if isinstance(extra, dict) else {}, not name.startswith(_PREFIX)
+    if is_theirs and found.connectors and name not in found.connectors and "kv_connector_module_path" not in transfer:
+        refuse_connector(name)
+        known = [*found.connectors, *(_PREFIX + one for one in connector_names())]
+        raise UnknownName(f"kv_connector of vLLM {found.version}", name, known)
+    package = next((needed for part, needed in _PACKAGES.items() if part in name), None)
+    if is_theirs and package in found.lacks:
+        raise ConfigError(f"{name} needs {package}, which is not installed in the environment of {found.python}")
+    named = () if "kv_connector_module_path" in transfer else (name,)
+    needs_gpus = [one for one in (*named, *extra.get("backends", ())) if one in _ON_GPUS]
+    if found.on_cpu and needs_gpus:
+        raise ConfigError(
+            f"--kv-transfer-config: {needs_gpus[0]} is for GPUs, and vLLM in the environment of {found.python} is built"
+            " for CPUs"
+        )
+    transport = extra.get("transport") if not is_theirs else None
+    if found.on_cpu and transport in _GPU_TRANSPORTS:
+        raise ConfigError(
+            f"--kv-transfer-config: transport {transport!r} is for GPUs, and vLLM in the environment of {found.python}"
+            " is built for CPUs; leave it out"
+        )
+    if (module := transfer.get("kv_connector_module_path")) is not None:
+        require_module(found.python, str(module))
+    gives_size = extra.keys() & {"cpu_bytes_to_use", "spec_name"} or any("offloading" in one for one in arguments)
+    if name == "OffloadingConnector" and not gives_size:
+        raise ConfigError(
+            '--kv-transfer-config: vLLM\'s OffloadingConnector needs "cpu_bytes_to_use" in kv_connector_extra_config,'
+            " the bytes of host memory that it may use"
+        )
+    if not is_theirs and name.removeprefix(_PREFIX) in BUILTIN:
+        with suppress(MissingDependency):  # vLLM's environment may have it
+            find_connector(config := _ours(transfer)).check_here(config, known=True)
+    elif is_theirs:
+        for child in _children(transfer):
+            require_possible(child, found, arguments)
+        if name == _SEVERAL:
+            _require_one_hand_off(_children(transfer))
+
+
+def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
+    """Raise `ConfigError` if vLLM's MultiConnector joins nothing, or several that make tickets, of which kvferry's
+    adapter refuses all but one. A cache beside a connector of vLLM's that does is a cache only."""
+    if not children:
+        raise ConfigError(
+            f'--kv-transfer-config: vLLM\'s {_SEVERAL} needs "connectors" in kv_connector_extra_config, a list of those'
+            " that it joins"
+        )
+    names = [one["kv_connector"] for one in children if (one.get("kv_connector_extra_config") or {}).get("hand_off", 1)]
+    ours = [name for name in names if name.removeprefix(_PREFIX) in BUILTIN and name.startswith(_PREFIX)]
+    theirs = [name for name in names if name in VLLMS_HAND_OFFS]
+    if len(ours) > 1:
+        raise ConfigError(
+            f"--kv-transfer-config: {ours[0]} and {ours[1]} would both hand requests off; give all but one"
+            ' "hand_off": false in its kv_connector_extra_config'
+        )
+    if ours and theirs and _hands_off(ours[0]):
+        raise ConfigError(f"--kv-transfer-config: {theirs[0]} and {ours[0]} would both hand requests off; remove one")
+
+
+def is_ours(transfer: dict[str, Any]) -> bool:
+    """Whether vLLM needs kvferry's plugin for it."""
+    return transfer["kv_connector"].startswith(_PREFIX) or any(map(is_ours, _children(transfer)))
+
+
+def has_mooncake(transfer: dict[str, Any]) -> bool:
+    """Whether a prefill instance has a Mooncake bootstrap server."""
+    return bool(transfer["kv_connector"] == "MooncakeConnector")
+
+
+def has_lmcache(transfer: dict[str, Any]) -> bool:
+    """Whether a connector of LMCache's own is among them."""
+    return any(has_lmcache(child) for child in _children(transfer)) or transfer["kv_connector"].startswith("LMCache")
+
+
+def require_registrable(transfer: dict[str, Any], role: Role) -> None:
+    """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for: that of kvferry's connectors also
+    if they hand off through a store, and of one of several."""
+    for_member(transfer, role, "", 0)
+    extra = transfer.get("kv_connector_extra_config", {})
+    if not transfer["kv_connector"].startswith(_PREFIX) or extra.get("hand_off") is False:
+        return
+    given = transfer.get("kv_role", kv_role(role))
+    require_kv_role(given, role)
+    if transfer["kv_connector"] == _PREFIX + _SEVERAL:
+        own = {key: value for key, value in extra.items() if key not in _ADAPTERS}
+        config = KVTransferConfig(kv_connector=_SEVERAL, kv_role=given, kv_connector_extra_config=own)
+        with suppress(MissingDependency):
+            require_kv_role(hand_off_role(config), role)
+
+
+def for_member(transfer: dict[str, Any], role: InstanceRole, name: str, index: int, node: str = "") -> dict[str, Any]:
+    """The configuration of instance `index`: the user's settings, and what must differ between instances. `node`: the
+    address of its node, where others fetch KV of kvferry's connectors; vLLM's own are told by variables.
+
+    `kv_load_failure_policy` is `recompute` unless the user sets it, as in kvferry's own engine.
+    """
+    if node:
+        transfer = _reached_at(node, transfer)
+    own = {"kv_load_failure_policy": "recompute", **_with_roles(_as_vllm_takes_it(transfer), role)}
+    if own.get("engine_id"):
+        own["engine_id"] = f"{own['engine_id']}-{name}"
+    if own.get("kv_port"):
+        own["kv_port"] += index
+    return own
+
+
+def _reached_at(node: str, transfer: dict[str, Any]) -> dict[str, Any]:
+    """Tell kvferry's connectors the address of their node, unless the user has."""
+    extra, children = transfer.get("kv_connector_extra_config", {}), _children(transfer)
+    if transfer["kv_connector"].startswith(_PREFIX):
+        return {**transfer, "kv_connector_extra_config": {"kv_ip": node, **extra}}
+    if not children:
+        return transfer
+    return {**transfer, "kv_connector_extra_config": {**extra, "connectors": [_reached_at(node, c) for c in children]}}
+
+
+def _as_vllm_takes_it(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Move keys that vLLM's configuration does not have into `kv_connector_extra_config`, for kvferry's connectors."""
+    if not transfer["kv_connector"].startswith(_PREFIX):
+        return transfer
+    moved = {key: transfer[key] for key in _EXTRA_IN_VLLM if key in transfer}
+    rest = {key: value for key, value in transfer.items() if key not in moved}
+    return (
+        {**rest, "kv_connector_extra_config": {**rest.get("kv_connector_extra_config", {}), **moved}} if moved else rest
+    )
+
+
+def _with_roles(transfer: dict[str, Any], role: InstanceRole, *, beside_hand_off: bool = False) -> dict[str, Any]:
+    """Add `kv_role`. A connector that does not hand off saves and loads in every role, as does a cache of kvferry's
+    beside one of vLLM's that hands off. kvferry's MultiConnector sets the roles of its children itself. Raises
+    `ConfigError` if what hands off is given the other instances' role."""
+    extra = transfer.get("kv_connector_extra_config")
+    is_cache = transfer["kv_connector"].startswith(_PREFIX) and not _hands_off(transfer["kv_connector"])
+    only_keeps = (isinstance(extra, dict) and extra.get("hand_off") is False) or (is_cache and beside_hand_off)
+    own = {"kv_role": "kv_both" if only_keeps else kv_role(role), **transfer}
+    if _hands_off(transfer["kv_connector"]) and not only_keeps:
+        require_kv_role(own["kv_role"], role)
+    children = _children(transfer)
+    if children and transfer["kv_connector"] != f"{_PREFIX}{_SEVERAL}":
+        extra = transfer["kv_connector_extra_config"]
+        beside = any(one["kv_connector"] in _HAND_OFF for one in children)
+        named = [_with_roles(one, role, beside_hand_off=beside) for one in children]
+        own["kv_connector_extra_config"] = {**extra, "connectors": named}
+    return own
+
+
+def _hands_off(name: str) -> bool:
+    return name.removeprefix(_PREFIX) in _HAND_OFF or name == _PREFIX + _SEVERAL
+
+
+def _children(transfer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The connectors that a MultiConnector joins."""
+    extra = transfer.get("kv_connector_extra_config")
+    found = extra.get("connectors") if isinstance(extra, dict) else None
+    children = found if isinstance(found, list) else []
+    return [one for one in children if isinstance(one, dict) and isinstance(one.get("kv_connector"), str)]

@@ -1,0 +1,529 @@
+"""The desired state of a fleet: one frozen value, read from TOML.
+
+    name = "chat"; model = "Qwen/Qwen3-8B"; mode = "pooling"
+
+Every table and key is a field below. `DesiredFleet.revision` names what cannot be changed in a running instance: a
+fleet with another one is *rolled*, one with other numbers is *scaled*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.names import ExtensionPoint
+from kvferry.core.settings.options import read_options, read_value, unknown_key
+from kvferry.core.settings.toml_file import read_toml
+from kvferry.core.settings.transfer_config import names_password
+from kvferry.fleet.spec.arguments import VLLM_KEY_VARIABLE, own_key_flag, vllm_key_flag
+from kvferry.fleet.spec.kubernetes_spec import KubernetesSpec, read_kubernetes
+from kvferry.fleet.spec.ray_spec import ActorRole, ActorSpec, read_ray
+
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+MemberRole = Literal["prefill", "decode", "both", "router"]
+"""What a process of the fleet is for."""
+
+BACKENDS = ExtensionPoint(
+    "backend.kind",
+    {
+        "local": "kvferry.fleet.backends.local.backend:LocalBackend",
+        "ray": "kvferry.fleet.backends.ray.backend:RayBackend",
+        "kubernetes": "kvferry.fleet.backends.kubernetes.backend:KubernetesBackend",
+    },
+    "kvferry.backends",
+)
+"""Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
+
+SGLANG_BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
+"""How SGLang's servers may move KV; the first is the default."""
+
+MOST = 4096
+"""Instances of one role, or units."""
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h)")
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Duration = Annotated[
+    str, msgspec.Meta(pattern=rf"^{_DURATION.pattern}\Z", description='a duration such as "90s", "2m" or "500ms"')
+]
+Name = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z",
+        description="lower-case letters, digits and hyphens, 40 at most",
+    ),
+]
+
+
+def seconds(duration: str) -> float:
+    """A `Duration` in seconds."""
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        raise ConfigError(f"{duration!r} is not a duration such as '90s', '2m' or '500ms'")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[engine]`: what runs the model, on every instance."""
+
+    kind: Literal["kvferry", "vllm", "sglang"] = "kvferry"
+    """kvferry's own engine, vLLM's servers, or SGLang's."""
+    connector: tuple[str, ...] = ()
+    """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector, asked in this order.
+    Default: P2pConnector. With SGLang, its transfer backend: mooncake (the default), mooncake_tcp (without
+    RDMA) or nixl."""
+    kv_transfer_config: str = ""
+    """The whole JSON of --kv-transfer-config, instead of `connector`; each instance gets the kv_role of its role."""
+    args: tuple[str, ...] = ()
+    """Further flags of every instance: those of `kvferry decode`, of `vllm serve`, or of `sglang.launch_server`."""
+    python: str = ""
+    """Python of an environment with vLLM or SGLang; default: the Python that runs kvferry."""
+
+    @property
+    def connectors(self) -> tuple[str, ...]:
+        """The connectors that are used where `kv_transfer_config` is not given."""
+        return self.connector or ("P2pConnector",)
+
+
+class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[role.prefill]`, `[role.decode]`, `[role.both]`: how many instances do this, in pooling mode."""
+
+    count: Number = 1
+    """Instances wanted; what `kvferry fleet scale` changes."""
+    min: Number = 0
+    """No fewer are kept, whoever asks, and no fewer that serve while a roll replaces them."""
+    max: Number | None = None
+    """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
+    tensor_parallel_size: Positive = 1
+    """Ranks of one instance."""
+    can_be: tuple[Role, ...] = ()
+    """Roles that an instance of this one may change to without a restart."""
+    args: tuple[str, ...] = ()
+    """Further flags of instances of this role."""
+
+
+class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[router]`: the fleet's one endpoint."""
+
+    count: Number | None = None
+    """Router processes that share the address. Default: two where there are cores for them, otherwise one; 0: none."""
+    host: str = "127.0.0.1"
+    """Address to listen on; only this machine can reach the default."""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes any free one."""
+    args: tuple[str, ...] = ()
+    """Further flags of `kvferry router`."""
+
+
+class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[unit]`, in replica mode: what is started, scaled and rolled as one. Hand-offs stay within a unit."""
+
+    members: dict[Role, Positive]
+    """Instances of each role in one unit, such as { prefill = 1, decode = 2 }."""
+    count: Number = 1
+    """Units wanted."""
+    max: Number | None = None
+    """No more are ever there, those that a roll starts in advance included. Default: `count`, and those."""
+    place: Literal["same-host", "pack", "spread"] = "same-host"
+    """Where the members of one unit are."""
+
+
+class RollSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[roll]`: how instances of an old revision are replaced."""
+
+    surge: Number = 1
+    """Instances of a role (units, in replica mode) beyond its count at a time."""
+    unavailable: Number = 0
+    """Instances of a role that may be missing from its count meanwhile."""
+    max_skew: Positive = 1
+    """How many instances one role may be ahead of another, in proportion to their counts."""
+    pause: bool = False
+    """Start nothing and replace nothing, for as long as this is set."""
+    history: Positive = 10
+    """Earlier revisions that can be rolled back to."""
+
+
+class FailureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[failure]`: what happens to instances that end, hang or never serve."""
+
+    restart: Literal["instance", "unit"] = "instance"
+    """What is replaced when an instance of a unit fails: it alone, or the whole unit."""
+    backoff: tuple[Duration, Duration] = ("1s", "60s")
+    """Waits before a further start after failures in a row: the first, which doubles each time, and the longest."""
+    crash_loop: Positive = 5
+    """Number of failures in a row after which nothing of that revision and role is started, and `status` says why."""
+    hang: Duration = "60s"
+    """How long an instance or a router may leave GET /health unanswered before it is replaced; "0s" waits for ever."""
+    start: Duration = "10m"
+    """How long an instance may take until it serves; in replica mode, all of a unit together."""
+    drain: Duration = "120s"
+    """How long an instance may take until its requests and tickets have ended; then it is stopped."""
+
+
+class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[scale]`: the counts follow what is asked for. The roles' `min` and `max` bound them; `count` is where it
+    begins."""
+
+    ttft: Duration
+    """Target of the time to the first token."""
+    itl: Duration
+    """Target of the mean time between two tokens of an answer."""
+    attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.99
+    """The share of requests that is to be within both."""
+    budget: Number | None = None
+    """Most ranks of all instances together. Default: what the roles' `max` allow."""
+    fewest_per_decode: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Prefill instances for each decode instance, at least."""
+    most_per_decode: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Prefill instances for each decode instance, at most. Default: any number."""
+    aggregate: bool = False
+    """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
+    deflect: bool = False
+    """Short prompts may be computed on decode instances where that keeps the targets, unless the routers have a fixed
+    --disaggregate-from."""
+    interval: Duration = "5s"
+    """How often it is decided."""
+    cool_down: Duration = "2m"
+    """How long nothing is released after a change."""
+    hold: Duration = "15m"
+    """How long requests decide what is kept: what a burst needed is released when it is older, or few of the requests
+    since."""
+    idle: Duration = "0s"
+    """How long without a request until no instance is kept, of any role; the next request starts them again. Every
+    `min` must be 0. "0s": never."""
+    starts: Duration = "30s"
+    """How long an instance takes to start, until it was measured."""
+    warm: Duration = "10s"
+    """What an instance does in its first seconds is not counted."""
+    least_requests: Positive = 20
+    """Requests that must have been measured before anything is decided."""
+    recommend: bool = False
+    """Only say what would be done."""
+
+
+class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[backend]`: where the instances are."""
+
+    kind: str = "local"
+    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, which `kvferry
+    fleet apply` makes and `kvferry fleet render` writes as manifests; or a backend of your own, by its entry point or
+    as `package.module:Class`."""
+    address: str = ""
+    """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
+    in."""
+    options: dict[str, Any] = {}
+    """`[backend.options]`: those of a backend of your own."""
+    kubernetes: KubernetesSpec | None = None
+    """What pods need to be told."""
+    ray: dict[ActorRole, ActorSpec] = {}
+    """What members on Ray need of their nodes, by role."""
+
+    def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
+        """What cannot be changed in running members of these roles."""
+        pods = [] if self.kubernetes is None else self.kubernetes.fixed(roles)
+        actors = {role: one for role, one in sorted(self.ray.items()) if role in roles}
+        return [*pods, *(one for one in (actors, self.options) if one)]
+
+
+class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet. Read it with `read_fleet`, which checks it."""
+
+    name: Name
+    """What the fleet is called; it is found again by this name."""
+    model: str
+    """A local directory, a Hugging Face id, or kvferry/tiny-python."""
+    mode: Literal["pooling", "replica"]
+    """`pooling`: each role is scaled for itself, and any P hands over to any D. `replica`: units of fixed members."""
+    engine: EngineSpec = EngineSpec()
+    args: tuple[str, ...] = ()
+    """Flags of `kvferry serve` for all processes of the fleet, such as --log-format=json."""
+    role: dict[MemberRole, RoleSpec] = {}
+    router: RouterSpec = RouterSpec()
+    unit: Unit | None = None
+    roll: RollSpec = RollSpec()
+    failure: FailureSpec = FailureSpec()
+    backend: Backend = Backend()
+    scale: ScaleSpec | None = None
+    stamp: str = ""
+    """Another text makes another revision: `kvferry fleet roll` sets it, to replace everything by the same again."""
+
+    @property
+    def revision(self) -> str:
+        """Names the settings of the instances: eight hexadecimal digits, the same for the same settings."""
+        fixed = {
+            name: (one.tensor_parallel_size, one.args, bool(one.can_be)) for name, one in sorted(self.role.items())
+        }
+        members = None if self.unit is None else dict(sorted(self.unit.members.items()))
+        told = [self.model, self.mode, self.engine, self.args, fixed, members, self.stamp]
+        told += self.backend.fixed(set(self.role) if self.unit is None else set(self.unit.members))
+        return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
+
+    @property
+    def num_instances(self) -> int:
+        """Instances wanted, of all roles."""
+        if self.unit is not None:
+            return self.unit.count * sum(self.unit.members.values())
+        return sum(one.count for one in self.role.values())
+
+    def front(self, num_routers: int) -> DesiredFleet:
+        """The routers as a fleet of their own, which the same loop looks after: a change of the instances rolls no
+        router, and the other way round. `num_routers`: where `[router]` does not say how many."""
+        router = self.router
+        number = num_routers if router.count is None else router.count
+        told = (f"--host={router.host}", f"--port={router.port}", *router.args, *self.args)
+        return DesiredFleet(
+            name=self.name,
+            model=self.name,
+            mode="pooling",
+            role={"router": RoleSpec(count=number, args=told)},
+            roll=self.roll,
+            failure=self.failure,
+            backend=self.backend,
+            stamp=self.stamp,
+        )
+
+
+def read_fleet(path: Path) -> DesiredFleet:
+    """The fleet in a TOML file. Raises `ConfigError`: one line with the file, the key and what is wrong with it."""
+    given = read_toml(path)
+    try:
+        return fleet_from(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+_NO_DYNAMO = (
+    'engine.kind = "dynamo": a worker of Dynamo\'s answers no HTTP, only the frontend that Dynamo has itself, over its'
+    ' own request plane, so no router of kvferry\'s could send it anything; use "vllm" or "sglang", which run the same'
+    " engines"
+)
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "engine": EngineSpec,
+    "router": RouterSpec,
+    "unit": Unit,
+    "roll": RollSpec,
+    "failure": FailureSpec,
+    "scale": ScaleSpec,
+}
+
+
+def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
+    """The fleet of these tables. Raises `ConfigError` that names the key, and the nearest one that exists."""
+    known = {one.encode_name: one for one in msgspec.structs.fields(DesiredFleet)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(unknown_key(key, key, known))
+        if key == "role":
+            values[key] = {
+                _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
+                for name, one in _table("role", value).items()
+            }
+        elif key == "engine" and _table(key, value).get("kind") == "dynamo":
+            raise ConfigError(_NO_DYNAMO)
+        elif key == "backend":
+            values[key] = _backend(_table(key, value))
+        elif key in _TABLES:
+            values[key] = read_options(_TABLES[key], _table(key, value), key)
+        else:
+            values[key] = read_value(key, value, known[key].type)
+    for key in ("name", "model", "mode"):
+        if key not in values:
+            raise ConfigError(f"{key} is required")
+    fleet = check_fleet(DesiredFleet(**values))
+    _require_no_keys(fleet)
+    return fleet
+
+
+def _require_no_keys(fleet: DesiredFleet) -> None:
+    """Raise `ConfigError` for a key that is written into a spec, which is no secret: in Kubernetes it is a
+    ConfigMap."""
+    of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
+    tables = {"args": fleet.args, "router.args": fleet.router.args}
+    for where, arguments in (tables | of_ours).items():
+        is_vllms = fleet.engine.kind == "vllm" and where in of_ours
+        for flag in filter(None, map(vllm_key_flag if is_vllms else own_key_flag, arguments)):
+            instead = f"name a file with {flag}-file"
+            if is_vllms:
+                instead = f"set {VLLM_KEY_VARIABLE} in the environment of the command that starts the fleet"
+            raise ConfigError(
+                f"{where}: {flag} is a secret, and a spec is none: {instead}, or in Kubernetes a"
+                " Secret in backend.kubernetes.pod.ROLE.secrets"
+            )
+    told = {"engine.kv_transfer_config": (fleet.engine.kv_transfer_config,), **tables, **of_ours}
+    for where, texts in told.items():
+        if any(map(names_password, texts)):
+            raise ConfigError(
+                f"{where}: a URL has a password, and a spec is no secret: put it into a file, and name that with"
+                " password_file (valkey://HOST:PORT?password_file=PATH)"
+            )
+
+
+def _table(where: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a table")
+    return value
+
+
+def _backend(given: Mapping[str, Any]) -> Backend:
+    pods, actors = given.get("kubernetes"), given.get("ray")
+    told = read_options(
+        Backend, {key: value for key, value in given.items() if key not in ("kubernetes", "ray")}, "backend"
+    )
+    BACKENDS.require_known(told.kind)
+    if told.options and told.kind in BACKENDS.table:
+        raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
+    if (told.kind == "kubernetes") != (pods is not None):
+        raise ConfigError('[backend.kubernetes] and kind = "kubernetes" need each other')
+    if told.kind != "ray" and (told.address or actors is not None):
+        raise ConfigError(f'backend.{"address" if told.address else "ray"} is for kind = "ray", not for {told.kind}')
+    if actors is not None:
+        return msgspec.structs.replace(told, ray=read_ray(_table("backend.ray", actors)))
+    if pods is not None:
+        return msgspec.structs.replace(told, kubernetes=read_kubernetes(_table("backend.kubernetes", pods)))
+    return told
+
+
+def _role(name: str) -> Role:
+    if name not in ROLES:
+        raise ConfigError(unknown_key(f"role.{name}", name, ROLES))
+    return name
+
+
+def check_fleet(fleet: DesiredFleet) -> DesiredFleet:
+    """The fleet. Raises `ConfigError` for tables that contradict each other."""
+    if fleet.mode == "replica":
+        if fleet.unit is None:
+            raise ConfigError('mode = "replica" needs a table [unit] with its members')
+        if not fleet.unit.members:
+            raise ConfigError("unit.members names no role")
+        if (num := fleet.unit.count * sum(fleet.unit.members.values())) > MOST:
+            raise ConfigError(f"unit: {fleet.unit.count} units are {num} instances, and a fleet has at most {MOST}")
+    elif fleet.unit is not None:
+        raise ConfigError('[unit] is for mode = "replica"; in pooling mode, roles have counts')
+    elif not fleet.role:
+        raise ConfigError("there is no role; add [role.prefill] and [role.decode], or [role.both]")
+    roles = set(fleet.role) if fleet.unit is None else set(fleet.unit.members)
+    if len(roles & {"prefill", "decode"}) == 1 and "both" not in roles:
+        alone, other = ("prefill", "decode") if "prefill" in roles else ("decode", "prefill")
+        raise ConfigError(f"there are {alone} instances, and none for {other}")
+    for name, one in fleet.role.items():
+        if one.max is not None and not one.min <= one.count <= one.max:
+            raise ConfigError(f"role.{name}: count = {one.count} is not between min = {one.min} and max = {one.max}")
+        if one.count < one.min:
+            raise ConfigError(f"role.{name}: count = {one.count} is less than min = {one.min}")
+        if not _has_room(fleet.roll, one) and one.min > max(0, one.count - fleet.roll.unavailable):
+            raise ConfigError(
+                f"role.{name}: with min = {one.min} and no room for roll.surge, nothing could ever be replaced"
+            )
+        if name in one.can_be:
+            raise ConfigError(f"role.{name}.can_be names the role itself")
+    if fleet.unit is not None and fleet.unit.max is not None and fleet.unit.count > fleet.unit.max:
+        raise ConfigError(f"unit: count = {fleet.unit.count} is more than max = {fleet.unit.max}")
+    if fleet.scale is not None:
+        _check_scale(fleet, fleet.scale)
+    if fleet.engine.connector and fleet.engine.kv_transfer_config:
+        raise ConfigError("engine: connector and kv_transfer_config say the same; leave one of them out")
+    if fleet.engine.kind == "sglang":
+        _check_sglang(fleet)
+    if not fleet.roll.surge and not fleet.roll.unavailable:
+        raise ConfigError("roll: with surge = 0 and unavailable = 0 nothing could ever be replaced")
+    first, longest = map(seconds, fleet.failure.backoff)
+    if first > longest:
+        raise ConfigError("failure.backoff: the first wait is longer than the longest")
+    if not seconds(fleet.failure.start):
+        raise ConfigError("failure.start must be more than 0: nothing could ever serve")
+    return fleet
+
+
+def check_sglang_transfer(engine: EngineSpec) -> None:
+    """Raise `ConfigError` for a connector that SGLang does not have."""
+    if engine.kv_transfer_config or len(engine.connector) > 1 or not set(engine.connector) <= set(SGLANG_BACKENDS):
+        raise ConfigError(
+            f"engine: SGLang moves KV by {', '.join(SGLANG_BACKENDS[:-1])} or {SGLANG_BACKENDS[-1]}; name one of them"
+            " in connector, or in its own flag --disaggregation-transfer-backend, instead of a kv-transfer-config"
+        )
+
+
+def _check_sglang(fleet: DesiredFleet) -> None:
+    check_sglang_transfer(fleet.engine)
+    for name, role in fleet.role.items():
+        if "both" in (name, *role.can_be) and role.can_be:
+            raise ConfigError(f"role.{name}.can_be: SGLang's servers change between prefill and decode only")
+    if fleet.scale is not None and (fleet.scale.aggregate or fleet.scale.deflect):
+        raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate and deflect")
+    if fleet.backend.kind == "kubernetes":
+        raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
+
+
+def unrollable_part(fleet: DesiredFleet) -> str:
+    """What no roll could replace anything of: a role, or "unit"; empty if there is none."""
+    if fleet.roll.unavailable:
+        return ""
+    kinds: dict[str, RoleSpec | Unit] = (
+        {"unit": fleet.unit} if fleet.unit is not None else {f"role.{name}": one for name, one in fleet.role.items()}
+    )
+    return next((kind for kind, one in kinds.items() if one.count and not _has_room(fleet.roll, one)), "")
+
+
+def _has_room(roll: RollSpec, of: RoleSpec | Unit) -> bool:
+    """Whether a roll may start any in advance."""
+    return bool(roll.surge) and (of.max is None or of.max > of.count)
+
+
+def _check_scale(fleet: DesiredFleet, scale: ScaleSpec) -> None:
+    roles = set(fleet.role) if fleet.unit is None else set(fleet.unit.members)
+    if roles not in ({"prefill", "decode"}, {"both"}):
+        raise ConfigError(f"scale: the roles are prefill and decode, or both alone, not {', '.join(sorted(roles))}")
+    if scale.budget is None:
+        unbounded = [f"role.{name}" for name, one in fleet.role.items() if one.max is None]
+        if fleet.unit is not None and fleet.unit.max is None:
+            unbounded = ["unit"]
+        if unbounded:
+            raise ConfigError(f"scale: {unbounded[0]} needs max, or [scale] a budget: nothing bounds it")
+    if seconds(scale.ttft) <= 0 or seconds(scale.itl) <= 0 or seconds(scale.interval) <= 0:
+        raise ConfigError("scale: ttft, itl and interval must be more than 0")
+    if scale.most_per_decode is not None and scale.fewest_per_decode > scale.most_per_decode:
+        raise ConfigError("scale: fewest_per_decode is more than most_per_decode")
+    kept = [name for name, one in fleet.role.items() if one.min]
+    if seconds(scale.idle) and kept:
+        raise ConfigError(f"scale.idle stops all instances, and role.{kept[0]} keeps min = {fleet.role[kept[0]].min}")
+    if not fleet.router.count and fleet.router.count is not None:
+        raise ConfigError("scale: what is asked for is measured by routers; router.count = 0 has none")
+    if not _is_possible(fleet, scale):
+        raise ConfigError(
+            "scale: no number of instances is allowed: min, max, budget and the bounds of the ratio contradict each"
+            " other"
+        )
+
+
+def _is_possible(fleet: DesiredFleet, scale: ScaleSpec) -> bool:
+    """Whether any fleet that serves is within all bounds."""
+    budget = math.inf if scale.budget is None else scale.budget
+    most_per_decode = math.inf if scale.most_per_decode is None else scale.most_per_decode
+    if fleet.unit is not None:
+        p = fleet.unit.members.get("prefill", 0)
+        d = sum(fleet.unit.members.values()) - p
+        return p + d <= budget and (not p or scale.fewest_per_decode <= p / d <= most_per_decode)
+    prefill = fleet.role.get("prefill", RoleSpec(count=0, max=0))
+    answering = fleet.role["both" if "both" in fleet.role else "decode"]
+    may_miss = not prefill.min and (scale.aggregate or "both" in fleet.role)
+    most = [budget // one.tensor_parallel_size if one.max is None else one.max for one in (prefill, answering)]
+    for d in range(max(1, answering.min), int(most[1]) + 1):
+        p = 0 if may_miss else max(1, prefill.min, math.ceil(scale.fewest_per_decode * d - 1e-9))
+        price = p * prefill.tensor_parallel_size + d * answering.tensor_parallel_size
+        if p <= most[0] and p <= most_per_decode * d and price <= budget:
+            return True
+    return False

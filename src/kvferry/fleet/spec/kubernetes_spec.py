@@ -1,0 +1,159 @@
+"""`[backend.kubernetes]`: what pods need to be told beside what the fleet is to be. `kvferry fleet render` writes the
+manifests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.environment import AUTH_TOKEN
+from kvferry.core.settings.options import read_options, unknown_key
+from kvferry.fleet.spec.arguments import KEY_FIELDS, variable_name
+
+PodRole = Literal["prefill", "decode", "both", "router", "controller"]
+POD_ROLES: tuple[PodRole, ...] = ("prefill", "decode", "both", "router", "controller")
+
+Quantity = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?\Z", description='a quantity such as "500m", "8" or "32Gi"'
+    ),
+]
+ObjectName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z",
+        description="the name of an object: lower-case letters, digits, hyphens and dots",
+    ),
+]
+
+Label = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z",
+        description="a name of 63 lower-case letters, digits and hyphens at most",
+    ),
+]
+SecretKey = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}\Z",
+        description="the name of a Secret and one of its keys, such as chat-keys/api",
+    ),
+]
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_SET_FOR_EACH = (AUTH_TOKEN, "POD_IP")
+_KEY_VARIABLES = frozenset(map(variable_name, KEY_FIELDS))
+
+
+class Toleration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A taint of nodes that pods accept, as in a pod's `tolerations`."""
+
+    key: str | None = None
+    operator: Literal["Exists", "Equal"] | None = None
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class PodSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[backend.kubernetes.pod.prefill]`, `….pod.decode`, `….pod.both`, `….pod.router`, `….pod.controller`: the pods of
+    one role."""
+
+    requests: dict[str, Quantity] = {}
+    """Resources that a pod needs, such as { cpu = "8", memory = "32Gi" }."""
+    limits: dict[str, Quantity] = {}
+    """Resources that a pod may use; devices too, such as { "nvidia.com/gpu" = "1", "rdma/hca" = "1" }."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that pods may run on."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that pods accept."""
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Pods of one instance, among which its ranks are divided; of kvferry's own engine, one for each rank."""
+    secrets: dict[str, SecretKey] = {}
+    """Environment variables from keys of Secrets, such as { KVFERRY_API_KEY = "chat-keys/api" } of routers: the Secret
+    `chat-keys`, and its key `api`."""
+    shared_memory: Quantity = "8Gi"
+    """Most that may be in /dev/shm, through which the processes of a vLLM server and NCCL exchange data. It counts as
+    the pod's memory. KV caches are not in it: they are limited by the pod's memory alone."""
+
+
+class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[backend.kubernetes]`."""
+
+    image: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    """Image of all containers, with kvferry in it (`Dockerfile`)."""
+    namespace: Label = "default"
+    """Namespace of all objects."""
+    context: str | None = None
+    """Context of the kubeconfig that `kvferry fleet apply` uses. Default: the one that is current there; within a pod,
+    its service account."""
+    pod: dict[PodRole, PodSpec] = {}
+    """Resources and nodes, by role."""
+    image_pull_secrets: tuple[ObjectName, ...] = ()
+    """Secrets of registries."""
+    service_account: ObjectName | None = None
+    """Account of all pods; none of them is given a token of the Kubernetes API."""
+    token_secret: ObjectName | None = None
+    """A Secret that is there already, with KVFERRY_AUTH_TOKEN in its key `token`. Default: one is rendered."""
+    model_claim: ObjectName | None = None
+    """A PersistentVolumeClaim with models and the cache of Hugging Face, mounted at /models. Default: each pod fetches
+    the model into a volume of its own."""
+    environment: dict[str, str] = {}
+    """Further environment variables of all containers. They can be read in the manifests: keys belong into Secrets."""
+    routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    """Routers, each with all instances; in replica mode, of each unit."""
+    controllers: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
+    """Controllers that `kvferry fleet render` writes; one of them acts, and the others wait."""
+    disaggregated_set: bool = False
+    """One DisaggregatedSet for all roles, which are then rolled together, in place of an object for each role."""
+    gang: Literal["none", "kubernetes", "volcano"] = "none"
+    """PodGroups of those pods that are of use only together: Kubernetes' own (1.37 with the feature gate
+    GenericWorkload) or Volcano's."""
+    pod_monitor: bool = False
+    """Write a PodMonitor for Prometheus' operator."""
+    clients_from: dict[str, str] = {}
+    """Labels of the pods that may reach the router, beside Prometheus with `pod_monitor`. Default: everyone may."""
+
+    def fixed(self, roles: Collection[PodRole]) -> list[Any]:
+        """What cannot be changed in running pods of these roles."""
+        pods = {role: one for role, one in sorted(self.pod.items()) if role in roles}
+        told = (self.image, self.image_pull_secrets, self.service_account, self.token_secret, self.model_claim)
+        return [*told, self.environment, self.gang, pods]
+
+
+def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:
+    """The table `[backend.kubernetes]`. Raises `ConfigError` that names the key, and the nearest one that exists."""
+    where = "backend.kubernetes"
+    pods = given.get("pod", {})
+    if not isinstance(pods, dict):
+        raise ConfigError(f"{where}.pod must be a table")
+    for name, one in pods.items():
+        if name not in POD_ROLES:
+            raise ConfigError(unknown_key(f"{where}.pod.{name}", name, POD_ROLES))
+        if not isinstance(one, dict):
+            raise ConfigError(f"{where}.pod.{name} must be a table")
+    read = {name: read_options(PodSpec, one, f"{where}.pod.{name}") for name, one in pods.items()}
+    spec = read_options(KubernetesSpec, {name: value for name, value in given.items() if name != "pod"}, where)
+    for role, pod in read.items():
+        for name in pod.secrets:
+            _require_variable(f"{where}.pod.{role}.secrets", name)
+    for name in spec.environment:
+        _require_variable(f"{where}.environment", name)
+        if name in _KEY_VARIABLES:
+            raise ConfigError(
+                f"{where}.environment.{name} could be read in the manifests; put it into a Secret, and name that in"
+                f" {where}.pod.ROLE.secrets"
+            )
+    return msgspec.structs.replace(spec, pod=read)
+
+
+def _require_variable(where: str, name: str) -> None:
+    if name in _SET_FOR_EACH:
+        how = "put the token into a Secret, and its name into token_secret" if name == AUTH_TOKEN else "leave it out"
+        raise ConfigError(f"{where}.{name} is set for each pod by itself; {how}")
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigError(f"{where}: {name!r} is no name of an environment variable")

@@ -1,0 +1,92 @@
+"""A spec as a file: followed while it changes, and written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.settings.files import WAIT_S, FileWork, within
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, read_fleet
+
+logger = logging.getLogger(__name__)
+
+
+class SpecFile:
+    """A spec that may be changed while it is followed, as Kubernetes does with a ConfigMap that is mounted. `read`
+    raises `ConfigError` for one that cannot be followed. `before`: what it said earlier, to another process."""
+
+    def __init__(
+        self, path: Path, read: Callable[[Path], DesiredFleet] = read_fleet, before: DesiredFleet | None = None
+    ) -> None:
+        """Raises `ConfigError` if it is wrong and said nothing earlier."""
+        self._path, self._read = path, read
+        self._looking, self._trouble = FileWork(path, self._look), ""
+        self._seen = within(path, WAIT_S, self._stamp)
+        try:
+            self.fleet = read(path)
+        except ConfigError as error:
+            if before is None:
+                raise
+            self.fleet = before
+            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+
+    async def follow(self) -> DesiredFleet:
+        """What it says now; as long as that is wrong, or the file is not there or does not answer, what it said
+        before."""
+        try:
+            self.fleet = await self._looking.do()
+        except ConfigError as error:
+            if str(error) != self._trouble:
+                logger.error("what was wanted before stays in force: %s", error)
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
+        return self.fleet
+
+    def _look(self) -> DesiredFleet:
+        if (stamp := self._stamp()) == self._seen:
+            return self.fleet
+        self._seen = stamp
+        try:
+            fleet = self._read(self._path)
+        except ConfigError as error:
+            logger.error("the change is refused, and what was wanted before stays in force: %s", error)
+            return self.fleet
+        logger.info("%s has changed, and is followed", self._path)
+        return fleet
+
+    def _stamp(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def to_table(fleet: DesiredFleet) -> dict[str, Any]:
+    """The tables from which `fleet_from` makes this fleet; what is as by default is left out."""
+    return _table(fleet)
+
+
+def _table(value: msgspec.Struct) -> dict[str, Any]:
+    found = {}
+    for field in msgspec.structs.fields(value):
+        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+        if (one := getattr(value, field.name)) != default:
+            found[field.encode_name] = _plain(one)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _table(value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
