@@ -190,13 +190,13 @@ async def test_a_child_that_comes_in_the_moment_of_the_cancellation_is_ended(
     async with forking() as (server, forked):
         assert await fork(server)
         starting = asyncio.create_task(fork(server))
-        hear = fork_server._Server._hear
+        hear = fork_server._Server._on_message
 
         def hear_and_cancel(*arguments: Any) -> None:
             hear(*arguments)
             starting.cancel()
 
-        monkeypatch.setattr(fork_server._Server, "_hear", hear_and_cancel)
+        monkeypatch.setattr(fork_server._Server, "_on_message", hear_and_cancel)
         await asyncio.wait([starting])
         assert starting.cancelled()
         await until(lambda: len(forked()) == 1)
