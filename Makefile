@@ -6,18 +6,21 @@ export TORCH
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM ?= .venv-vllm
+# vLLM's environment: Dynamo's workers are vLLM's.
+export VENV_DYNAMO ?= $(VENV_VLLM)
 export VENV_SGLANG ?= .venv-sglang
 STAMP := $(VENV)/.installed
 STAMP_DOCS := $(VENV)/.installed-docs
 export OMP_NUM_THREADS ?= 1
-# Not under `make test`: long matrices, and what needs vLLM or SGLang, which have environments of their own.
-SHORT := not full and not vllm and not sglang
-ALL := not vllm and not sglang
+# Not under `make test`: long matrices, and what needs vLLM, SGLang or Dynamo, which have environments of their own.
+SHORT := not full and not vllm and not sglang and not dynamo
+ALL := not vllm and not sglang and not dynamo
 VLLM := $(if $(PART),vllm,vllm and not full)
+DYNAMO := $(if $(PART),dynamo,dynamo and not full)
 SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next test-sglang soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -72,6 +75,10 @@ $$run '$(VLLM)' $$part --numprocesses=auto --maxprocesses=4 tests/adapters $(ARG
 $$run '$(VLLM)' $$part --numprocesses=0 tests/end_to_end/vllm $(ARGS) || failed=1; \
 exit $$failed
 endef
+
+test-dynamo: $(STAMP)  ## run the tests with Dynamo's workers, in .venv-vllm (100 MB more than test-vllm; PART=0/8: as test-vllm)
+	@scripts/install_dynamo.sh $(VENV_DYNAMO)
+	@scripts/run_tests $(BIN)/python '$(DYNAMO)' $(if $(PART),--full-part=$(PART)) --numprocesses=0 tests/end_to_end/dynamo $(ARGS)
 
 test-sglang: $(STAMP)  ## run the tests with SGLang's servers, in .venv-sglang (about 3.5 GB the first time; PART=0/8: as test-vllm)
 	@scripts/install_sglang_cpu.sh $(VENV_SGLANG)

@@ -15,10 +15,10 @@ esac
 folder=$1 version=${2:-0.5.23} torch=${3:-2.13.0}
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-$("$checkout/scripts/find_python")}
-on_cpu=$checkout/scripts/sglang_on_cpu.py
+on_cpu=("$checkout/scripts/sglang_on_cpu.py" "$checkout/scripts/stand_ins.py")
 
 stamp=$folder/.kvferry-installed
-wanted="sglang $version torch $torch $(cat "$0" "$on_cpu" | sha256sum)"
+wanted="sglang $version torch $torch $(cat "$0" "${on_cpu[@]}" | sha256sum)"
 if [[ -x $folder/bin/python && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; then
     exit
 fi
@@ -62,7 +62,7 @@ installed=$("$folder/bin/python" -c 'from importlib.metadata import version; pri
 [[ $installed == "$version" ]] || install_sglang
 "$checkout/scripts/install_media.sh" "$folder" # the Mooncake Transfer Engine, which moves the KV
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp "$on_cpu" "$site/"
+cp "${on_cpu[@]}" "$site/"
 mkdir -p "$site/sglang_on_cpu_models"
 touch "$site/sglang_on_cpu_models/__init__.py"
 echo 'from sglang.srt.models.llama import EntryClass  # noqa: F401' >"$site/sglang_on_cpu_models/llama.py"

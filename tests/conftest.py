@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from kvferry.connectors.kv_store import prober
 from kvferry.store.base import KVStore, StoreOptions
 from kvferry.store.tier import Tier
+from support import dynamo_workers
 from support.lmcache_server import LMCacheServer, is_installed
 from support.long_files import starting_place
 from support.sglang_python import PYTHON
@@ -117,12 +118,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _skip_without_servers(items: list[pytest.Item]) -> None:
-    """SGLang's servers run in an environment of their own."""
-    if PYTHON.is_file():
-        return
+    """SGLang's servers and Dynamo's workers run in environments of their own."""
     for item in items:
-        if item.get_closest_marker("sglang"):
+        if item.get_closest_marker("sglang") and not PYTHON.is_file():
             item.add_marker(pytest.mark.skip(reason="SGLang is not installed; make test-sglang has it"))
+        if item.get_closest_marker("dynamo") and not dynamo_workers.IS_INSTALLED:
+            item.add_marker(pytest.mark.skip(reason="Dynamo is not installed; make test-dynamo has it"))
 
 
 def leave_diagonal(matrix: Sequence[pytest.Item], name: str) -> None:

@@ -15,9 +15,11 @@ from typing import Any, Literal, TypeVar
 
 from kvferry.core import entropy
 from kvferry.core.errors import KvferryError, StoreError, Unavailable
+from kvferry.core.messages.hand_off import HandOff, Produce
 from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.core import EngineCore
 from kvferry.engine.statistics import EngineSnapshot
 
@@ -143,10 +145,15 @@ class SteppedEngine(ABC):
         """End the lease of a ticket that nobody will fetch. True when there was one."""
         return await self._ask(lambda: self.engine.release(transfer_id))
 
-    def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused: have the connector tell the instance that waits for it. Does not
-        wait."""
-        self._run_between_steps(lambda: self.engine.prefill_refused(transfer_id))
+    def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
+        """True: each token depends on the seed and on the tokens before it, and on nothing else."""
+        return True
+
+    def refused(self, hand_off: HandOff) -> None:
+        """A request was refused: have the connector tell the instance that waits for its prefill. Does not wait."""
+        if isinstance(hand_off, Produce):
+            transfer_id = hand_off.transfer_id
+            self._run_between_steps(lambda: self.engine.prefill_refused(transfer_id))
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is False.

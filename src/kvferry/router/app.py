@@ -35,6 +35,7 @@ from kvferry.router.edge.fair_queue import FairQueue
 from kvferry.router.edge.fleet_metrics import fleet_metrics
 from kvferry.router.edge.tenants import Charge, Tenant, Tenants, count_tokens, priority_of
 from kvferry.router.instances.connections import Connections
+from kvferry.router.instances.dynamo import DynamoWorkers
 from kvferry.router.instances.facts import RouterHealth
 from kvferry.router.instances.health import Health
 from kvferry.router.instances.instance import Instance, VllmFacts
@@ -44,7 +45,7 @@ from kvferry.router.instances.registrations import Registrations
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.metrics import CONTENT_TYPE, Metrics
 from kvferry.router.paths import PROMPT_FIELDS
-from kvferry.router.protocols.choose import ENGINES
+from kvferry.router.protocols.choose import engine_of
 from kvferry.router.request.leg import Legs
 from kvferry.router.request.next_turn import NextTurns
 from kvferry.router.request.relay import Relay
@@ -77,6 +78,7 @@ class Router:
     feeds: EventFeeds
     membership: Membership
     registrations: Registrations
+    dynamo: DynamoWorkers
     guard: Guard
     """Guards the servers of this router. Tenants' keys are API keys."""
     state: SharedState
@@ -244,6 +246,7 @@ class Router:
                 self.services.releases.open(group)
                 services = self.services
                 watching: list[Any] = [self.health, services.legs, self.feeds, self.membership, self.registrations]
+                watching.append(self.dynamo)
                 if services.next_turns is not None:
                     watching.append(services.next_turns)
                 watchers = [group.create_task(one.watch()) for one in watching]
@@ -307,6 +310,7 @@ def build_router(
         feeds=feeds,
         membership=membership,
         registrations=registrations,
+        dynamo=DynamoWorkers(config, membership, state, clock, folder=state.folder),
         guard=Guard.from_config(http, tenants.api_keys(), state if state.is_shared else None),
         state=state,
     )
@@ -321,11 +325,11 @@ def _view(instance: Instance) -> dict[str, Any]:
         "in_flight": instance.load.num_legs,
         "unit": instance.unit,
         **view_of_state(instance),
-        "engine": ENGINES.get(type(instance.facts)),
+        "engine": engine_of(instance.facts) or None,
     }
 
 
 def _view_with_addresses(instance: Instance) -> dict[str, Any]:
     facts = instance.facts
-    known = msgspec.to_builtins(facts, str_keys=True) if type(facts) in ENGINES else None
+    known = msgspec.to_builtins(facts, str_keys=True) if engine_of(facts) else None
     return {**_view(instance), "url": instance.url, "facts": known}

@@ -33,10 +33,15 @@ class RouterConfig:
     of flags in `--help` and in the reference."""
 
     prefill_url: tuple[str, ...] = field(default=(), metadata={"heading": "Router: instances"})
-    """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases."""
+    """Base URL of a prefill instance; repeat it for more. Without any, decode instances do both phases.
+    dynamo://NAMESPACE/COMPONENT: all workers of Dynamo's that its discovery has there."""
 
     decode_url: tuple[str, ...] = ()
     """Base URL of a decode instance; repeat it for more."""
+
+    dynamo_python: Path | None = None
+    """Python interpreter with kvferry and ai-dynamo-runtime, for workers of Dynamo's (--prefill-url
+    dynamo://NAMESPACE/COMPONENT). Default: the one that runs kvferry."""
 
     instances_file: Path | None = None
     """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest, LeakError
-from kvferry.core.messages.hand_off import PrefillResult, Produce, Ticket, TokenLogprobs
+from kvferry.core.messages.hand_off import HandOff, PrefillResult, Produce, Ticket, TokenLogprobs
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
-from kvferry.core.sampling import uniform_draw
+from kvferry.core.sampling import SamplingParams, uniform_draw
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
@@ -43,7 +43,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.leases: set[str] = set()
-        self.refused: list[str] = []
+        self.refusals: list[HandOff] = []
         self.leak: str | None = None
         self.ended = asyncio.Event()
 
@@ -75,8 +75,11 @@ class FakeEngine:
         self.leases.discard(transfer_id)
         return known
 
-    def prefill_refused(self, transfer_id: str) -> None:
-        self.refused.append(transfer_id)
+    def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
+        return True
+
+    def refused(self, hand_off: HandOff) -> None:
+        self.refusals.append(hand_off)
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         raise InvalidRequest("nothing is kept here")

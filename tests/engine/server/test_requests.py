@@ -191,10 +191,10 @@ async def test_who_waits_for_a_prefill_that_is_refused_is_told(asker: Asker) -> 
         body = {"prompt": "a", "kv_transfer_params": PRODUCE, **wrong}
         status, _ = await asker.post("/v1/completions", body)
         assert status in (400, 404)
-    assert asker.engine.refused == ["t1"] * 3
+    assert [one.transfer_id for one in asker.engine.refusals] == ["t1"] * 3
     await asker.refused(max_tokens=0, kv_transfer_params={"transfer_id": "t1"})
     await asker.refused(max_tokens=0, kv_transfer_params={**PRODUCE, "transfer_id": 7})
-    assert asker.engine.refused == ["t1"] * 3
+    assert [one.transfer_id for one in asker.engine.refusals] == ["t1"] * 3
 
 
 async def test_a_prefill_makes_one_token_and_a_ticket(asker: Asker) -> None:

@@ -12,6 +12,7 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
 | `remote_stores` | those of P's stores that have the KV: they accepted all that P last wrote to them |
+| `disaggregated_params` | what a prefill worker of Dynamo's answered for the decode worker, as JSON text |
 | `remote_address_seal` | authenticates the addresses (`core.messages.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
@@ -42,6 +43,8 @@ MAX_GROUPS = 64
 MAX_BLOCK_IDS = 2**20
 MAX_PREFIXES = 64
 MAX_STORES = 16
+MAX_FOREIGN = 2**20
+"""Characters of another stack's ticket, at most."""
 OTHER_PROMPT = (
     "the hand-off has other tokens than this request, or other images, another LoRA adapter or cache_salt: the prompt"
     " must be the same on both instances"
@@ -115,6 +118,8 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
     remote_prefixes: Annotated[list[tuple[Count, Digest]], Meta(max_length=MAX_PREFIXES)] | None = None
     remote_stores: Annotated[list[Name], Meta(max_length=MAX_STORES)] | None = None
     """The stores of a hand-off through stores, in the connector's words; None: not known."""
+    disaggregated_params: Annotated[str, Meta(max_length=MAX_FOREIGN)] = ""
+    """JSON as text: it is sealed, and proxies do not write the numbers in it anew."""
     remote_address_seal: Seal = ""
     remote_seal: Seal = ""
 

@@ -68,6 +68,8 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`kv_host`, `kv_port`: the control address of rank 0, empty and 0 if it has none; `kv_ranks`: the addresses of all
     its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
 
+    stack: Literal["kvferry", "dynamo"] = "kvferry"
+    """Whose engine computes."""
     role: Literal["prefill", "decode", "both"] = "both"
     engine_id: str = ""
     process: str = ""

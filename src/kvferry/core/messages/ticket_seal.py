@@ -94,6 +94,7 @@ def _content_of(ticket: Ticket) -> list[Any]:
         ticket.remote_num_tokens,
         ticket.remote_prefixes,
         ticket.remote_stores,
+        ticket.disaggregated_params,
         drawn,
     ]
 

@@ -16,7 +16,7 @@ from kvferry.core.messages.continuation import PROGRESS_HEADER
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
 from kvferry.engine.server.assembly import Delta, joined
 from kvferry.engine.server.context import ServerContext
-from kvferry.engine.server.parameters import promised_transfer_id
+from kvferry.engine.server.parameters import refused_hand_off
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
 from kvferry.engine.server.prompts import echoes_of
 from kvferry.engine.server.streaming import EventStream, ProgressMarks
@@ -55,18 +55,23 @@ class GenerationRoute(Generic[GenerationBody]):
         try:
             writer = await self._prepare(request, body, arrived)
         except RequestError:
-            if (transfer_id := promised_transfer_id(body)) is not None:
-                self._context.front.prefill_refused(transfer_id)
+            if (hand_off := refused_hand_off(body)) is not None:
+                self._context.front.refused(hand_off)
             raise
         off_loop = self._context.codec.off_loop
         if not body.stream:
             await _send_whole(writer, off_loop, response)
             return
         marks = None
-        if request.header(PROGRESS_HEADER) is not None and len(writer.generation.children) == 1:
+        if request.header(PROGRESS_HEADER) is not None and self._is_continuable(writer, body):
             marks = ProgressMarks(writer.generation, writer.created)
             response.add_header(PROGRESS_HEADER.lower().encode(), b"1")
         await _send_stream(writer, off_loop, response, marks)
+
+    def _is_continuable(self, writer: AnswerWriter, body: GenerationBody) -> bool:
+        children = writer.generation.children
+        sampling = children[0].request.sampling
+        return len(children) == 1 and self._context.front.continues(sampling, is_seeded=body.seed is not None)
 
     async def _prepare(self, request: HttpRequest, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)

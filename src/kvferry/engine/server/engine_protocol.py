@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
+from kvferry.core.messages.hand_off import HandOff
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.statistics import EngineSnapshot
 
 
@@ -60,8 +62,13 @@ class EngineFront(Protocol):
     async def release(self, transfer_id: str) -> bool:
         """End the lease of a hand-off that nobody will fetch. True if there was one."""
 
-    def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before `generate`: tell the instance that waits for its KV."""
+    def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
+        """Whether another instance of this kind can continue an answer in the middle, so that it is the same answer.
+        `is_seeded`: the client gave the seed."""
+
+    def refused(self, hand_off: HandOff) -> None:
+        """A request was refused before `generate`: tell the instance that waits for its KV, or holds KV for it. Returns
+        at once."""
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
         """What the connector's store has of a prompt. `pin` true: pin it there; false: unpin it; None: change nothing.

@@ -75,14 +75,12 @@ def transfer_params_of(body: GenerationRequest, num_prompts: int) -> list[KVTran
     return parse_transfer_params(body.kv_transfer_params, beside, num_prompts=num_prompts, tenant=body.cache_salt or "")
 
 
-def promised_transfer_id(body: GenerationRequest) -> str | None:
-    """The transfer id of a prefill for another instance, which may be waiting for it; None if there is none that can be
-    read."""
+def refused_hand_off(body: GenerationRequest) -> HandOff:
+    """The part in a hand-off of a request that is refused; None if there is none that can be read."""
     try:
-        hand_off = parse_hand_off(body.kv_transfer_params, "")
+        return parse_hand_off(body.kv_transfer_params, "")
     except InvalidRequest:
         return None
-    return hand_off.transfer_id if isinstance(hand_off, Produce) else None
 
 
 def num_choices(body: GenerationRequest, hand_off: HandOff) -> int:

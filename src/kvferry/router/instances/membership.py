@@ -235,6 +235,10 @@ class Membership:
         with self._changing():
             self._state.remove_member(instance.member)
 
+    def at(self, url: str) -> list[Instance]:
+        """The instances at this URL, but for those that leave once they are drained."""
+        return [one for one in self._pools if one.url == url and not one.remove_when_drained]
+
     def names(self, url: str) -> bool:
         """Whether the file lists this URL."""
         return url in self._wanted()

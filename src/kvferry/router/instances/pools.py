@@ -10,6 +10,7 @@ import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError
+from kvferry.core.messages.dynamo import SCHEME
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Instance, LegRole, Revision, normalise_url
@@ -226,10 +227,14 @@ def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
     found: dict[str, tuple[LegRole, str, int]] = {}
     ports = [*config.bootstrap_port, *[BOOTSTRAP_PORT] * len(config.prefill_url)]
     for one in config.prefill_url:
+        if one.startswith(SCHEME):
+            continue
         if (url := normalise_url(one)) in found:
             raise ConfigError(f"--prefill-url {url} is given twice")
         found[url] = "prefill", url, ports[len(found)]
     for one in config.decode_url:
+        if one.startswith(SCHEME):
+            continue
         url = normalise_url(one)
         if found.get(url, ("",))[0] == "prefill":
             raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")

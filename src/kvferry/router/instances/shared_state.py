@@ -99,7 +99,7 @@ class SharedState:
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder`: of the routers' group, which only their user can read; None: this router is alone."""
-        self.is_shared = folder is not None
+        self.folder, self.is_shared = folder, folder is not None
         path = ":memory:" if folder is None else str(folder / "routers.sqlite")
         self._database = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_MS / 1000)
         self._seen = -1

@@ -12,6 +12,7 @@ from kvferry.core.messages.instance_facts import InstanceFacts, KVSource, Ticket
 from kvferry.router.config import HandOffMode, RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, LegRole, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.protocols import kvferry
+from kvferry.router.protocols.dynamo import dynamo
 from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.keys import PROTOCOL, keys
 from kvferry.router.protocols.mooncake import mooncake
@@ -23,12 +24,17 @@ logger = logging.getLogger(__name__)
 CONCURRENT_CONNECTORS = frozenset({"P2pConnector", "P2pNcclConnector", "NixlConnector", "MooncakeConnector"})
 """Connectors of kvferry's whose D may ask P for a hand-off that P has not begun."""
 
-ENGINES: dict[type, str] = {InstanceFacts: "kvferry", VllmFacts: "vllm", SglangFacts: "sglang"}
+_ENGINES: dict[type, str] = {VllmFacts: "vllm", SglangFacts: "sglang"}
 """Names of the engines that are recognised."""
 
 _LONGEST_VALUE = 80
 _MAX_REMEMBERED = 1024
 """Most combinations of instances for which it is remembered whether they fit."""
+
+
+def engine_of(facts: Facts) -> str:
+    """Whose engine an instance is; empty where it is not known."""
+    return facts.stack if isinstance(facts, InstanceFacts) else _ENGINES.get(type(facts), "")
 
 
 def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Facts]) -> MakeForm | None:
@@ -39,6 +45,8 @@ def choose_form(config: RouterConfig, prefill: Instance, decodes: Collection[Fac
     if isinstance(facts, SglangFacts):
         port = facts.bootstrap_port or prefill.address.bootstrap_port
         return partial(sglang, host=prefill.address.host, bootstrap_port=port)
+    if isinstance(facts, InstanceFacts) and facts.stack == "dynamo":
+        return dynamo
     if told == PROTOCOL:
         return keys
     if isinstance(facts, VllmFacts) and facts.bootstrap is not None:
@@ -139,8 +147,12 @@ def alike(one: Facts, other: Facts) -> bool:
 
 
 def _why_unlike(one: Facts, other: Facts) -> str:
+    if why := _why_differ("engine", engine_of(one), engine_of(other)):
+        return why
     if isinstance(one, InstanceFacts) and isinstance(other, InstanceFacts):
-        return "" if one.layout == other.layout else _why_layouts_differ(one, other)
+        if one.layout == other.layout:
+            return ""
+        return "they differ in model files" if one.stack == "dynamo" else _why_layouts_differ(one, other)
     if isinstance(one, VllmFacts) and isinstance(other, VllmFacts):
         return _why_differ("KV cache dtype", one.cache_dtype, other.cache_dtype) or _why_models_differ(one, other)
     if isinstance(one, SglangFacts) and isinstance(other, SglangFacts):
@@ -149,8 +161,7 @@ def _why_unlike(one: Facts, other: Facts) -> str:
             or _why_differ("KV cache dtype", one.cache_dtype, other.cache_dtype)
             or _why_differ("model", one.model_names, other.model_names)
         )
-    engines = [ENGINES[type(facts)] for facts in (one, other) if type(facts) in ENGINES]
-    return _why_differ("engine", *engines) if len(engines) == 2 else ""
+    return ""
 
 
 def _why_models_differ(one: VllmFacts, other: VllmFacts) -> str:

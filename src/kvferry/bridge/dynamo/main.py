@@ -1,0 +1,200 @@
+"""The process that owns Dynamo's runtime for a router: each worker of its endpoints gets an OpenAI server on this
+machine, of which the router is told. It ends when its standard input does, which is when the router is gone.
+
+    python -m kvferry.bridge.dynamo.main        settings and news: `core.messages.dynamo`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+
+import msgspec
+import uvloop
+
+from kvferry.bridge.dynamo.card import read_card
+from kvferry.bridge.dynamo.model import ModelFiles, read_model
+from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
+from kvferry.bridge.dynamo.worker import DynamoWorker
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.keys import http_secret, shared_token
+from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
+from kvferry.core.process_end import end_limit, leave
+from kvferry.engine.server.app import build_app
+from kvferry.engine.server.config import ServerConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.listen import authority
+from kvferry.observe.logs import LogConfig, set_up_logging
+
+log = logging.getLogger(__name__)
+
+_MAX_LINE = 2**20
+_PR_SET_PDEATHSIG = 1
+_HOST = "127.0.0.1"
+
+
+class Bridge:
+    """The workers of some endpoints, and their servers. `look_s`: between two looks at Dynamo's discovery; `again_s`:
+    before a worker that could not be served is tried again; `grace_s`: for answers of a worker that has left."""
+
+    def __init__(
+        self,
+        settings: BridgeSettings,
+        *,
+        look_s: float = 0.25,
+        again_s: float = 5.0,
+        grace_s: float = 10.0,
+        card_s: float = 5.0,
+    ) -> None:
+        self._settings, self._look_s, self._again_s = settings, look_s, again_s
+        self._grace_s, self._card_s = grace_s, card_s
+        self._served: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._models: dict[str, asyncio.Task[ModelFiles]] = {}
+
+    async def run(self, ended: asyncio.Event) -> None:
+        """Serve the workers until `ended` is set."""
+        runtime = DynamoRuntime()
+        try:
+            clients = [await runtime.client(one) for one in self._settings.endpoints]
+            async with asyncio.TaskGroup() as group:
+                while not ended.is_set():
+                    self._reconcile(clients, group)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._look_s):
+                            await ended.wait()
+                for task in self._served.values():
+                    task.cancel()
+        finally:
+            runtime.close()
+
+    def _reconcile(self, clients: Iterable[WorkerClient], group: asyncio.TaskGroup) -> None:
+        """Serve workers that are new; `_serve` itself sees that one is gone."""
+        for key in [key for key, task in self._served.items() if task.done()]:
+            del self._served[key]
+        for client in clients:
+            for worker_id in client.worker_ids():
+                key = (client.endpoint.path, worker_id)
+                if key not in self._served:
+                    self._served[key] = group.create_task(self._serve(client, worker_id))
+
+    async def _serve(self, client: WorkerClient, worker_id: int) -> None:
+        """Serve one worker for as long as Dynamo's discovery has it."""
+        name = f"worker {worker_id:x} of {client.endpoint.path}"
+        try:
+            card = await asyncio.to_thread(read_card, client.endpoint, worker_id, os.environ, self._card_s)
+            worker = DynamoWorker(client, worker_id, card, await self._model(card.source_path), token=shared_token())
+        except KvferryError as error:
+            log.error("%s cannot be served: %s", name, error)
+            await asyncio.sleep(self._again_s)  # it stays in `_served` meanwhile
+            return
+        except Exception:
+            # The edge of one worker: a card or a tokenizer that breaks a library is not the others' concern.
+            log.exception("%s cannot be served", name)
+            await asyncio.sleep(self._again_s)
+            return
+        await self._serve_until_gone(client, worker_id, worker)
+
+    async def _serve_until_gone(self, client: WorkerClient, worker_id: int, worker: DynamoWorker) -> None:
+        config = ServerConfig(host=_HOST, port=0, secret=http_secret(), shutdown_grace_s=self._grace_s)
+        server = build_app(worker, config).server()
+        news: WorkerNews | None = None
+
+        def listening(host: str, port: int) -> None:
+            nonlocal news
+            url, role = f"http://{authority(host, port)}", client.endpoint.role
+            news = WorkerNews(url=url, worker=worker.engine_id, role=role, state="up")
+            _tell(news)
+
+        serving = asyncio.create_task(server.run(listening))
+        try:
+            while worker_id in client.worker_ids():
+                await asyncio.wait([serving], timeout=self._look_s)
+                if serving.done():
+                    break
+        finally:
+            worker.leave()
+            if news is not None:
+                _tell(msgspec.structs.replace(news, state="gone"))
+            await self._stop(server, serving)
+            await worker.close()
+
+    async def _stop(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
+        server.stop()
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            server.abort()
+            await serving
+
+    async def _model(self, source: str) -> ModelFiles:
+        """The files of a model, read once. Raises `ConfigError`."""
+        task = self._models.get(source)
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._models[source] = asyncio.create_task(asyncio.to_thread(read_model, source))
+        return await asyncio.shield(task)
+
+
+def _tell(news: WorkerNews) -> None:
+    """Write a line for the router; one that is gone is seen at standard input."""
+    with suppress(OSError):
+        os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
+
+
+def _ends_with_parent(parent: int) -> None:
+    """Have the kernel end this process with its parent, even if it hangs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise ConfigError("the process that has started this one is gone")
+
+
+async def _run(settings: BridgeSettings) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), _read_end, ended)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    await Bridge(settings).run(ended)
+
+
+def _read_end(ended: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        ended.set()
+
+
+def _read_settings() -> BridgeSettings:
+    """The first line of standard input, unbuffered. Raises `ConfigError`."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MAX_LINE:
+        if not (piece := os.read(sys.stdin.fileno(), 1)):
+            break
+        line += piece
+    try:
+        return msgspec.json.decode(line, type=BridgeSettings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the settings cannot be read: {error}") from error
+
+
+def main() -> None:
+    """Run the bridge; leaves with 2 for what a user can correct."""
+    set_up_logging(LogConfig(), "dynamo")
+    os.environ.setdefault("DYN_LOG", "warn")  # at "info", Dynamo's runtime writes lines for each request
+    code = 0
+    with end_limit() as limit:
+        try:
+            _ends_with_parent(int(sys.argv[1]))
+            uvloop.run(_run(_read_settings()))
+        except ConfigError as error:
+            log.error("%s", error)
+            code = 2
+        limit.begin()
+    leave(code)  # threads of Dynamo's runtime are not waited for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Dynamo's runtime for Python. No other module imports it.
+
+Its errors are told apart by their text: those that begin with `Unavailable:` are a worker's that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+
+from kvferry.core.errors import InvalidRequest, MissingDependency, QueueFull, RequestError, RequestFailed
+from kvferry.core.messages.dynamo import Endpoint
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLost(RequestError):
+    """The worker does not take the request, or its answer ends in the middle: another one may serve."""
+
+    status = 502
+    kind = "server_error"
+
+
+class DynamoRuntime:
+    """One runtime, for the event loop that it was made on; at most one in a process. Dynamo's own environment variables
+    (`DYN_DISCOVERY_BACKEND`, `DYN_REQUEST_PLANE`, `DYN_EVENT_PLANE`) say how it finds and reaches workers."""
+
+    def __init__(self) -> None:
+        """Raises `MissingDependency`."""
+        try:
+            from dynamo._core import Context, DistributedRuntime
+        except ImportError as error:
+            raise MissingDependency("dynamo://", "ai-dynamo-runtime", "dynamo") from error
+        self._make_context = Context
+        self._runtime = DistributedRuntime(
+            asyncio.get_running_loop(),
+            os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
+            os.environ.get("DYN_REQUEST_PLANE", "tcp"),
+            event_plane=os.environ.get("DYN_EVENT_PLANE"),
+        )
+
+    async def client(self, endpoint: Endpoint) -> WorkerClient:
+        """A client of one endpoint, which follows Dynamo's discovery."""
+        return WorkerClient(endpoint, await self._runtime.endpoint(endpoint.path).client(), self._make_context)
+
+    def close(self) -> None:
+        """End the runtime."""
+        self._runtime.shutdown()
+
+
+class WorkerClient:
+    """Calls the workers of one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, client: Any, make_context: Any) -> None:
+        self.endpoint, self._client, self._make_context = endpoint, client, make_context
+
+    def worker_ids(self) -> list[int]:
+        """The workers that Dynamo's discovery has now."""
+        return sorted(self._client.instance_ids())
+
+    async def call(
+        self, worker_id: int, request: dict[str, Any], *, accept_s: float, silence_s: float
+    ) -> AsyncGenerator[Any]:
+        """The pieces of a worker's answer. Closing the generator has the worker stop generating. `accept_s`: for the
+        worker to take the request; `silence_s`: between two pieces. Raises `WorkerLost` and other `RequestError`s."""
+        context = self._make_context()
+        try:
+            async with asyncio.timeout(accept_s):
+                stream = await self._client.direct(request, worker_id, context=context)
+            while True:
+                async with asyncio.timeout(silence_s):
+                    piece = await anext(stream, None)
+                if piece is None:
+                    return
+                if piece.is_error():
+                    raise _failure(" ".join(piece.comments() or ["the worker answered with an error"]))
+                yield piece.data()
+        except TimeoutError:
+            raise WorkerLost(f"worker {worker_id:x} of {self.endpoint.path} does not answer") from None
+        except RequestError:
+            raise
+        except Exception as error:  # the runtime raises bare Exceptions and ValueErrors
+            raise _failure(str(error)) from error
+        finally:
+            with suppress(Exception):  # it has ended by itself
+                context.stop_generating()
+
+
+def _failure(text: str) -> RequestError:
+    """The error that Dynamo's text means."""
+    kind, _, message = text.partition(":")
+    match kind.strip():
+        case "InvalidArgument":
+            return InvalidRequest(f"the worker refuses the request:{message}")
+        case "WorkerOverloaded" | "ResourceExhausted":
+            return QueueFull(f"the worker takes no more requests:{message}")
+        case (
+            "Unavailable"
+            | "CannotConnect"
+            | "Disconnected"
+            | "ConnectionTimeout"
+            | "EngineShutdown"
+            | "StreamIncomplete"
+        ):
+            return WorkerLost(text)
+    return RequestFailed(f"the worker failed: {text}")

@@ -1,0 +1,377 @@
+"""One worker of Dynamo's as an engine: `engine.server` speaks OpenAI's API for it.
+
+Texts become tokens here, and tokens texts; the worker gets and gives token ids. A ticket has, beside what kvferry's own
+tickets have, the `disaggregated_params` that a prefill worker answered with; the decode worker gets them as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+
+from kvferry.bridge.dynamo.card import ModelCard
+from kvferry.bridge.dynamo.messages import WorkerOutput, read_output, worker_request
+from kvferry.bridge.dynamo.model import ModelFiles
+from kvferry.bridge.dynamo.runtime import WorkerClient, WorkerLost
+from kvferry.core import entropy
+from kvferry.core.clock import SYSTEM_CLOCK, Clock
+from kvferry.core.errors import HandOffFailed, InvalidRequest, RequestError
+from kvferry.core.messages.dynamo import CONNECTOR
+from kvferry.core.messages.hand_off import (
+    OTHER_PROMPT,
+    Consume,
+    HandOff,
+    PrefillResult,
+    Produce,
+    Ticket,
+    prefix_digests,
+)
+from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
+from kvferry.core.messages.kept import KeptBlocks
+from kvferry.core.messages.ticket_seal import TicketSealer
+from kvferry.core.request import EngineOutput, Request
+from kvferry.core.sampling import SamplingParams, drawn_by
+from kvferry.engine.blocks.block_pool import BlockPoolStatistics
+from kvferry.engine.external_kv import ExternalKVStatistics
+from kvferry.engine.scheduler import SchedulerStatistics
+from kvferry.engine.statistics import EngineSnapshot
+
+log = logging.getLogger(__name__)
+
+_ALONE = "x-bypass-remote-prefill"
+"""Dynamo's annotation with which a decode worker computes a prompt itself."""
+_PROBE = "_HEALTH_CHECK"
+"""Marks Dynamo's own health checks: a prefill worker keeps no KV for them."""
+_ONE_TOKEN = Request(request_id="", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1, temperature=0.0))
+_MAX_AT_ONCE = 64
+"""Most abandoned hand-offs, and probes, under way; further hand-offs are left to their leases."""
+
+
+class DynamoWorker:
+    """An `EngineFront`. `accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a worker
+    that was lost; `lease_s`: how long its tickets are good for; `last_s`: for an answer to end after its last piece."""
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        worker_id: int,
+        card: ModelCard,
+        model: ModelFiles,
+        *,
+        token: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+        accept_s: float = 5.0,
+        silence_s: float = 600.0,
+        probe_s: float = 1.0,
+        lease_s: float = 480.0,
+        last_s: float = 0.2,
+    ) -> None:
+        self._client, self._id, self._card, self._clock = client, worker_id, card, clock
+        self._accept_s, self._silence_s, self._probe_s, self._lease_s = accept_s, silence_s, probe_s, lease_s
+        self._last_s = last_s
+        self._sealer = TicketSealer(token, clock)
+        self._process = f"{client.endpoint.path}.{worker_id:x}"
+        self._is_gone = self._is_lost = False
+        self._num_running = self._num_pieces = 0
+        self._tasks = set[asyncio.Task[None]]()
+        self.engine_id = f"{self._process}.{entropy.token_hex(8)}"
+        self.model_names = (card.display_name,)
+        context = card.context_length or card.runtime_config.context_length or card.architectural_max_context_length
+        self.max_model_len = min(context or model.max_position, model.max_position)
+        self.vocab_size, self.tokenizer = model.vocab_size, model.tokenizer
+        self.eos_token_ids, self.default_sampling = model.eos_token_ids, model.default_sampling
+        self.model_identity = f"dynamo:{card.digest or card.source_path}"
+
+    @property
+    def healthy(self) -> bool:
+        """Whether Dynamo's discovery has it, and it has answered a probe since it was lost."""
+        return not self._is_gone and not self._is_lost
+
+    def leave(self) -> None:
+        """Note that Dynamo's discovery does not have it any more."""
+        self._is_gone = True
+
+    def describe(self) -> InstanceFacts:
+        """What a router should know of it."""
+        card, role = self._card, self._role
+        block_size = card.kv_cache_block_size or 0
+        hands_off = role != "both"
+        return InstanceFacts(
+            stack="dynamo",
+            role=role,
+            engine_id=self.engine_id,
+            process=self.engine_id,
+            connector=CONNECTOR if hands_off else None,
+            tickets=TicketKinds(writes=("dynamo",), reads=("dynamo",))
+            if hands_off
+            else TicketKinds(writes=(), reads=()),
+            layout=self.model_identity,
+            num_kv_tokens=(card.runtime_config.total_kv_blocks or 0) * block_size,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=card.runtime_config.max_num_seqs or 0,
+            model_names=list(self.model_names),
+        )
+
+    @property
+    def _role(self) -> Any:
+        match self._card.worker_type:
+            case "prefill" | "decode" as role:
+                return role
+            case None:
+                return self._client.endpoint.role
+        return "both"
+
+    def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
+        """An answer goes on elsewhere from its tokens, as a longer prompt. So it must not depend on how many of them
+        were drawn before."""
+        counts = sampling.presence_penalty or sampling.frequency_penalty
+        return not counts and not (is_seeded and sampling.temperature)
+
+    # Requests.
+
+    async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
+        """Serve a request. Raises `RequestError`."""
+        message = worker_request(request, self.model_names[0], self.eos_token_ids)
+        cached = self._add_hand_off(request, message)
+        self._num_running += 1
+        try:
+            if isinstance(request.hand_off, Produce):
+                yield await self._prefill(request, request.hand_off, message)
+                return
+            async for output in self._decode(request, message, cached):
+                yield output
+        finally:
+            self._num_running -= 1
+
+    def _add_hand_off(self, request: Request, message: dict[str, Any]) -> int:
+        """Add to the message what the worker needs of the hand-off; returns how many tokens P had cached."""
+        match request.hand_off:
+            case Produce():
+                return 0
+            case Consume(ticket=ticket) if ticket.disaggregated_params:
+                self._check(ticket, request)
+                result = ticket.prefill_result
+                num_cached = result.num_cached_tokens if result is not None else 0
+                if result is not None:
+                    request.timeline.adopt(result.timeline)
+                request.timeline.stamp("transfer_started", self._clock.wall())
+                message["prefill_result"] = _prefill_result(ticket, num_cached)
+                return num_cached
+        if self._role == "prefill":
+            raise InvalidRequest("a prefill worker of Dynamo's computes prompts only; ask a decode worker")
+        message["annotations"] = [_ALONE]
+        return 0
+
+    def _check(self, ticket: Ticket, request: Request) -> None:
+        """Raise `HandOffFailed` for a ticket that no worker of this deployment wrote, and `InvalidRequest` for one of
+        another prompt."""
+        refusal = self._sealer.refusal(ticket, connects=False)
+        if refusal is None and ticket.prefill_result is None:
+            refusal = HandOffFailed("the ticket is not sealed")
+        if refusal is not None:
+            raise HandOffFailed(f"the ticket is refused: {refusal}")
+        if not ticket.is_of(request.prompt_token_ids, request.cache_salt):
+            raise InvalidRequest(OTHER_PROMPT, param="kv_transfer_params")
+
+    async def _prefill(self, request: Request, hand_off: Produce, message: dict[str, Any]) -> EngineOutput:
+        request.timeline.stamp("prefill_started", self._clock.wall())
+        params: Any = None
+        tokens, num_cached, finished = list[int](), 0, None
+        async for output in self._pieces(message):
+            tokens += output.token_ids
+            params = output.disaggregated_params if output.disaggregated_params is not None else params
+            num_cached = output.num_cached_tokens or num_cached
+            finished = output.finished or finished
+        if not tokens or finished == "error":
+            raise WorkerLost(f"{self._process} ended a prefill without a token")
+        request.timeline.stamp("prefill_done", self._clock.wall())
+        ticket = self._ticket(request, hand_off, params, tokens[0], num_cached) if params is not None else None
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=tokens[:1],
+            finish_reason=finished or "length",  # vLLM's prefill workers give none
+            num_cached_tokens=num_cached,
+            kv_transfer_params=ticket,
+            timeline=request.timeline,
+        )
+
+    def _ticket(
+        self, request: Request, hand_off: Produce, params: Any, first_token: int, num_cached: int
+    ) -> dict[str, Any]:
+        prompt = request.prompt_token_ids
+        ticket = Ticket(
+            transfer_id=hand_off.transfer_id,
+            remote_engine_id=self.engine_id,
+            remote_num_tokens=len(prompt),
+            remote_prefixes=prefix_digests(prompt, [len(prompt)], request.cache_salt),
+            disaggregated_params=json.dumps(params, separators=(",", ":")),
+            prefill_result=PrefillResult(
+                first_token=first_token,
+                num_cached_tokens=num_cached,
+                drawn_by=drawn_by(self.model_identity, request.sampling, self.eos_token_ids),
+                timeline=request.timeline,
+            ),
+        )
+        return self._sealer.seal(ticket, self._lease_s).to_params()
+
+    async def _decode(self, request: Request, message: dict[str, Any], num_cached: int) -> AsyncIterator[EngineOutput]:
+        timeline, ends = request.timeline, self._ends_of(request.sampling)
+        timeline.stamp("decode_queued", self._clock.wall())
+        held: EngineOutput | None = None
+        async with aclosing(self._pieces(message)) as pieces:
+            async for piece in pieces:
+                if piece.num_cached_tokens is not None and request.hand_off is None:
+                    num_cached = piece.num_cached_tokens
+                if timeline.first_token is None and piece.token_ids:
+                    now = self._clock.wall()
+                    for phase in ("transfer_done", "decode_started") if request.hand_off is not None else ():
+                        timeline.stamp(phase, now)
+                    timeline.stamp("first_token", now)
+                output = _output(request, piece, num_cached)
+                if held is not None:
+                    output, held = _joined(held, output), None
+                if output.finish_reason is None and output.token_ids and output.token_ids[-1] in ends:
+                    held = output  # a token that ends the answer, the reason for which comes with the next piece
+                    continue
+                if output.finish_reason is not None:
+                    await _drain(pieces, self._last_s)
+                    yield output
+                    return
+                yield output
+        raise WorkerLost(f"{self._process} ended an answer in the middle")
+
+    def _ends_of(self, sampling: SamplingParams) -> Collection[int]:
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+
+    async def _pieces(self, message: dict[str, Any]) -> AsyncGenerator[WorkerOutput]:
+        """The worker's answer. Raises `RequestError`."""
+        calling = self._client.call(self._id, message, accept_s=self._accept_s, silence_s=self._silence_s)
+        try:
+            async with aclosing(calling) as pieces:
+                async for data in pieces:
+                    self._num_pieces += 1
+                    yield read_output(data, self.vocab_size)
+        except WorkerLost:
+            self._lose()
+            raise
+        except msgspec.ValidationError as error:
+            raise WorkerLost(f"what {self._process} answers is not understood: {error}") from error
+
+    def _lose(self) -> None:
+        """Count as not healthy until a probe is answered."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._begin(self._probe())
+
+    async def _probe(self) -> None:
+        while self._is_lost and not self._is_gone:
+            await asyncio.sleep(self._probe_s)
+            message = worker_request(_ONE_TOKEN, self.model_names[0], self.eos_token_ids)
+            message |= {_PROBE: True, "annotations": [_ALONE]}
+            calling = self._client.call(self._id, message, accept_s=self._accept_s, silence_s=self._accept_s)
+            try:
+                async with aclosing(calling) as pieces:
+                    async for _ in pieces:
+                        self._is_lost = False
+            except RequestError as error:
+                log.info("%s is still lost: %s", self._process, error)
+
+    # What else a server asks of an engine.
+
+    async def release(self, transfer_id: str) -> bool:
+        """False: a prefill worker has no way to be told; a decode worker gives the ticket up (`refused`)."""
+        return False
+
+    def refused(self, hand_off: HandOff) -> None:
+        """A request was refused before `generate`: have the worker take the KV that its ticket names, and drop it, as P
+        holds it until then. Returns at once."""
+        if isinstance(hand_off, Consume) and hand_off.ticket.disaggregated_params and self._role != "prefill":
+            self._begin(self._abandon(hand_off.ticket))
+
+    async def _abandon(self, ticket: Ticket) -> None:
+        if self._sealer.refusal(ticket, connects=False) is not None:
+            return
+        message = worker_request(_ONE_TOKEN, self.model_names[0], self.eos_token_ids)
+        message["prefill_result"] = _prefill_result(ticket, 0)
+        try:
+            async with aclosing(self._pieces(message)) as pieces:
+                async for _ in pieces:
+                    pass
+        except RequestError as error:
+            log.info("a hand-off is left to its lease: %s", error)
+
+    async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
+        """Raises `InvalidRequest`: Dynamo's workers do not tell what their stores have."""
+        raise InvalidRequest("Dynamo's workers do not tell what their stores have")
+
+    async def statistics(self) -> EngineSnapshot:
+        """What is known here: running requests, and pieces of answers for steps."""
+        block_size = self._card.kv_cache_block_size or 1
+        num_blocks = (self._card.runtime_config.total_kv_blocks or 0) if block_size else 0
+        return EngineSnapshot(
+            scheduler=SchedulerStatistics(num_running=self._num_running),
+            external=ExternalKVStatistics(),
+            blocks=BlockPoolStatistics(num_blocks=num_blocks, num_free=num_blocks),
+            num_steps=self._num_pieces,
+        )
+
+    async def check(self) -> None:
+        """Nothing is held here."""
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it in the background, unless too much runs there."""
+        if len(self._tasks) >= _MAX_AT_ONCE:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _drain(pieces: AsyncGenerator[WorkerOutput], within_s: float) -> None:
+    """Let an answer that is complete come to its end: a worker would count it as cancelled otherwise."""
+    with suppress(TimeoutError, RequestError):
+        async with asyncio.timeout(within_s):
+            async for _ in pieces:
+                pass
+
+
+def _prefill_result(ticket: Ticket, num_cached: int) -> dict[str, Any]:
+    try:
+        params = json.loads(ticket.disaggregated_params)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"disaggregated_params: {error}", param="kv_transfer_params") from error
+    return {"disaggregated_params": params, "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+
+def _output(request: Request, piece: WorkerOutput, num_cached: int) -> EngineOutput:
+    if piece.finished == "error":
+        raise WorkerLost(f"the worker ended the request: {piece.finish_reason}")
+    return EngineOutput(
+        request_id=request.request_id,
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs(),
+        finish_reason=piece.finished,
+        stop_reason=piece.stop_reason,
+        num_cached_tokens=num_cached,
+        timeline=request.timeline if piece.finished else None,
+    )
+
+
+def _joined(held: EngineOutput, output: EngineOutput) -> EngineOutput:
+    output.token_ids = [*held.token_ids, *output.token_ids]
+    output.logprobs = [*held.logprobs, *output.logprobs]
+    return output

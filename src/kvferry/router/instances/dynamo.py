@@ -1,0 +1,182 @@
+"""Dynamo's workers as instances: they come and go as Dynamo's discovery says.
+
+A helper process owns Dynamo's runtime (`kvferry.bridge.dynamo`), as that is one for a whole process, in native code,
+and may need another Python; it says at which URL each worker can be reached. Of the routers of one port, the first runs
+it. Owns the helper: starts it again when it has ended, and ends it. The instances are held by leases, so that those of
+a router that was killed go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, Endpoint, WorkerNews, parse_endpoint
+from kvferry.router.config import RouterConfig
+from kvferry.router.instances.instance import BOOTSTRAP_PORT
+from kvferry.router.instances.membership import Membership
+from kvferry.router.instances.shared_state import SharedState
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINE = 64 * 1024
+_MODULE = "kvferry.bridge.dynamo.main"
+
+
+def dynamo_endpoints(config: RouterConfig) -> list[Endpoint]:
+    """The endpoints of Dynamo's among the instances that flags name. Raises `ConfigError`."""
+    found = [parse_endpoint(url, "prefill") for url in config.prefill_url if url.startswith(SCHEME)]
+    found += [parse_endpoint(url, "decode") for url in config.decode_url if url.startswith(SCHEME)]
+    paths = [one.path for one in found]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("an endpoint of Dynamo's is named twice; its workers have one role")
+    return found
+
+
+class DynamoWorkers:
+    """Runs the helper and does what it says. `renew_s`: between two renewals of the leases; `most_wait_s`: before the
+    helper is started again, at most; `end_s`: for it to end by itself."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        membership: Membership,
+        state: SharedState,
+        clock: Clock,
+        *,
+        folder: Path | None = None,
+        renew_s: float = 2.0,
+        most_wait_s: float = 10.0,
+        end_s: float = 12.0,
+    ) -> None:
+        """`folder`: of the routers of one port; None: there is one. Raises `ConfigError`."""
+        self._endpoints = dynamo_endpoints(config)
+        self._python = str(config.dynamo_python or sys.executable)
+        if self._endpoints and not Path(self._python).is_file():
+            raise ConfigError(f"--dynamo-python {self._python} is not a file; name a Python with ai-dynamo-runtime")
+        self._lease_s, self._membership, self._state, self._clock = (
+            config.registration_lease_s, membership, state, clock,
+        )  # fmt: skip
+        self._folder, self._renew_s, self._most_wait_s, self._end_s = folder, renew_s, most_wait_s, end_s
+        self._here: dict[str, WorkerNews] = {}
+
+    async def watch(self) -> None:
+        """Run the helper, if there are endpoints of Dynamo's; until it is cancelled."""
+        if not self._endpoints:
+            return
+        async with self._turn():
+            wait_s = 0.25
+            while True:
+                begun = self._clock.monotonic()
+                try:
+                    code = await self._run()
+                    logger.error("the helper for Dynamo's workers ended with code %s, and is started again", code)
+                except OSError as error:
+                    logger.error("the helper for Dynamo's workers cannot be started: %s", error)
+                finally:
+                    self._forget_all()
+                wait_s = 0.25 if self._clock.monotonic() - begun > self._most_wait_s else wait_s * 2
+                await asyncio.sleep(min(wait_s, self._most_wait_s))
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Be the one of the routers of this port that runs a helper. The kernel gives the lock back with the
+        process."""
+        if self._folder is None:
+            yield
+            return
+        descriptor = os.open(self._folder / "dynamo.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(self._renew_s / 2)
+            yield
+        finally:
+            os.close(descriptor)
+
+    async def _run(self) -> int:
+        """Run one helper until it ends; returns its exit code."""
+        process = await asyncio.create_subprocess_exec(
+            *(self._python, "-m", _MODULE, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(BridgeSettings(endpoints=self._endpoints)) + b"\n")
+            renewing = asyncio.create_task(self._renew())
+            try:
+                while line := await process.stdout.readline():
+                    self._take(line)
+            except ValueError as error:  # a line that does not end
+                logger.error("the helper for Dynamo's workers is ended: %s", error)
+            finally:
+                renewing.cancel()
+        finally:
+            process.stdin.close()
+            await self._end(process)
+        return process.returncode or 0
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(self._end_s):
+                await process.wait()
+        except (TimeoutError, asyncio.CancelledError):
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+
+    def _take(self, line: bytes) -> None:
+        try:
+            news = msgspec.json.decode(line, type=WorkerNews)
+        except msgspec.MsgspecError:
+            logger.warning("the helper for Dynamo's workers wrote %r", line[:200])
+            return
+        try:
+            if news.state == "gone":
+                self._forget(news)
+            else:
+                self._add(news)
+        except KvferryError as error:
+            logger.error("Dynamo's worker %s: %s", news.worker, error)
+
+    def _add(self, news: WorkerNews) -> None:
+        self._here[news.url] = news
+        self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)
+        self._membership.supersede(news.url)
+        instance = self._membership.register(news.role, news.url, BOOTSTRAP_PORT)
+        logger.warning("%s (%s) is Dynamo's worker %s", instance, instance.url, news.worker)
+
+    def _forget(self, news: WorkerNews) -> None:
+        if self._here.pop(news.url, None) is None:
+            return
+        self._state.end_lease(news.url)
+        for instance in self._membership.at(news.url):
+            logger.warning("%s (%s) has left Dynamo's discovery", instance, instance.url)
+            self._membership.retire(instance, remove_when_drained=True)
+
+    def _forget_all(self) -> None:
+        for news in list(self._here.values()):
+            self._forget(news)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_s)
+            for news in list(self._here.values()):
+                self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)
