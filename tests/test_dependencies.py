@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OPTIONAL = {
     "aiohttp",
+    "dynamo",
     "envoy",
     "google",
     "grpc",
@@ -36,7 +37,7 @@ OPTIONAL = {
 }
 """Imported where an extra has brought them; `tests/cli/test_checks.py` has what is said where it has not."""
 
-BROUGHT_BY = {"envoy": "xds-protos", "google": "protobuf"}
+BROUGHT_BY = {"dynamo": "ai-dynamo-runtime", "envoy": "xds-protos", "google": "protobuf"}
 """By a package of another name."""
 
 BESIDE = ("tests", "benchmarks", "recipes", "examples", "scripts")

@@ -11,9 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvferry.models.catalog import resolve
 from support.ports import free_port
-from support.processes import KvferryProcess, kvferry, until
+from support.processes import KvferryProcess, begun, kvferry, until
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("VENV_DYNAMO", ".venv-vllm") / "bin" / "python"
 IS_INSTALLED = (PYTHON.parent.parent / ".kvferry-dynamo-installed").is_file()
@@ -94,10 +96,22 @@ class Deployment:
         self.folder, self.store = folder, folder / "store"
         self.workers: list[Worker] = []
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """How its workers are found."""
-        return environment(self.store)
+    @contextmanager
+    def found_here(self) -> Iterator[None]:
+        """Have processes that are started meanwhile look for workers among these."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment(self.store).items():
+                patch.setenv(name, value)
+            yield
+
+    @contextmanager
+    def plain_vllm(self) -> Iterator[KvferryProcess]:
+        """A vLLM server without Dynamo, by `kvferry serve --engine vllm`."""
+        flags = ("--engine=vllm", f"--engine-python={PYTHON}", "--served-model-name=m")
+        quiet = {name: environment(self.store)[name] for name in ("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS")}
+        log = self.folder / "plain.log"
+        with begun("serve", MODEL, *flags, "--", *ON_CPU, log=log, start_s=START_S, more=quiet) as ready:
+            yield ready()
 
     def mocker(self, role: str, *flags: str, **more: str) -> Worker:
         """A worker that computes nothing: its tokens are drawn by chance, in the time that an engine would take."""
@@ -151,3 +165,17 @@ def until_serving(router: KvferryProcess, prefill: int, decode: int, within_s: f
         within_s,
         lambda: router.log,
     )
+
+
+def shown(answer: Any) -> Any:
+    """What a client reads in an answer of `support.sglang_servers.answers`, of kvferry's server and of vLLM's alike."""
+    if not isinstance(answer, dict) or "choices" not in answer:
+        return answer
+    return {"choices": [_choice(one) for one in answer["choices"]], "usage": answer["usage"]}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    logprobs = choice.get("logprobs") or {}
+    numbers = logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    return {"text": text, "finish_reason": choice["finish_reason"], "logprobs": numbers}

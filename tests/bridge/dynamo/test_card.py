@@ -14,9 +14,9 @@ import pytest
 
 from kvferry.bridge.dynamo.card import parse_card, read_card
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.dynamo import Endpoint
+from kvferry.core.messages.dynamo import DynamoEndpoint
 
-ENDPOINT = Endpoint(namespace="dynamo", component="backend", role="decode")
+ENDPOINT = DynamoEndpoint(namespace="dynamo", component="backend", role="decode")
 CARD: dict[str, Any] = {
     "display_name": "m",
     "source_path": "/models/m",
@@ -54,7 +54,7 @@ def test_a_card_is_found_in_files(store: dict[str, str]) -> None:
 def test_a_card_that_is_missing_needs_a_model(store: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"\?model=FOLDER"):
         read_card(ENDPOINT, 7, store, 1.0)
-    named = Endpoint(namespace="dynamo", component="backend", role="decode", model="/models/other")
+    named = DynamoEndpoint(namespace="dynamo", component="backend", role="decode", model="/models/other")
     assert read_card(named, 7, store, 1.0).source_path == "/models/other"
     assert read_card(named, 7, {"DYN_DISCOVERY_BACKEND": "kubernetes"}, 1.0).display_name == "/models/other"
 

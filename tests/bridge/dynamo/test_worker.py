@@ -16,14 +16,14 @@ from kvferry.bridge.dynamo.model import ModelFiles
 from kvferry.bridge.dynamo.runtime import WorkerLost
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import HandOffFailed, InvalidRequest
-from kvferry.core.messages.dynamo import Endpoint
+from kvferry.core.messages.dynamo import DynamoEndpoint
 from kvferry.core.messages.hand_off import Consume, HandOff, Produce, Ticket, parse_hand_off
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import SamplingParams
 from support.processes import AUTH_TOKEN
 
 EOS = 2
-ENDPOINT = Endpoint(namespace="dynamo", component="backend", role="decode")
+ENDPOINT = DynamoEndpoint(namespace="dynamo", component="backend", role="decode")
 BROKEN: list[list[Any]] = [
     [],
     [{"token_ids": [9]}],
@@ -44,7 +44,7 @@ class FakeClient:
     """Answers as `WorkerClient` does. An exception among the pieces is raised."""
 
     answer: Answer
-    endpoint: Endpoint = ENDPOINT
+    endpoint: DynamoEndpoint = ENDPOINT
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_ended: int = 0
 

@@ -3,15 +3,17 @@ from __future__ import annotations
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.dynamo import Endpoint, parse_endpoint
+from kvferry.core.messages.dynamo import DynamoEndpoint, parse_endpoint
 
 
 def test_a_url_names_an_endpoint() -> None:
-    endpoint = Endpoint(namespace="dynamo", component="prefill", role="prefill")
+    endpoint = DynamoEndpoint(namespace="dynamo", component="prefill", role="prefill")
     assert parse_endpoint("dynamo://dynamo/prefill", "prefill") == endpoint
     assert endpoint.path == "dynamo.prefill.generate"
     other = parse_endpoint("dynamo://a-b/c_1/tokens?model=/models/a=b", "decode")
-    assert other == Endpoint(namespace="a-b", component="c_1", endpoint="tokens", role="decode", model="/models/a=b")
+    assert other == DynamoEndpoint(
+        namespace="a-b", component="c_1", endpoint="tokens", role="decode", model="/models/a=b"
+    )
 
 
 WRONG = (

@@ -44,9 +44,7 @@ class Mocked:
 def mocked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mocked]:
     deployment = Deployment(tmp_path_factory.mktemp("mockers"))
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in deployment.environment.items():
-                patch.setenv(name, value)
+        with deployment.found_here():
             for role in ("prefill", "prefill", "decode", "decode"):
                 deployment.mocker(role)
             with deployment.router(*LIMITS) as router:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.dynamo import Endpoint
+from kvferry.core.messages.dynamo import DynamoEndpoint
 
 _CARDS = "v1/mdc"
 _LARGEST_BYTES = 16 * 2**20
@@ -44,7 +44,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     kv_cache_block_size: int | None = 0
     runtime_config: Runtime = Runtime()
     digest: str = ""
-    """Of the files that the card names with a checksum: configuration, tokenizer, templates."""
+    """Digest of the checksums of configuration, tokenizer and templates, which the card has."""
 
 
 class _Row(msgspec.Struct):
@@ -63,7 +63,9 @@ class _Range(msgspec.Struct):
     kvs: list[_Pair] = []
 
 
-def read_card(endpoint: Endpoint, instance_id: int, environment: Mapping[str, str], timeout_s: float) -> ModelCard:
+def read_card(
+    endpoint: DynamoEndpoint, instance_id: int, environment: Mapping[str, str], timeout_s: float
+) -> ModelCard:
     """The card of a worker. Blocks. Raises `ConfigError` if it cannot be had, and none is needed if the endpoint names
     the model."""
     backend = environment.get("DYN_DISCOVERY_BACKEND", "etcd")
@@ -119,7 +121,7 @@ def _in_files(environment: Mapping[str, str]) -> Iterator[_Row]:
             continue
 
 
-def _in_etcd(endpoint: Endpoint, environment: Mapping[str, str], timeout_s: float) -> Iterator[_Row]:
+def _in_etcd(endpoint: DynamoEndpoint, environment: Mapping[str, str], timeout_s: float) -> Iterator[_Row]:
     server = (environment.get("ETCD_ENDPOINTS") or "http://localhost:2379").partition(",")[0].rstrip("/")
     if not server.startswith(("http://", "https://")):
         raise ValueError(f"ETCD_ENDPOINTS names {server!r}, which is no http:// address")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvferry.core.errors import InvalidRequest, MissingDependency, QueueFull, RequestError, RequestFailed
-from kvferry.core.messages.dynamo import Endpoint
+from kvferry.core.messages.dynamo import DynamoEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DynamoRuntime:
             event_plane=os.environ.get("DYN_EVENT_PLANE"),
         )
 
-    async def client(self, endpoint: Endpoint) -> WorkerClient:
+    async def client(self, endpoint: DynamoEndpoint) -> WorkerClient:
         """A client of one endpoint, which follows Dynamo's discovery."""
         return WorkerClient(endpoint, await self._runtime.endpoint(endpoint.path).client(), self._make_context)
 
@@ -55,7 +55,7 @@ class DynamoRuntime:
 class WorkerClient:
     """Calls the workers of one endpoint."""
 
-    def __init__(self, endpoint: Endpoint, client: Any, make_context: Any) -> None:
+    def __init__(self, endpoint: DynamoEndpoint, client: Any, make_context: Any) -> None:
         self.endpoint, self._client, self._make_context = endpoint, client, make_context
 
     def worker_ids(self) -> list[int]:

@@ -17,7 +17,7 @@ _NAME = r"^[A-Za-z0-9_-]{1,255}\Z"
 _Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class DynamoEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An endpoint of Dynamo's, which any number of workers serve. `model`: folder or name of the tokenizer and the
     configuration, where the workers' cards cannot be read; empty: as the cards say."""
 
@@ -36,7 +36,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 class BridgeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The one line that the bridge is sent. It ends when its standard input does."""
 
-    endpoints: list[Endpoint]
+    endpoints: list[DynamoEndpoint]
 
 
 class WorkerNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class WorkerNews(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["up", "gone"]
 
 
-def parse_endpoint(url: str, role: Literal["prefill", "decode"]) -> Endpoint:
+def parse_endpoint(url: str, role: Literal["prefill", "decode"]) -> DynamoEndpoint:
     """Parse `dynamo://NAMESPACE/COMPONENT[/ENDPOINT][?model=FOLDER]`. Raises `ConfigError`."""
     path, _, query = url.removeprefix(SCHEME).partition("?")
     namespace, *rest = path.split("/")
@@ -57,7 +57,7 @@ def parse_endpoint(url: str, role: Literal["prefill", "decode"]) -> Endpoint:
         if len(rest) not in (1, 2) or (query and (key != "model" or not model)):
             raise msgspec.ValidationError("")
         found = {"namespace": namespace, "component": rest[0], "role": role, "model": model}
-        return msgspec.convert(found | ({"endpoint": rest[1]} if len(rest) == 2 else {}), Endpoint)
+        return msgspec.convert(found | ({"endpoint": rest[1]} if len(rest) == 2 else {}), DynamoEndpoint)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{url[:200]!r} is not dynamo://NAMESPACE/COMPONENT[/ENDPOINT][?model=FOLDER]; Dynamo's vLLM workers are"

@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, Endpoint, WorkerNews, parse_endpoint
+from kvferry.core.messages.dynamo import SCHEME, BridgeSettings, DynamoEndpoint, WorkerNews, parse_endpoint
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import BOOTSTRAP_PORT
 from kvferry.router.instances.membership import Membership
@@ -33,7 +33,7 @@ _MAX_LINE = 64 * 1024
 _MODULE = "kvferry.bridge.dynamo.main"
 
 
-def dynamo_endpoints(config: RouterConfig) -> list[Endpoint]:
+def dynamo_endpoints(config: RouterConfig) -> list[DynamoEndpoint]:
     """The endpoints of Dynamo's among the instances that flags name. Raises `ConfigError`."""
     found = [parse_endpoint(url, "prefill") for url in config.prefill_url if url.startswith(SCHEME)]
     found += [parse_endpoint(url, "decode") for url in config.decode_url if url.startswith(SCHEME)]

@@ -1,0 +1,43 @@
+"""Workers that the tests of vLLM's share: one for prefill, two for decode, and one that does both for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from support.dynamo_workers import Deployment, until_serving
+from support.processes import KvferryProcess
+
+LIMITS = ("--health-interval-s=0.3", "--health-timeout-s=5", "--disaggregate-from=0")
+
+
+@dataclass
+class Served:
+    """Workers behind a router."""
+
+    deployment: Deployment
+    router: KvferryProcess
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """vLLM's workers with NIXL, behind a router."""
+    deployment = Deployment(tmp_path_factory.mktemp("workers"))
+    try:
+        with deployment.found_here():
+            for role in ("prefill", "decode", "decode"):
+                deployment.vllm(role)
+            with deployment.router(*LIMITS) as router:
+                until_serving(router, 1, 2)
+                yield Served(deployment, router)
+    finally:
+        deployment.end()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvferryProcess]:
+    """A vLLM server without Dynamo, which does both phases."""
+    with Deployment(tmp_path_factory.mktemp("alone")).plain_vllm() as server:
+        yield server
