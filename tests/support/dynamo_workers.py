@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,14 @@ class Deployment:
         """End all workers."""
         for worker in self.workers:
             worker.end()
+
+
+@dataclass
+class Served:
+    """Workers behind a router."""
+
+    deployment: Deployment
+    router: KvferryProcess
 
 
 def instances(router: KvferryProcess, role: str | None = None) -> list[dict[str, Any]]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from support.dynamo_workers import Deployment, until_serving
+from support.dynamo_workers import Deployment, Served, until_serving
 from support.processes import KvferryProcess
 
 LIMITS = ("--health-interval-s=0.3", "--health-timeout-s=5", "--disaggregate-from=0")
-
-
-@dataclass
-class Served:
-    """Workers behind a router."""
-
-    deployment: Deployment
-    router: KvferryProcess
 
 
 @pytest.fixture(scope="module")

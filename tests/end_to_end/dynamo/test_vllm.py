@@ -7,9 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from end_to_end.dynamo.conftest import Served
 
-from support.dynamo_workers import instances, shown, until_serving
+from support.dynamo_workers import Served, instances, shown, until_serving
 from support.processes import KvferryProcess, until
 from support.sglang_servers import Case, answers, cases, differences
 
