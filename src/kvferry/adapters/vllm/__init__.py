@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 
 from kvferry.adapters.vllm.catalog import PREFIX, class_names, connector_class
+from kvferry.adapters.vllm.dynamo import add_to_dynamo
 from kvferry.adapters.vllm.loaded_files import watch_loads
 from kvferry.core.errors import UnknownName
 
@@ -28,6 +29,7 @@ def register() -> None:
     for name in class_names():
         with suppress(ValueError):  # known already
             KVConnectorFactory.register_connector(name, __name__, name)
+    add_to_dynamo(class_names())
     if "vllm.v1.worker.worker_base" in sys.modules:  # in a worker, which is about to load its model
         watch_loads()
 
