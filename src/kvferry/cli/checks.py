@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
 from kvferry.connectors.registry import find_connector
 from kvferry.core.cache_places import require_named_place
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
-from kvferry.core.machine import require_memory
+from kvferry.core.machine import has_gpu, require_memory
 from kvferry.core.settings.transfer_config import parse_transfer_config
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.config import EngineConfig
@@ -63,8 +62,8 @@ def check_before_start(
 def _require_room(engine: EngineConfig, fleet: FleetSpec | None) -> None:
     """Raise `ConfigError` if KV caches in host memory would not fit. With `--device auto` and a GPU, they are in the
     GPU's."""
-    has_gpu = engine.device == "auto" and Path("/dev/nvidiactl").exists()
-    if engine.kv_cache_memory is None or engine.device == "cuda" or has_gpu:
+    may_use_gpu = engine.device == "cuda" or (engine.device == "auto" and has_gpu())
+    if engine.kv_cache_memory is None or may_use_gpu:
         return
     count = 1 if fleet is None else fleet.num_prefill + fleet.num_decode
     asker = f"--kv-cache-memory {engine.kv_cache_memory}" + (f" for each of {count} instances" if count > 1 else "")

@@ -90,7 +90,7 @@ P2P = ConnectorSpec(
     "kvferry.connectors.p2p.worker:P2pWorkerSide",
     API_VERSION,
     settings_check="kvferry.transport.lookup_buffer.base:check",
-    here_check="kvferry.transport.control:check_here",
+    here_check="kvferry.transport.lookup_buffer.base:check_here",
     options="kvferry.transport.options:TransportOptions",
 )
 KV_STORE = ConnectorSpec(

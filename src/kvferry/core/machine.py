@@ -51,6 +51,11 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether a driver has made a device for GPUs: NVIDIA's, AMD's, or that of a Linux within Windows."""
+    return any((devices / name).exists() for name in ("nvidiactl", "kfd", "dxg"))
+
+
 def num_cpus(cgroups: Cgroups = _OWN) -> int:
     """How many threads can compute all the time: the cores that this process may run on, or its container's quota of
     CPU time, rounded down, but not to 0."""

@@ -11,12 +11,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
 from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError, PeerLost, ProtocolError, TransferTimeout
+from kvferry.core.machine import has_gpu
 from kvferry.core.names import ExtensionPoint
 from kvferry.transport.control import Listener
 from kvferry.transport.memory import BlockMemory, Span
@@ -128,6 +130,8 @@ LIBRARIES = {
     "mooncake": ("mooncake-transfer-engine", "mooncake", ("mooncake",)),
 }
 """What fabrics need: the package, kvferry's extra that installs it, and modules of which one must be there."""
+GPU_TRANSPORTS = frozenset({"cuda_ipc", "nccl"})
+"""Those that move the memory of GPUs only."""
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """What "auto" tries, by the KV cache's device, in order of preference. Host memory needs no library to be fast."""
 
@@ -160,6 +164,16 @@ def check_transport(transport: str, tls: ChannelTls | None) -> None:
         require_library(f"transport {transport}", *LIBRARIES[transport])
     if tls is not None and transport != "auto":
         fabric_class(transport, tls)
+
+
+def require_gpu(transport: str, devices: Path = Path("/dev")) -> None:
+    """Raise `ConfigError` if this transport is for GPUs, and this machine has none: known from the `devices` that
+    drivers make, before anything is loaded."""
+    if transport in GPU_TRANSPORTS and not has_gpu(devices):
+        raise ConfigError(
+            f"transport {transport} needs a GPU, and this machine has none; set kv_connector_extra_config.transport to"
+            " auto on all instances, or use P2pConnector in place of P2pNcclConnector"
+        )
 
 
 def fabric_class(name: str, tls: ChannelTls | None = None) -> type[Fabric]:

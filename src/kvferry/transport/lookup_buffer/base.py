@@ -20,7 +20,9 @@ from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.errors import ConfigError
 from kvferry.core.names import ExtensionPoint
 from kvferry.core.settings.transfer_config import KVTransferConfig
+from kvferry.transport import control
 from kvferry.transport.connection import Identity
+from kvferry.transport.fabric.base import require_gpu
 from kvferry.transport.lookup_buffer.entries import EntryTable
 from kvferry.transport.memory import BlockMemory
 from kvferry.transport.options import TransportOptions, options_of
@@ -175,3 +177,9 @@ def check(config: KVTransferConfig) -> None:
     LOOKUP_BUFFERS.require_known(settings.lookup_buffer)
     if ":" not in settings.lookup_buffer:
         lookup_buffer_class(settings).check_settings(settings)
+
+
+def check_here(config: KVTransferConfig, *, known: bool) -> None:
+    """Raise `ConfigError` if this machine lacks what the transport needs, or as `control.check_here`."""
+    require_gpu(options_of(config).transport)
+    control.check_here(config, known=known)

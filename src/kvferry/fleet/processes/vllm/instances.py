@@ -18,6 +18,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import Cores, thread_variables
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.processes.vllm.length import require_length
 from kvferry.fleet.processes.vllm.ports import free_ports
 from kvferry.fleet.processes.vllm.resources import cpu_memory_arguments, device_variables
 from kvferry.fleet.processes.vllm.start import START
@@ -100,8 +101,9 @@ class VllmInstances:
             )
         if transfer is not None:
             require_possible(transfer, found, choice.engine_argument)
-        names = instance.served_model_name or (engine.model,)
-        return cls(_model(engine.model), names, choice.engine_argument, found, transfer, number)
+        names, model = instance.served_model_name or (engine.model,), _model(engine.model)
+        require_length(choice.engine_argument, model)
+        return cls(model, names, choice.engine_argument, found, transfer, number)
 
     @property
     def has_bootstrap(self) -> bool:
@@ -119,6 +121,7 @@ class VllmInstances:
 
     def process(self, place: InstancePlace, bootstrap_port: int = 0) -> ProcessSpec:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
+        require_length(place.arguments, self.model)
         port = place.port or free_ports(1, place.host)[0]
         arguments, key = without_key((*self.arguments, *place.arguments))
         host = f"[{place.host}]" if ":" in place.host else place.host

@@ -13,6 +13,7 @@ from kvferry.core.messages.registration import Role
 from kvferry.core.settings.transfer_config import KVTransferConfig, read_transfer_json
 from kvferry.fleet.processes.vllm.environment import VllmEnvironment, require_module
 from kvferry.fleet.spec.kv_transfer import InstanceRole, hand_off_role, kv_role, require_kv_role
+from kvferry.transport.fabric.base import GPU_TRANSPORTS
 
 OURS = {name: f"Kvferry{name}" for name in ("P2pConnector", "SharedStorageConnector", "KVStoreConnector")}
 """kvferry's connectors without a vLLM connector of the same name, and their names in vLLM."""
@@ -35,8 +36,6 @@ _PACKAGES = {"Nixl": "nixl", "Mooncake": "mooncake", "LMCache": "lmcache"}
 _ON_GPUS = (f"{_PREFIX}P2pNcclConnector", "MooncakeConnector", "LMCacheConnectorV1", "GDS", "GDS_MT", "GPUNETIO")
 """Connectors, and backends of NIXL's, that move the memory of GPUs only. With LMCache's, a server without a GPU serves
 all the same, and computes each prompt itself."""
-
-_GPU_TRANSPORTS = ("nccl", "cuda_ipc")
 
 DEFAULT = '{"kv_connector":"P2pConnector"}'
 
@@ -113,7 +112,7 @@ def require_possible(transfer: dict[str, Any], found: VllmEnvironment, arguments
             " for CPUs"
         )
     transport = extra.get("transport") if not is_theirs else None
-    if found.on_cpu and transport in _GPU_TRANSPORTS:
+    if found.on_cpu and transport in GPU_TRANSPORTS:
         raise ConfigError(
             f"--kv-transfer-config: transport {transport!r} is for GPUs, and vLLM in the environment of {found.python}"
             " is built for CPUs; leave it out"
