@@ -103,6 +103,31 @@ async def test_one_that_ends_before_it_serves() -> None:
     assert display.of("note")[0] == ["error: both-0 ended with exit code 3 while starting; its last lines:"]
 
 
+BINDS = """
+import os, signal, socket
+path = os.environ["SOCKETS_IN"] + "/a-socket-with-a-name-as-long-as-a-uuid"
+socket.socket(socket.AF_UNIX).bind(path)
+print("socket", path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+async def test_sockets_of_a_start_that_is_cut_off_are_not_left(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But in a folder that the user has named."""
+    monkeypatch.delenv("SOCKETS_IN", raising=False)
+    if is_named:
+        monkeypatch.setenv("SOCKETS_IN", str(tmp_path))
+    server = ExternalServer("http://127.0.0.1:9", sockets_in="SOCKETS_IN")
+    spec = ProcessSpec("engine", (sys.executable, "-c", BINDS), foreign=server)
+    display = RecordingDisplay()
+    assert await run(display, {"both": lambda name: spec}) == 1
+    (path,) = (Path(text.split()[1]) for _, text in display.of("line") if text.startswith("socket "))
+    assert path.exists() is (path.parent == tmp_path) is is_named
+
+
 SUPERVISE = """
 import asyncio
 from fleet.fleets import run

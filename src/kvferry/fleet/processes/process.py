@@ -12,6 +12,8 @@ from pathlib import Path
 from kvferry.engine.server.registrar import RegistrarConfig
 from kvferry.fleet.processes.ready import StartProgress
 
+_LONGEST_FOLDER = 64
+"""Bytes of a folder's name that leave room for those of sockets, of 107 in all."""
 PROGRAM = (sys.executable, "-m", "kvferry.cli.main")
 
 
@@ -20,11 +22,13 @@ class ExternalServer:
     """A program that is not kvferry's and does not speak the start protocol.
 
     It serves when GET `url`/health is answered with 200. `steps`: patterns of log lines, and the progress that they
-    mean.
+    mean. `sockets_in`: the variable that says where its processes put their sockets; they are then removed with what
+    else is kept of the member, however it ends.
     """
 
     url: str
     steps: tuple[tuple[re.Pattern[str], StartProgress], ...] = ()
+    sockets_in: str = ""
 
     def progress_of(self, line: str) -> StartProgress | None:
         """The progress that a log line means, if any."""
@@ -51,9 +55,13 @@ class ProcessSpec:
     descriptors: tuple[int, ...] = ()
     bootstrap_port: int | None = None
 
-    def full_environment(self) -> dict[str, str]:
-        """The child's environment. Output is unbuffered, so that the last line before a crash is seen."""
+    def full_environment(self, folder: Path | None = None) -> dict[str, str]:
+        """The child's environment. Output is unbuffered, so that the last line before a crash is seen. `folder`: the
+        member's own, for sockets, unless the user names another one, or its name is too long for that."""
         inherited = {name: value for name, value in os.environ.items() if name not in self.hidden}
+        variable = "" if self.foreign is None else self.foreign.sockets_in
+        if variable and folder is not None and len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            inherited.setdefault(variable, str(folder))
         return {**inherited, "PYTHONUNBUFFERED": "1", **self.environment}
 
 

@@ -38,7 +38,7 @@ def start_process(spec: ProcessSpec, cores: Cores, folder: MemberFolder, leash: 
         command = (*spec.command, READY_FLAG, str(messages)) if spec.foreign is None else spec.command
         return spawn(
             launching(command, cores, leash, str(folder.process)),
-            spec.full_environment(),
+            spec.full_environment(folder.path),
             output=log,
             inherits=(messages, *spec.descriptors),
         )

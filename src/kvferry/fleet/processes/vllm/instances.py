@@ -45,6 +45,7 @@ CALM = Path(__file__).with_name("calm")
 would starve others where a server has few cores."""
 
 _SEVERAL_WORKERS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
+_SOCKETS_IN = "VLLM_RPC_BASE_PATH"
 _BIND, _HASH_SEED = "VLLM_CPU_OMP_THREADS_BIND", "PYTHONHASHSEED"
 
 
@@ -130,7 +131,7 @@ class VllmInstances:
             command=(*self._command(replace(place, port=port)), *arguments),
             environment={**self._environment(place, bootstrap_port), **place.environment, **key},
             hidden=place.hidden,
-            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START),
+            foreign=ExternalServer(f"http://{_reachable(host)}:{port}", START, _SOCKETS_IN),
         )
 
     def _command(self, place: InstancePlace) -> list[str]:
