@@ -131,7 +131,7 @@ LIBRARIES = {
 }
 """What fabrics need: the package, kvferry's extra that installs it, and modules of which one must be there."""
 GPU_TRANSPORTS = frozenset({"cuda_ipc", "nccl"})
-"""Those that move the memory of GPUs only."""
+"""Transports that move the memory of GPUs only."""
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """What "auto" tries, by the KV cache's device, in order of preference. Host memory needs no library to be fast."""
 

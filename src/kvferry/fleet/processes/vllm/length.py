@@ -69,8 +69,8 @@ def _factors(config: Mapping[str, Any]) -> Iterator[float]:
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         for part in (scaling, *_values(scaling)):
-            if isinstance(part, dict) and _is_positive(factor := part.get("factor")):
-                yield factor
+            if isinstance(part, dict) and _is_positive(part.get("factor")):
+                yield float(part["factor"])
 
 
 def _values(value: Any) -> list[Any]:
