@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from gpu.context import Context
-from kvferry.models.random_model import DEFAULT_TOKENIZER, make_config, make_random_model
 
 LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048,
@@ -24,6 +23,8 @@ LLAMA_1B: dict[str, Any] = {
 
 def llama(context: Context) -> str:
     """The folder of the 1.1B Llama, or of a tiny one on a CPU; made when a step first needs it."""
+    from kvferry.models.random_model import make_random_model  # takes seconds, which a skipped step need not
+
     folder = context.folder / "models" / ("tiny" if context.small else "llama-1b")
     if (folder / "complete").exists():
         return str(folder)
@@ -42,6 +43,8 @@ def make_on_device(folder: Path, shape: dict[str, Any], device: str) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+
+    from kvferry.models.random_model import DEFAULT_TOKENIZER, make_config
 
     folder.mkdir(parents=True, exist_ok=True)
     config = make_config("llama", **shape)

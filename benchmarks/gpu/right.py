@@ -214,10 +214,11 @@ def hand_off(
     """Prompts from P to a D with so many ranks, which gives the tokens of `expected`."""
     dtype = producer.dtype
     name = dtype if ranks == producer.ranks else f"{dtype}, {producer.ranks} rank to {ranks}"
+    more = {"prefix_caching": False, "tensor_parallel_size": ranks}
+    # Before P computes, whose KV is held for a while only: ranks may take long to start.
+    engine = make_engine(producer.model, producer.device, dtype, transfer_of("kv_consumer"), **more)
     producer.connection.send(prompts)
     tickets = [parse_hand_off(params, f"{number}") for number, params in enumerate(producer.connection.recv())]
-    more = {"prefix_caching": False, "tensor_parallel_size": ranks}
-    engine = make_engine(producer.model, producer.device, dtype, transfer_of("kv_consumer"), **more)
     answers = answer(engine, prompts, tickets)
     statistics = engine.statistics().external
     context.record.check(
