@@ -10,7 +10,7 @@ from hunts.fleet_scenario import draw_fleet
 from hunts.hunt import AnyScenario, ScenarioKind, hunt, run_any, shrink
 from hunts.scenario import Report, draw
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.core.process_end import leave
+from kvferry.core.process_exit import exit_process
 from kvferry.core.streams import OutputError, prepare_streams
 
 _MAX_TOLD = 6
@@ -126,4 +126,4 @@ if __name__ == "__main__":
         code = 130
     except OutputError as error:
         code = error.exit_code()
-    leave(code)
+    exit_process(code)

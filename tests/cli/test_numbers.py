@@ -100,8 +100,8 @@ def test_flags(command: str, flag: Argument, capsys: pytest.CaptureFixture[str])
 def test_settings(config: Any) -> None:
     needed = {"model": "m"} if config is EngineConfig else {}
     for name, bounds in bounds_of(config).items():
-        wrong = [bounds.least - 1, bounds.most * 2, 10**400, -(10**400), math.inf, -math.inf, math.nan]
-        for value in [*wrong, bounds.least] if bounds.above else wrong:
+        wrong = [bounds.min_value - 1, bounds.max_value * 2, 10**400, -(10**400), math.inf, -math.inf, math.nan]
+        for value in [*wrong, bounds.min_value] if bounds.above else wrong:
             given = (value,) if isinstance(getattr(config, name), tuple) else value
             with pytest.raises(ConfigError, match=f"^{flag_name(name)} must be|^{flag_name(name)} must not be"):
                 complete(config, flags_of(config, needed)(**{name: given}), **needed)
@@ -189,8 +189,8 @@ def test_what_is_said(bounds: Bounds, value: float, told: str) -> None:
 
 def test_the_bounds_themselves_are_within() -> None:
     for bounds in (Bounds(1, 5), Bounds(0, 5)):
-        bounds.require("--x", bounds.least)
-        bounds.require("--x", bounds.most)
+        bounds.require("--x", bounds.min_value)
+        bounds.require("--x", bounds.max_value)
     for config in (FleetSpec(), Listen(), RouterConfig(), HttpConfig()):
         check_bounds(config)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.core.cache_places import PLACE, require_named_place
+from kvferry.core.cache_dirs import CACHE_DIR_VARIABLE, require_cache_dir
 from kvferry.core.compiled import SWITCH, NotCompiled, compiled, report_missing_compiler
 from kvferry.core.errors import ConfigError
 
@@ -33,7 +33,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    for name in ("XDG_CACHE_HOME", PLACE):
+    for name in ("XDG_CACHE_HOME", CACHE_DIR_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -50,7 +50,9 @@ def test_it_is_kept_in_the_home_and_found_again(source: Path, places: Path) -> N
     assert first.stat().st_mtime_ns == made
 
 
-@pytest.mark.parametrize(("variable", "below"), [(PLACE, "kernels"), ("XDG_CACHE_HOME", "kvferry/kernels")])
+@pytest.mark.parametrize(
+    ("variable", "below"), [(CACHE_DIR_VARIABLE, "kernels"), ("XDG_CACHE_HOME", "kvferry/kernels")]
+)
 def test_a_place_that_is_named_comes_first(
     variable: str, below: str, source: Path, places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +68,7 @@ def test_where_the_home_cannot_be_written_a_private_place_is_taken_and_told(
     assert path.parent == private(places) / "kernels"
     assert private(places).stat().st_mode & 0o777 == 0o700
     assert "/proc/nowhere/.cache/kvferry/kernels" in caplog.text
-    assert PLACE in caplog.text
+    assert CACHE_DIR_VARIABLE in caplog.text
     caplog.clear()
     assert compiled([source], ["-O1"]) == path
     assert caplog.text == ""
@@ -172,11 +174,11 @@ def test_a_place_that_is_named_and_cannot_be_used_is_refused(
     wrong: str, source: Path, places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (places / "file").write_text("")
-    monkeypatch.setenv(PLACE, str(places / wrong))
-    with pytest.raises(ConfigError, match=f"^{PLACE}: .*; name another directory, or unset it"):
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, str(places / wrong))
+    with pytest.raises(ConfigError, match=f"^{CACHE_DIR_VARIABLE}: .*; name another directory, or unset it"):
         compiled([source], ["-O1"])
-    with pytest.raises(ConfigError, match=f"^{PLACE}=.* cannot be used"):
-        require_named_place()
+    with pytest.raises(ConfigError, match=f"^{CACHE_DIR_VARIABLE}=.* cannot be used"):
+        require_cache_dir()
     assert not (places / "home" / ".cache").exists(), "another place was used"
 
 
@@ -195,14 +197,18 @@ def test_a_full_place_is_passed_over_unless_it_is_named(source: Path, places: Pa
     cache = places / "home" / ".cache" / "kvferry"
     cache.mkdir(parents=True)
     command = f"mount -t tmpfs -o size=64k none {cache} && exec {sys.executable} -c '{FULL}' {source}"
-    environment = {**os.environ, "TMPDIR": str(places / "temporary"), **({PLACE: str(cache)} if named else {})}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(places / "temporary"),
+        **({CACHE_DIR_VARIABLE: str(cache)} if named else {}),
+    }
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", command], env=environment, check=False, capture_output=True, text=True
     )
     if "not permitted" in done.stderr or "permission denied" in done.stderr:
         pytest.skip("this user cannot mount")
     if named:
-        assert f"{PLACE}: compiled kernels need room: {cache}/kernels has" in done.stderr
+        assert f"{CACHE_DIR_VARIABLE}: compiled kernels need room: {cache}/kernels has" in done.stderr
     else:
         assert done.stdout.strip().startswith(str(private(places) / "kernels")), done.stderr
         assert "compiled kernels need room" in done.stderr

@@ -62,7 +62,7 @@ async def test_it_tells_routers_how_it_hands_off(model_maker: Any, connector: st
     async with serving(model_maker("llama"), transfer) as engine:
         about = msgspec.json.decode(msgspec.json.encode(engine.describe()), type=InstanceFacts)
         assert about.tickets == told
-        assert about.has_part("decode") is (connector is not None)
+        assert about.can_serve_as("decode") is (connector is not None)
 
 
 @pytest.mark.parametrize(("connector", "fits"), [("KVStoreConnector", True), ("P2pConnector", False)])

@@ -33,7 +33,7 @@ def stored(number: int) -> list[Event]:
 
 @pytest.fixture
 def publisher() -> Iterator[KVEventPublisher]:
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_kept=4)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_history=4)
     yield publisher
     publisher.close()
 
@@ -92,7 +92,7 @@ def ask_again(context: zmq.Context[zmq.Socket[bytes]], where: str, first: int) -
 
 def test_a_slow_follower_gets_all_that_is_kept() -> None:
     """However far it is beyond what ZeroMQ lets wait by default, and what lies in the sockets of the system."""
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_kept=4000)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, ManualClock(5.0), max_history=4000)
     context = zmq.Context()
     try:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
@@ -111,7 +111,7 @@ def test_a_slow_follower_gets_all_that_is_kept() -> None:
 
 def test_callers_that_never_read_keep_nobody_waiting_and_are_given_up() -> None:
     clock = ManualClock()
-    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock, max_kept=2000)
+    publisher = KVEventPublisher("tcp://127.0.0.1:*", None, clock, max_history=2000)
     context = zmq.Context()
     try:
         event = BlockStored(block_hashes=[b"x" * 12_000], parent_block_hash=None, token_ids=[], block_size=2)
@@ -220,11 +220,11 @@ async def test_a_gap_is_filled_or_reported(publisher: KVEventPublisher) -> None:
 
 async def _wait_for_event(publisher: KVEventPublisher, updates: AsyncIterator[FeedUpdate]) -> None:
     """Publish until one came by itself: a subscription takes its time to arrive."""
-    publisher._kept.clear()
+    publisher._history.clear()
     waiting = asyncio.ensure_future(anext(updates))
     while not waiting.done():
         publisher.publish([])
-        publisher._kept.clear()
+        publisher._history.clear()
         await asyncio.wait({waiting}, timeout=0.01)
     last = publisher._next
     publisher.publish(stored(10**6))

@@ -332,9 +332,9 @@ def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cach
     state = FileState.of(folder / "model-1.safetensors")
     of_an_image = state._replace(modified_ns=10**18, changed_ns=10**18)
     one = DigestCache()
-    one.keep({of_an_image: "digest"})
+    one.store({of_an_image: "digest"})
     assert not cache.exists()
-    one.keep({state: "digest"})
+    one.store({state: "digest"})
     assert DigestCache().find_all([state]) == {state: "digest"}
     entries = json.loads(cache.read_bytes())
     entries[state.path][0] = list(of_an_image[1:])
@@ -345,6 +345,6 @@ def test_files_whose_times_an_image_gave_them_are_always_read(folder: Path, cach
 def test_other_content_with_equal_times_is_seen_by_samples(folder: Path, cache: Path) -> None:
     path = folder / "model-1.safetensors"
     state = FileState.of(path)
-    DigestCache().keep({state: "digest"})
+    DigestCache().store({state: "digest"})
     path.write_bytes(bytes(len(WEIGHTS)))
     assert DigestCache().find_all([state]) == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.files import PatientFile
+from kvferry.core.settings.files import TimedFile
 from kvferry.store import upkeep
 
 NAME = "ab" * 32
@@ -54,7 +54,7 @@ def test_a_sparse_member_of_an_archive_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_that_nobody_writes_to_is_no_archive(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with PatientFile(tmp_path / "pipe", wait_s=0.05) as file, pytest.raises(ConfigError, match="nothing was written"):
+    with TimedFile(tmp_path / "pipe", wait_s=0.05) as file, pytest.raises(ConfigError, match="nothing was written"):
         upkeep.import_(tmp_path, file)  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
     os.write(writer, b"abcdef")
     os.close(writer)
     try:
-        with PatientFile(Path(f"/dev/fd/{reader}")) as file:
+        with TimedFile(Path(f"/dev/fd/{reader}")) as file:
             assert (file.read(4), file.read(4), file.read(4)) == (b"abcd", b"ef", b"")
     finally:
         os.close(reader)

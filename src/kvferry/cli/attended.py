@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.compiled import report_missing_compiler
-from kvferry.core.machine import require_room
-from kvferry.core.process_end import ending_signals, run_async
+from kvferry.core.machine import require_disk_space
+from kvferry.core.process_exit import run_async, shutdown_signals
 from kvferry.fleet.backends.local.backend import LocalBackend, memory_folder
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, Recipe, backend_class
@@ -73,7 +73,7 @@ class AttendedFleet:
             if self._fleet.backend.kind == "local":
                 report_missing_compiler()
             parent = memory_folder() or gettempdir()
-            require_room(Path(parent), _SHARED_BYTES, "what the processes share, and log, needs at least 4 MiB")
+            require_disk_space(Path(parent), _SHARED_BYTES, "what the processes share, and log, needs at least 4 MiB")
             with TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
                 return await self._run(Path(folder))
         finally:
@@ -157,7 +157,7 @@ class AttendedFleet:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), ending_signals()
+        loop, numbers = asyncio.get_running_loop(), shutdown_signals()
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from kvferry.connectors.registry import find_connector
-from kvferry.core.cache_places import require_named_place
+from kvferry.core.cache_dirs import require_cache_dir
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.machine import has_gpu, require_memory
@@ -35,7 +35,7 @@ def check_before_start(
 ) -> None:
     """Raises `ConfigError`. Not needed for processes under a supervisor, which has called it already."""
     _require_temporary_folder()
-    require_named_place()
+    require_cache_dir()
     access.check_files()
     require_free(listen.host, listen.port)
     if fleet is not None and fleet.instance_ports is not None:

@@ -16,8 +16,8 @@ def main() -> NoReturn:
     if is_default:  # and not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvferry.cli.main import main as run
-    from kvferry.core.process_end import leave
+    from kvferry.core.process_exit import exit_process
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave(run())
+    exit_process(run())

@@ -24,7 +24,7 @@ from kvferry.cli.main import main as command
 from kvferry.core.errors import PeerLost
 from kvferry.core.messages.wire import Pipe
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.process_end import leave
+from kvferry.core.process_exit import exit_process
 from kvferry.fleet.backends.local.fork_messages import (
     NUM_DESCRIPTORS,
     Forked,
@@ -143,4 +143,4 @@ def _run(child: _Child) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(int(sys.argv[1])))
+    exit_process(main(int(sys.argv[1])))

@@ -30,7 +30,7 @@ from kvferry.cli.serve import serve
 from kvferry.cli.variables import refuse_unread
 from kvferry.cli.whole_numbers import require_whole_numbers
 from kvferry.core.errors import ConfigError, KvferryError, UnsupportedModel
-from kvferry.core.process_end import leave
+from kvferry.core.process_exit import exit_process
 from kvferry.core.settings.environment import INSTANCE_NAME, VARIABLES
 from kvferry.core.streams import EXIT_UNREAD, OutputError, prepare_streams
 from kvferry.fleet.processes.exit_reason import ERROR_PREFIX, EXIT_USER_ERROR
@@ -192,4 +192,4 @@ def _complain(text: str, code: int) -> int:
 
 if __name__ == "__main__":
     prepare_streams()
-    leave(main())
+    exit_process(main())

@@ -144,7 +144,7 @@ def find_connector(config: KVTransferConfig) -> ConnectorSpec:
     written for another version of the API.
     """
     module, name = config.kv_connector_module_path, config.kv_connector
-    if not module and not CONNECTORS.knows(name):
+    if not module and not CONNECTORS.has_name(name):
         refuse_connector(name)
     found: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
     if found.api_version != API_VERSION:

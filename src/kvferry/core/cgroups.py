@@ -1,7 +1,7 @@
 """Limits of the control groups that this process is in: a container's, a pod's, a systemd unit's.
 
 Both versions are read from `/sys/fs/cgroup`. Every group from the process's own up to the root can set a limit, and the
-smallest counts. Where the files cannot be read there is no limit. Knows nothing of what the machine has.
+smallest counts. Where the files cannot be read there is no limit. Knows nothing of the machine's own memory and CPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNLIMITED = 2**60
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """Memory of one group, in bytes. `used`: without what the kernel can take back at once. `swap` and `swap_used`: of
+    """Memory of one group, in bytes. `used` leaves out what the kernel can reclaim at once. `swap` and `swap_used` are
     swap space alone; None: not limited."""
 
     limit: int
@@ -52,8 +52,8 @@ class Cgroups:
         return (self._root / "cgroup.controllers").exists()
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The process's own group and all above it. A container may see the path that its group has on the machine, but
-        its own group as the root: what does not exist there is left out."""
+        """The process's own group and all above it. A container may see its group's path on the machine while its own
+        group is the root: folders that do not exist there are left out."""
         mounted, path = self._paths().get(controller, (controller, ""))
         base = self._root / mounted
         if not base.is_dir():
@@ -104,8 +104,8 @@ def _memory_1(folder: Path) -> GroupMemory | None:
 
 
 def _used(path: Path, counters: Mapping[str, int], prefix: str) -> int:
-    """What is in use, without the part of the page cache that the kernel frees before it kills a process. Of pages in
-    active use it counts half, as the kernel's own `MemAvailable` does where memory is short."""
+    """Bytes in use, without the page cache that the kernel frees before it kills a process. Half of the active page
+    cache counts as in use, as in the kernel's own `MemAvailable` where memory is short."""
     idle, active = counters.get(f"{prefix}inactive_file", 0), counters.get(f"{prefix}active_file", 0)
     return max(0, (_number(path) or 0) - idle - active // 2)
 
@@ -132,7 +132,7 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for "max", for what is not there, and for numbers that mean "no limit"."""
+    """The number in a file; None for "max", for a missing file, and for numbers that mean "no limit"."""
     text = (_read(path) or "").strip()
     return int(text) if text.isdecimal() and len(text) <= 20 and int(text) < _UNLIMITED else None
 

@@ -1,8 +1,8 @@
 """Time as an object, so that tests and simulations can control it.
 
-No other module of kvferry reads the machine's clock: what has deadlines, ages or time stamps takes a `Clock`.
+No other module of kvferry reads the machine's clock: classes with deadlines, ages or time stamps take a `Clock`.
 `SYSTEM_CLOCK` is the default, and is used where the wait itself is the machine's (a lock between processes, the exit of
-a child). Deadlines that are given to asyncio are on the running loop's clock (`loop.time()`), because asyncio compares
+a child). Deadlines for asyncio are on the running loop's clock (`loop.time()`), because asyncio compares
 them with it.
 """
 
@@ -35,7 +35,7 @@ class SystemClock:
 
 
 def boot_time() -> float:
-    """Seconds since the machine was started, those included in which it was asleep."""
+    """Seconds since the machine was started, including time asleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -46,8 +46,7 @@ SYSTEM_CLOCK: Clock = _SYSTEM
 
 @contextmanager
 def simulated_time(clock: Clock) -> Iterator[None]:
-    """While the body runs, `SYSTEM_CLOCK` has the time of `clock`. For a simulation, which is all that this process
-    does meanwhile."""
+    """`SYSTEM_CLOCK` has the time of `clock` while the body runs. For a process that runs nothing but a simulation."""
     _SYSTEM.monotonic, _SYSTEM.wall = clock.monotonic, clock.wall
     try:
         yield

@@ -1,9 +1,9 @@
 """C++ code that is compiled for this machine at first use and kept, to be called through ctypes.
 
-The libraries are kept in KVFERRY_CACHE_DIR, if that is set; else in the first of these places that can be written and
-has room: XDG_CACHE_HOME/kvferry, ~/.cache/kvferry, and a private directory within the system's temporary one (for a
-container without a writable home directory; a warning says that it may be gone at the next start). A library that is in
-one of them already is used, whether the place is writable or not.
+The libraries are kept in KVFERRY_CACHE_DIR, if that is set; else in the first of these directories that is writable and
+has space: XDG_CACHE_HOME/kvferry, ~/.cache/kvferry, and a private directory within the system's temporary one (for a
+container without a writable home directory; a warning says that it may be gone at the next start). A library that
+exists in one of them is used even if the directory is read-only.
 
 They are plain shared libraries, which compile in a few seconds and need no headers but the system's. Without a
 compiler, on a platform other than Linux, or with KVFERRY_NATIVE=0, there is no library, and callers use slower Python
@@ -23,9 +23,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.core.cache_places import PLACE, lasting_places, named_place
+from kvferry.core.cache_dirs import CACHE_DIR_VARIABLE, configured_cache_dir, user_cache_dirs
 from kvferry.core.errors import ConfigError
-from kvferry.core.machine import require_room
+from kvferry.core.machine import require_disk_space
 from kvferry.core.private_folder import is_trusted, private_folder
 from kvferry.core.settings import environment
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH = environment.NATIVE
 _TIMEOUT_S = 300.0
-_ROOM_BYTES = 16 * 2**20
-"""Room that a library and its compilation need."""
+_SPACE_BYTES = 16 * 2**20
+"""Disk space that a library and its compilation need."""
 
 
 class NotCompiled(Exception):
@@ -51,7 +51,7 @@ def compiled(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str
     if os.environ.get(SWITCH) == "0":
         raise NotCompiled
     try:
-        return _built(sources, flags, linked, depends_on)
+        return _build(sources, flags, linked, depends_on)
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCompiled(str(error)) from error
 
@@ -75,11 +75,11 @@ def report_missing_compiler() -> None:
         logger.warning("kernels, copies and streams run in Python, which is slower: %s", error)
 
 
-def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str], depends_on: str) -> Path:
+def _build(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str], depends_on: str) -> Path:
     compiler = find_compiler()
     command = [compiler, *flags, "-shared", "-fPIC", str(sources[0]), *linked]
     name = f"{_fingerprint(compiler, sources, command, depends_on)}.so"
-    target = _place(name) / name
+    target = _library_dir(name) / name
     if not _is_ours(target):
         descriptor = os.open(target.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -94,19 +94,19 @@ def _built(sources: Sequence[Path], flags: Sequence[str], linked: Sequence[str],
 def _compile(command: Sequence[str], target: Path) -> None:
     logger.info("compiling for this machine, once, to %s", target)
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        made = Path(directory) / "made.so"
+        built = Path(directory) / "built.so"
         done = subprocess.run(
-            [*command, "-o", str(made)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [*command, "-o", str(built)], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-        made.chmod(0o755)  # whatever the umask is, nobody else may write what is executed
-        made.rename(target)  # atomic: nobody loads a partly written library
+        built.chmod(0o755)  # whatever the umask is: other users must not write what is executed
+        built.rename(target)  # atomic: a partly written library is never loaded
 
 
-def _private_place() -> Path:
-    """A directory that only this user can write to, created if needed. Raises `OSError` if there can be none, because
-    what is in it will be executed."""
+def _private_dir() -> Path:
+    """A directory that only this user can write to, created if needed, because its content is executed. Raises
+    `OSError` if there can be none."""
     try:
         return private_folder(f"kvferry-{os.getuid()}", (Path(tempfile.gettempdir()),)) / "kernels"
     except ConfigError as error:
@@ -114,43 +114,44 @@ def _private_place() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether there is a library or a directory that only this user, or root, can have written."""
+    """True if the path exists and only this user, or root, can have written it."""
     try:
         return is_trusted(path)
     except OSError:
         return False
 
 
-def _is_usable(place: Path) -> bool:
-    """Whether libraries in this directory may be executed. Others lose the right to write into one of this user's."""
-    found = place.stat()
-    if found.st_uid == os.geteuid() and found.st_mode & 0o022:
-        place.chmod(found.st_mode & ~0o022)
-    return is_trusted(place)
+def _is_usable(folder: Path) -> bool:
+    """True if libraries in this directory may be executed. Removes other users' right to write to this user's
+    directory."""
+    info = folder.stat()
+    if info.st_uid == os.geteuid() and info.st_mode & 0o022:
+        folder.chmod(info.st_mode & ~0o022)
+    return is_trusted(folder)
 
 
-def _place(name: str) -> Path:
-    """The first place that has the library `name` or can hold it, else the private one, with a warning if the library
-    is not there yet. Raises `OSError` if that cannot be used either."""
+def _library_dir(name: str) -> Path:
+    """The first directory that has the library `name` or can hold it, else the private one, with a warning if the
+    library is not there yet. Raises `OSError` if that cannot be used either."""
     refused = "this user has no home"
-    for place in (folder / "kernels" for folder in lasting_places()):
+    for folder in (cache_dir / "kernels" for cache_dir in user_cache_dirs()):
         try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_usable(place):
-                refused = f"{place} is another user's, or others may write there"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_usable(folder):
+                refused = f"{folder} is another user's, or others may write there"
                 continue
-            if _is_ours(place / name):
-                return place
-            with tempfile.TemporaryFile(dir=place):
-                require_room(place, _ROOM_BYTES, "compiled kernels need room")
-                return place
+            if _is_ours(folder / name):
+                return folder
+            with tempfile.TemporaryFile(dir=folder):
+                require_disk_space(folder, _SPACE_BYTES, "compiled kernels need room")
+                return folder
         except OSError as error:
-            refused = f"{place}: {error.strerror}"
+            refused = f"{folder}: {error.strerror}"
         except ConfigError as error:
             refused = str(error)
-    if named_place() is not None:
-        raise ConfigError(f"{PLACE}: {refused}; name another directory, or unset it")
-    private = _private_place()
+    if configured_cache_dir() is not None:
+        raise ConfigError(f"{CACHE_DIR_VARIABLE}: {refused}; name another directory, or unset it")
+    private = _private_dir()
     private.mkdir(exist_ok=True)
     if _is_ours(private / name):
         return private
@@ -159,7 +160,7 @@ def _place(name: str) -> Path:
         " %s names a directory for them",
         refused,
         private,
-        PLACE,
+        CACHE_DIR_VARIABLE,
     )
     return private
 
@@ -179,5 +180,5 @@ def _fingerprint(compiler: str, sources: Sequence[Path], command: Sequence[str],
 def _cpu() -> str:
     """Model and instruction sets of the processor, as the kernel lists them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    prefixes = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(prefixes)}))

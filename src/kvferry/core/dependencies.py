@@ -1,4 +1,4 @@
-"""Whether optional packages are installed, found without importing them."""
+"""Checks that optional packages are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvferry.core.errors import MissingDependency
 
 def require_library(what: str, package: str, extra: str, modules: Sequence[str]) -> None:
     """Raise `MissingDependency` unless one of `modules`, which `package` provides, is installed. `what` needs it."""
-    if not any(_is_there(module) for module in modules):
+    if not any(_is_installed(module) for module in modules):
         raise MissingDependency(what, package, extra)
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     # A folder of that name somewhere on the path is a namespace package, which has no origin.
     spec = find_spec(module)
     return spec is not None and spec.origin is not None

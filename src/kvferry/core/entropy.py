@@ -1,6 +1,6 @@
-"""Randomness, so that a simulation can decide it: no other module of kvferry asks the machine for any.
+"""Randomness that a simulation can control: no other module of kvferry reads the machine's entropy.
 
-What must not be guessed comes from `token_bytes` and what is made of it. For everything else, `RANDOM` is cheaper.
+Secrets come from `token_bytes` and the functions built on it. For everything else, `RANDOM` is cheaper.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ _NAMES_AT_ONCE = 256
 _NAME = re.compile(f".{{{2 * _NAME_BYTES}}}")
 
 token_bytes = os.urandom
-"""Return a number of bytes that nobody can guess. Call it as `entropy.token_bytes`: a simulation replaces it."""
+"""Return this number of unguessable bytes. Call it as `entropy.token_bytes`: a simulation replaces it."""
 
 RANDOM = Random()
-"""Numbers that may be guessed: which of several alike, how long to wait."""
+"""Random numbers that may be guessed: for tie breaks and jitter."""
 
 _names: list[str] = []
 
 
-def _begin_anew() -> None:
+def _reset() -> None:
     _names.clear()
     RANDOM.seed()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset)
 
 
 def token_hex(num_bytes: int) -> str:
-    """`num_bytes` bytes that nobody can guess, in hexadecimal."""
+    """`num_bytes` unguessable bytes, in hexadecimal."""
     return token_bytes(num_bytes).hex()
 
 
 def token_bits(num_bits: int) -> int:
-    """A number of at most `num_bits` bits that nobody can guess."""
+    """An unguessable number of at most `num_bits` bits."""
     return int.from_bytes(token_bytes((num_bits + 7) // 8), "big") >> (-num_bits % 8)
 
 
 def secret_hex() -> str:
-    """32 hexadecimal digits that nobody can guess. Any thread. They are drawn many at a time, because reading the
+    """32 unguessable hexadecimal digits. Any thread. They are drawn many at a time, because reading the
     system's entropy is the expensive part."""
     while True:
         try:
@@ -54,9 +54,8 @@ def secret_hex() -> str:
 
 @contextmanager
 def simulated_entropy(source: Random) -> Iterator[None]:
-    """While the body runs, all randomness comes from `source`. For a simulation, which is all that this process does
-    meanwhile."""
-    global token_bytes  # noqa: PLW0603 - the one place where it changes
+    """All randomness comes from `source` while the body runs. For a process that runs nothing but a simulation."""
+    global token_bytes  # noqa: PLW0603 - changed nowhere else
     token_bytes = source.randbytes
     RANDOM.seed(source.getrandbits(64))
     _names.clear()
@@ -64,4 +63,4 @@ def simulated_entropy(source: Random) -> Iterator[None]:
         yield
     finally:
         token_bytes = os.urandom
-        _begin_anew()
+        _reset()

@@ -48,8 +48,8 @@ class ConfigError(KvferryError):
 class UnknownName(ConfigError):
     """The name is unknown; the message contains the nearest known one."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+    def __init__(self, kind: str, name: str, known_names: Iterable[str]) -> None:
+        names = sorted(known_names)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
@@ -153,7 +153,7 @@ _HINTS = {
         " allow it with --mix-kernels (in vLLM: mix_kernels) on all instances"
     ),
 }
-"""What to do about a difference, by the layout's field."""
+"""Advice for a difference, by the layout's field."""
 
 
 class LayoutMismatch(KvferryError):

@@ -10,15 +10,15 @@ from it for one purpose in one direction (HKDF-SHA256, RFC 5869), and is good fo
     keys       P → D                        records of clients' keys in a store (`store.key_records`)
     proof      server → client              that it holds the secret
     probe      router → instance            what it is, its metrics
-    release    router → instance            a hand-off that nobody will fetch
+    release    router → instance            a hand-off that will not be fetched
     operate    operator → router, instance  everything that needs an admin key
     register   instance → router            that it serves, or is about to leave
 
 A client first sends a `challenge`, and nothing else, to a server (GET /kvferry/challenge). The answer proves that the
 server holds the secret, and has its name, which it draws at its start, and its time. Each request is then signed for
-that server, purpose, method, target and body, for half a minute, and for once. So nothing that one server receives
-opens another, and nothing that was overheard is of use again; SECURITY.md says what is left to TLS. The time is the
-server's own: no clocks are compared.
+that server, purpose, method, target and body; the signature is valid for half a minute, and once. So a signature that
+one server receives is of no use at another, and a recorded one is of no use again; SECURITY.md says what is left to
+TLS. The time is the server's own: no clocks are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Literal, Protocol, cast, get_args
 import msgspec
 
 from kvferry.core import entropy
-from kvferry.core.cache_places import lasting_places
+from kvferry.core.cache_dirs import user_cache_dirs
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.settings.environment import AUTH_TOKEN
@@ -47,11 +47,11 @@ SCHEME = "Kvferry"
 """The scheme in the `Authorization` header of a signed request."""
 
 LIFETIME_S = 30.0
-"""How long a signed request may be on its way."""
+"""Lifetime of a signed request, in seconds."""
 
 MIN_CHARACTERS = 16
-"""The shortest secret that is accepted. A server's proof lets anybody who can reach it try out guesses, so a secret
-must not be guessable."""
+"""The shortest secret that is accepted. Any client that can reach a server can test guesses against its proof, so
+a secret must not be guessable."""
 
 _EARLY_NS = 10**9
 _MAX_REMEMBERED = 2**16
@@ -81,15 +81,17 @@ class Signer:
     """Signs requests to one server, which has proved that it holds the secret."""
 
     def __init__(self, secret: str, nonce: str, answer: bytes, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`answer`: the server's answer to `nonce`. Raises `AuthenticationFailed`, and nothing must be sent then."""
+        """`answer`: the server's answer to `nonce`. Raises `AuthenticationFailed`; nothing must be sent then."""
         try:
-            found = msgspec.json.decode(answer, type=Challenge)
+            challenge = msgspec.json.decode(answer, type=Challenge)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise AuthenticationFailed("it is not a server of kvferry's, or has no token") from error
-        if not hmac.compare_digest(found.proof.encode(), _proof(secret, nonce, found.server, found.now_ns).encode()):
+        if not hmac.compare_digest(
+            challenge.proof.encode(), _proof(secret, nonce, challenge.server, challenge.now_ns).encode()
+        ):
             raise AuthenticationFailed(f"it does not hold the same token; {_HINT}")
-        self._secret, self._server, self._clock = secret, found.server, clock
-        self._ahead_ns = found.now_ns - int(clock.monotonic() * 1e9)
+        self._secret, self._server, self._clock = secret, challenge.server, clock
+        self._ahead_ns = challenge.now_ns - int(clock.monotonic() * 1e9)
 
     def sign(self, purpose: Purpose, method: str, target: str, body: bytes = b"") -> str:
         """The `Authorization` header of one request."""
@@ -105,8 +107,8 @@ class ReplayGuard(Protocol):
     """Remembers which signed requests were used."""
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
-        """Whether a request of `at_ns` is new; it is remembered from now on, until it is older than `oldest_ns`. False
-        also if too many are remembered."""
+        """True if the nonce of a request signed at `at_ns` is new. It is remembered until it is older than `oldest_ns`.
+        False also if too many are remembered."""
 
 
 class LocalReplayGuard:
@@ -114,10 +116,10 @@ class LocalReplayGuard:
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
-        """When each nonce was signed; the oldest first, except for requests that overtook others on the way."""
+        """Nonce → time of its signature; oldest first, except for requests that overtook others."""
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
-        """Whether a request of `at_ns` is new to this process, and there is room to remember it."""
+        """True if the nonce is new to this process, and fewer than `_MAX_REMEMBERED` are remembered."""
         while self._used and next(iter(self._used.values())) < oldest_ns:
             del self._used[next(iter(self._used))]
         if nonce in self._used or len(self._used) >= _MAX_REMEMBERED:
@@ -127,8 +129,8 @@ class LocalReplayGuard:
 
 
 class Verifier:
-    """Proves the server's own knowledge, and checks signatures. `server`: the name of this server, the same in all
-    processes that serve one address; `used` is theirs together."""
+    """Proves that the server holds the secret, and checks signatures. `server`: the name of this server, the same in
+    all processes that serve one address; they share `used`."""
 
     def __init__(self, secret: str, server: str, clock: Clock = SYSTEM_CLOCK, used: ReplayGuard | None = None) -> None:
         self._secret, self._server, self._clock, self._used = secret, server, clock, used or LocalReplayGuard()
@@ -176,8 +178,8 @@ def _code(key: bytes, *claims: str | list[str]) -> str:
 
 
 def shared_token(needed_by: str = "") -> str:
-    """`KVFERRY_AUTH_TOKEN`, empty if it is not set. Raises `ConfigError` for one that is too short, and for none where
-    a flag needs one."""
+    """`KVFERRY_AUTH_TOKEN`, empty if it is not set. Raises `ConfigError` if it is too short, or if a flag needs it and
+    it is not set."""
     token = os.environ.get(AUTH_TOKEN, "").strip()
     if needed_by and not token:
         raise ConfigError(f"{needed_by} needs {AUTH_TOKEN}: {_HINT}, for instance of openssl rand -hex 32")
@@ -187,16 +189,16 @@ def shared_token(needed_by: str = "") -> str:
 
 
 def http_secret(admin_keys: Iterable[str] = ()) -> str:
-    """What a process's HTTP keys are derived from: the shared token, else an admin key that is long enough, else this
-    user's own token. Empty if there is none."""
+    """The secret from which a process's HTTP keys are derived: the shared token, else an admin key that is long enough,
+    else this user's own token. Empty if there is none."""
     long = (key for key in admin_keys if len(key) >= MIN_CHARACTERS)
     return shared_token() or next(long, "") or users_token()
 
 
 def users_token() -> str:
-    """The token in a file that only this user can read, drawn when it is first asked for; empty where no file can be
-    kept. So processes of one user on one machine know each other without any setting."""
-    for folder in lasting_places():
+    """The token in a file that only this user can read, created at first use; empty where no file can be kept. So
+    processes of one user on one machine trust each other without any setting."""
+    for folder in user_cache_dirs():
         path = folder / "token"
         with suppress(OSError, UnicodeDecodeError):
             if not path.exists():
@@ -209,7 +211,7 @@ def users_token() -> str:
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Write a file that nobody sees half written, and that is never replaced."""
+    """Write a file atomically, unless it exists."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{entropy.token_hex(8)}")
     try:

@@ -1,5 +1,5 @@
-"""How much memory, how many CPUs and how much room this process may use: the machine's, or less where a container
-(control groups of version 1 or 2) is allowed less. The only place that asks."""
+"""Memory, CPUs and disk space that this process may use: the machine's, or less where a container (control groups of
+version 1 or 2) is allowed less. No other module reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = Cgroups()
 @dataclass(frozen=True)
 class Memory:
     """Memory that this process may use, in bytes. `total` and `available_with_swap` count swap space too.
-    `owner` is who sets the limit: "machine" or "container"."""
+    `owner` sets the limit: "machine" or "container"."""
 
     total: int
     available: int
@@ -29,7 +29,7 @@ class Memory:
 
 
 def usable_memory(cgroups: Cgroups = _OWN) -> Memory:
-    """The memory of the machine or of the container, whichever is less."""
+    """The memory of the machine or of the container, whichever is smaller."""
     virtual, swap = psutil.virtual_memory(), psutil.swap_memory()
     smallest = Memory(virtual.total + swap.total, virtual.available, virtual.available + swap.free)
     for group in cgroups.memories():
@@ -57,22 +57,22 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def num_cpus(cgroups: Cgroups = _OWN) -> int:
-    """How many threads can compute all the time: the cores that this process may run on, or its container's quota of
-    CPU time, rounded down, but not to 0."""
+    """Number of threads that can compute all the time: the cores that this process may run on, or its container's quota
+    of CPU time, rounded down, but not to 0."""
     cores, quota = len(usable_cores()), cgroups.cpus()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def require_memory(num_bytes: int, asker: str, cgroups: Cgroups = _OWN) -> None:
-    """Raise `ConfigError`, which names `asker`, if this machine or container has less memory and swap in all. How much
-    is free is not checked: another process may already have allocated the shared memory."""
+def require_memory(num_bytes: int, purpose: str, cgroups: Cgroups = _OWN) -> None:
+    """Raise `ConfigError`, which names `purpose`, if this machine or container has less memory and swap in total.
+    Free memory is not checked: another process may already have allocated the shared memory."""
     limit = usable_memory(cgroups)
     if num_bytes > limit.total:
-        raise ConfigError(f"{asker}: this {limit.owner} has {format_bytes(limit.total)}")
+        raise ConfigError(f"{purpose}: this {limit.owner} has {format_bytes(limit.total)}")
 
 
-def require_room(folder: Path, num_bytes: int, asker: str) -> None:
-    """Raise `ConfigError`, which names `asker`, if less is free where this folder is."""
+def require_disk_space(folder: Path, num_bytes: int, purpose: str) -> None:
+    """Raise `ConfigError`, which names `purpose`, if the folder's file system has less free space."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise ConfigError(f"{asker}: {folder} has {format_bytes(free)} left; make room there, or make it larger")
+        raise ConfigError(f"{purpose}: {folder} has {format_bytes(free)} left; make room there, or make it larger")

@@ -54,28 +54,28 @@ class ExtensionPoint:
     group: str
 
     def names(self) -> list[str]:
-        """All names that can be given, sorted; not counting `package.module:Class`."""
+        """All accepted names, sorted; not counting `package.module:Class`."""
         return sorted({*self.table, *entry_points(group=self.group).names})
 
-    def knows(self, name: str) -> bool:
-        """Whether it is one of `names`. Entry points are searched only if the name is not one of kvferry's own, because
+    def has_name(self, name: str) -> bool:
+        """True if it is one of `names`. Entry points are searched only if the name is not one of kvferry's own, because
         that reads the metadata of every installed package, which takes tens of milliseconds."""
         return name in self.table or name in entry_points(group=self.group).names
 
     def require_known(self, name: str, *also: str) -> None:
         """Raise `UnknownName` unless the name is known, or is one of `also`. Imports nothing: a name of the form
         `package.module:Class` is accepted unseen."""
-        if ":" not in name and name not in also and not self.knows(name):
+        if ":" not in name and name not in also and not self.has_name(name):
             raise UnknownName(self.what, name, [*also, *self.names()])
 
     def find(self, name: str, kind: type) -> Any:
         """The named subclass or instance of `kind`. Raises `UnknownName`, or `ConfigError` if it cannot be imported or
         is something else."""
-        found = self._load(name)
-        is_kind = issubclass(found, kind) if isinstance(found, type) else isinstance(found, kind)
+        target = self._load(name)
+        is_kind = issubclass(target, kind) if isinstance(target, type) else isinstance(target, kind)
         if not is_kind:
-            raise ConfigError(f"{self.what} {name!r} must be a kvferry {kind.__name__}, got {found!r}")
-        return found
+            raise ConfigError(f"{self.what} {name!r} must be a kvferry {kind.__name__}, got {target!r}")
+        return target
 
     def _load(self, name: str) -> Any:
         self.require_known(name)

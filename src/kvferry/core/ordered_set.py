@@ -1,5 +1,5 @@
-"""A set with an order that is the same in each run of a program, which that of a `set` is not: it follows from the
-addresses of objects, and from a seed that each process draws for the hashes of strings. For what is iterated over."""
+"""A set whose order is the same in each run of a program, for sets that are iterated over. The order of a `set` depends
+on the addresses of objects, and on a random seed for the hashes of strings."""
 
 from __future__ import annotations
 

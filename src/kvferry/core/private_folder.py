@@ -14,24 +14,24 @@ _ROOT = 0
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether only this user, or root, can have written the file or folder. Raises `OSError` if it is not there."""
-    found = path.stat()
-    return found.st_uid in (os.geteuid(), _ROOT) and not found.st_mode & _OTHERS_WRITE
+    """True if only this user, or root, can have written the file or folder. Raises `OSError` if it does not exist."""
+    info = path.stat()
+    return info.st_uid in (os.geteuid(), _ROOT) and not info.st_mode & _OTHERS_WRITE
 
 
 def why_not_private(folder: Path) -> str:
-    """Why others might use this folder; empty if it is this user's alone. Raises `OSError` if it is not there."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    """The reason why others might use this folder; empty if it is private. Raises `OSError` if it does not exist."""
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode):
         return f"{folder} is not a folder"
-    if found.st_uid != os.geteuid():
+    if info.st_uid != os.geteuid():
         return f"{folder} is another user's"
-    return f"others may use {folder}" if stat.S_IMODE(found.st_mode) & 0o077 else ""
+    return f"others may use {folder}" if stat.S_IMODE(info.st_mode) & 0o077 else ""
 
 
 def private_folder(name: str, roots: Iterable[Path]) -> Path:
-    """The folder of this name, which is this user's alone, in the first of `roots` where there can be one: in a root
-    that all users share, another may have taken the name. Made if needed, with its root. Raises `ConfigError`."""
+    """The private folder of this name, in the first of `roots` where there can be one: in a root that all users share,
+    another user may have taken the name. Created if needed, with its root. Raises `ConfigError`."""
     refused = "there is no place for it"
     for root in roots:
         folder = root / name

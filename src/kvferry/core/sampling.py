@@ -1,4 +1,4 @@
-"""A request's sampling parameters. Bounds and defaults are those of the OpenAI API and of vLLM."""
+"""A request's sampling parameters. Bounds and defaults are the OpenAI API's and vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standard streams of a command: they are there, and what cannot be written is no mistake of the command."""
+"""The standard streams of a command: always open, and a failed write to them is not the command's error."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import sys
 from typing import Any, TextIO
 
 EXIT_UNREAD = 141
-"""The exit code that a shell reports of a program that SIGPIPE has ended."""
+"""The exit code that a shell reports for a program ended by SIGPIPE."""
 
 
 class OutputError(OSError):
-    """Standard output cannot be written: its disk is full, or whoever read it, such as `head`, has ended."""
+    """Standard output cannot be written: its disk is full, or its reader, such as `head`, has ended."""
 
     def exit_code(self) -> int:
-        """That of a command whose output nobody reads, or an error's."""
+        """`EXIT_UNREAD` if the reader is gone, else 1."""
         return EXIT_UNREAD if self.errno == errno.EPIPE else 1
 
 
 def prepare_streams() -> None:
     """Open the streams that are closed. From then on, standard output raises `OutputError`, and what cannot be written
-    to standard error is dropped: nobody could be told."""
+    to standard error is dropped, because it cannot be reported."""
     _open_closed_streams()
     sys.stdout = _text(sys.stdout, _Output(1, "w", closefd=False))
     sys.stderr = _text(sys.stderr, _ErrorOutput(2, "w", closefd=False))
@@ -45,15 +45,15 @@ class _ErrorOutput(io.FileIO):
 
 
 def _text(stream: TextIO, raw: io.FileIO) -> TextIO:
-    """The stream, with `raw` below it. What its encoding does not have is written as an escape sequence."""
+    """The stream, with `raw` below it. Characters outside its encoding are written as escape sequences."""
     errors = "backslashreplace" if stream.errors == "strict" else stream.errors
     by_line = raw.isatty() or raw.fileno() == 2
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=by_line)
 
 
 def _open_closed_streams() -> None:
-    """Whoever starts a process may have closed its standard streams. Python has none then, and the next file or socket
-    that is opened gets their number: what is written to them would go there."""
+    """Open standard streams that the parent process has closed. Otherwise the next file or socket gets their number,
+    and output meant for them would go there."""
     for number in range(3):
         try:
             os.fstat(number)

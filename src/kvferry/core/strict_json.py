@@ -9,12 +9,12 @@ from typing import Any, Never
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice[:80]!r} is listed twice in one object")
-    return found
+    return result
 
 
 def _refuse_constant(name: str) -> Never:

@@ -16,14 +16,14 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path | None, cert
     """Load this side's certificate; its key may be in the same file. Raises `ConfigError` that names the file, also for
     a key with a password, for which OpenSSL would prompt."""
     _require_readable(cert, cert_name)
-    given = f"{cert_name} {cert}"
+    names = f"{cert_name} {cert}"
     if key is not None:
         _require_readable(key, key_name)
-        given += f", {key_name} {key}"
+        names += f", {key_name} {key}"
     try:
         context.load_cert_chain(cert, key, password="")
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{given}: {_reason(error)}") from error
+        raise ConfigError(f"{names}: {_reason(error)}") from error
 
 
 def load_authority(context: ssl.SSLContext, path: Path, name: str) -> None:

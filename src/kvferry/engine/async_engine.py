@@ -41,7 +41,7 @@ class AsyncEngine(SteppedEngine):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the thread lives."""
+        """True if the thread lives."""
         return self._thread.is_alive()
 
     def wake(self) -> None:

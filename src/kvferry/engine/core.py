@@ -143,7 +143,7 @@ class EngineCore:
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether requests can store and load KV under keys."""
+        """True if requests can store and load KV under keys."""
         side = self.scheduler_side
         return side is not None and isinstance(side, KeepsBlocks) and side.keeps_keys()
 
@@ -269,11 +269,11 @@ class EngineCore:
             self.scheduler.fail_all(error)
 
     idle = True
-    """Whether the last step found nothing to do: everything waits, for requests or for transfers."""
+    """True if the last step found nothing to do: everything waits, for requests or for transfers."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may do something."""
+        """True if a step may do something."""
         return self.scheduler.has_work or bool(self.plans.waiting or self._report)
 
     def on_transfer(self, wake: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from kvferry.core.messages.hand_off import Consume, PrefillResult, Produce
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.sequence import LoadMeetingPoint, Sequence, Status
 from kvferry.engine.step import Chunk
-from kvferry.observe.figures import counter, counter_by, gauge
+from kvferry.observe.metric_fields import counter, counter_by, gauge
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ExternalKV:
         return hand_off.ticket.prefill_result
 
     def arrived(self, sequence: Sequence) -> None:
-        """Note that the request has joined the queue."""
+        """Record that the request has joined the queue."""
         if self._connector is not None:
             self._connector.arrived(sequence)
 
@@ -158,7 +158,7 @@ class ExternalKV:
         return None
 
     def end_load(self, sequence: Sequence, num_tokens: int | None) -> int | None:
-        """Note that a load brought the KV of the first `num_tokens` (None: all that was promised). Returns how many
+        """Record that a load brought the KV of the first `num_tokens` (None: all that was promised). Returns how many
         tokens have their KV now; None: the sequence did not wait for the load, and runs on."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
         if (meeting := sequence.load.meeting) is not None:
@@ -195,7 +195,7 @@ class ExternalKV:
     # Plans and reports.
 
     def preempted(self, sequence: Sequence) -> None:
-        """Note that the sequence's blocks go to others; the connector learns of it with the next plan."""
+        """Record that the sequence's blocks go to others; the connector learns of it with the next plan."""
         self._preempted.append(sequence)
 
     def plan(self, chunks: Iterable[Chunk]) -> StepPlan | None:
@@ -270,7 +270,7 @@ class ExternalKV:
 
     @property
     def has_work(self) -> bool:
-        """Whether the connector wants a step, even if no request runs."""
+        """True if the connector wants a step, even if no request runs."""
         return self._connector is not None and self._connector.has_work()
 
     @property
@@ -279,7 +279,7 @@ class ExternalKV:
         return len(self._loading)
 
     def holds(self, request_id: str) -> bool:
-        """Whether blocks of this request are held."""
+        """True if blocks of this request are held."""
         return request_id in self._held
 
     @property

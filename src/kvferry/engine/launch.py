@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from kvferry.core.process_end import EndLimit, end_limit
+from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.async_engine import AsyncEngine
 from kvferry.engine.config import EngineConfig
@@ -45,7 +45,7 @@ def run_instance(
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
-    with end_limit() as limit:
+    with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit)))
 
 
@@ -61,7 +61,7 @@ async def _serve(
     server: ServerConfig,
     on_ready: Callable[[dict[str, Any]], None],
     registrar: RegistrarConfig | None,
-    limit: EndLimit,
+    limit: ShutdownDeadline,
 ) -> int:
     about = front.describe()
     if registrar is not None:

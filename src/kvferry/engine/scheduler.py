@@ -52,7 +52,7 @@ from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Sequence, Status
 from kvferry.engine.step import Chunk, SampledToken, Step
-from kvferry.observe.figures import counter, gauge
+from kvferry.observe.metric_fields import counter, gauge
 
 log = logging.getLogger(__name__)
 NONE_FAILED: Mapping[str, KvferryError] = {}
@@ -173,7 +173,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do now, or may be when a transfer has advanced."""
+        """True if there is something to do now, or may be when a transfer has advanced."""
         return bool(self._sequences or self._outputs or self._delayed or self.external.has_work)
 
     # The step.
@@ -266,7 +266,7 @@ class Scheduler:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is left, and no blocks are held for peers."""
+        """True if no request is left, and no blocks are held for peers."""
         return not (self._sequences or self.external.held_blocks)
 
     def check(self) -> None:
@@ -307,7 +307,7 @@ class Scheduler:
         return match if self._reserve(sequence, cached, match) else None
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`)."""
+        """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`)."""
         limits = self.limits
         longest = min(-(-limits.max_model_len // limits.block_size), self.pool.num_blocks)
         num_places = limits.max_num_seqs - self._queues.num_running - self.external.num_loading

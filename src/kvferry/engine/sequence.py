@@ -67,7 +67,7 @@ class BlockNames:
         self._root = root_hash(model, salt)
 
     def is_long(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` is beyond the trained context."""
+        """True if a sequence of `num_tokens` is beyond the trained context."""
         return self.trained_context is not None and num_tokens > self.trained_context
 
     def of(self, tokens: Tokens[int]) -> list[BlockHash]:
@@ -109,7 +109,7 @@ class Sequence:
         self.names = BlockNames(block_size, model_identity, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
         self.refuses_result = False
-        """Whether the producer's first token is not used, because it was not drawn as it would be here."""
+        """True if the producer's first token is not used, because it was not drawn as it would be here."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
 
@@ -140,12 +140,12 @@ class Sequence:
 
     @property
     def produces(self) -> bool:
-        """Whether it is prefilled here for another instance."""
+        """True if it is prefilled here for another instance."""
         return isinstance(self.request.hand_off, Produce)
 
     @property
     def consumes(self) -> bool:
-        """Whether its prompt is prefilled elsewhere."""
+        """True if its prompt is prefilled elsewhere."""
         return isinstance(self.request.hand_off, Consume)
 
     @property
@@ -159,11 +159,11 @@ class Sequence:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is beyond the trained context, where the model computes all of a sequence's KV otherwise."""
+        """True if it is beyond the trained context, where the model computes all of a sequence's KV otherwise."""
         return self.names.is_long(len(self.tokens))
 
     def can_use_offered(self, num_tokens: int | None = None) -> bool:
-        """Whether KV that the other side of a hand-off computed for `num_tokens` (None: for as many as its ticket says)
+        """True if KV that the other side of a hand-off computed for `num_tokens` (None: for as many as its ticket says)
         is what this sequence needs: both within the trained context, or both beyond."""
         match self.hand_off:
             case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
@@ -173,7 +173,7 @@ class Sequence:
 
     @property
     def is_written_to(self) -> bool:
-        """Whether a load writes to its blocks while it runs, so that they cannot be given up."""
+        """True if a load writes to its blocks while it runs, so that they cannot be given up."""
         meeting = self.load.meeting
         return meeting is not None and not meeting.is_loaded
 
@@ -195,7 +195,7 @@ class Sequence:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether cached KV may stand in for computing; not when every prompt position's logits are wanted."""
+        """True if cached KV may stand in for computing; not when every prompt position's logits are wanted."""
         return self.request.sampling.prompt_logprobs is None
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
-from kvferry.observe.figures import computed_gauge, counter
+from kvferry.observe.metric_fields import computed_gauge, counter
 
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """An engine's gauges now and its counters since the start. `observe.figures` says how one becomes a metric."""
+    """An engine's gauges now and its counters since the start. `observe.metric_fields` says how one becomes a
+    metric."""
 
     scheduler: SchedulerStatistics = field(default_factory=SchedulerStatistics)
     external: ExternalKVStatistics = field(default_factory=ExternalKVStatistics)

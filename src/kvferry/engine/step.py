@@ -19,7 +19,7 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the next token is sampled after this chunk: it reaches the last known token."""
+        """True if the next token is sampled after this chunk: it reaches the last known token."""
         return self.start + self.num_tokens == len(self.sequence.tokens)
 
 

@@ -73,7 +73,7 @@ class SteppedEngine(ABC):
     @property
     @abstractmethod
     def is_stepping(self) -> bool:
-        """Whether steps are being run."""
+        """True if steps are being run."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -81,7 +81,7 @@ class SteppedEngine(ABC):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests can be served."""
+        """True if requests can be served."""
         return self.is_stepping and self._failure is None and not self._closing
 
     async def failed(self) -> None:

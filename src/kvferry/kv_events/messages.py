@@ -26,7 +26,8 @@ _Names = Annotated[list[BlockName], msgspec.Meta(max_length=2**20)]
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """These blocks follow one another and the parent, and hold these tokens. `extra_keys`: what else they depend on."""
+    """These blocks follow one another and the parent, and hold these tokens. `extra_keys`: other inputs of their
+    hashes."""
 
     block_hashes: _Names
     parent_block_hash: BlockName | None
@@ -40,7 +41,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """These blocks are gone."""
+    """These blocks are no longer cached."""
 
     block_hashes: _Names
     medium: str | None = None
@@ -71,15 +72,15 @@ def encode_batch(now: float, events: list[Event]) -> bytes:
 
 
 def decode_batch(payload: bytes) -> list[Event]:
-    """The events of a payload; those that are not understood here are left out. Raises `ProtocolError`."""
+    """The events of a payload, without unknown or malformed ones. Raises `ProtocolError`."""
     try:
         batch = _BATCH.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a KV event message that cannot be read: {error}") from error
-    found = []
+    events = []
     for raw in batch.events:
         try:
-            found.append(_EVENT.decode(raw))
+            events.append(_EVENT.decode(raw))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
-    return found
+    return events

@@ -1,7 +1,7 @@
 """Publishes an instance's KV events, and replays the last of them for followers that missed some.
 
-Owns both sockets, the numbers, and what is kept for replay. `publish` belongs to one thread; another serves replays.
-ZeroMQ authenticates nobody, and events contain the tokens of prompts: bind to trusted networks only.
+Owns both sockets, the sequence numbers, and the history for replays. `publish` belongs to one thread; another serves
+replays. ZeroMQ does not authenticate clients, and events contain the tokens of prompts: bind to trusted networks only.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _END_S = 2.0
 _MAX_FRAME_BYTES = 256
 """Longest frame that is received: a replay request has 8 bytes, a subscription the beginning of a topic."""
 _MAX_TOPIC_BYTES = 64 * 2**10
-"""Bytes of all different topics that followers may subscribe to. ZeroMQ keeps them, at some 45 bytes for each of their
-bytes; kvferry's own followers subscribe to the empty topic."""
-_MAX_KEPT_BYTES = 64 * 2**20
+"""Bytes of all different topics that followers may subscribe to. ZeroMQ stores them, at some 45 bytes for each byte;
+kvferry's own followers subscribe to the empty topic."""
+_MAX_HISTORY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class KVEventPublisher:
     """`endpoint` as in tcp://127.0.0.1:5557; port `*` is any free one. Replays have a free port of the same host unless
     `replay_endpoint` says otherwise."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, max_kept: int = 10_000) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, clock: Clock, *, max_history: int = 10_000) -> None:
         """Raises `ConfigError` if an address cannot be bound, `MissingDependency` without ZeroMQ."""
         require_endpoint(endpoint, "--kv-events")
         replay_endpoint = replay_endpoint or f"{endpoint.rpartition(':')[0]}:*"
         require_endpoint(replay_endpoint, "--kv-events-replay")
         library = zmq()
         self._clock = clock
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept)
+        self._history: deque[tuple[int, bytes]] = deque(maxlen=max_history)
         self._lock = threading.Lock()
-        self._next = self._kept_bytes = 0
+        self._next = self._history_bytes = 0
         self._context = library.Context()
         try:
-            self._pub, where = self._bind(library.XPUB, endpoint, "--kv-events")
-            self._replay, replay_where = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
+            self._pub, bound_endpoint = self._bind(library.XPUB, endpoint, "--kv-events")
+            self._replay, bound_replay_endpoint = self._bind(library.ROUTER, replay_endpoint, "--kv-events-replay")
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self.addresses = EventAddresses(where, replay_where)
+        self.addresses = EventAddresses(bound_endpoint, bound_replay_endpoint)
         self.topic_bytes = 0
         """Bytes of the topics to which followers subscribe now."""
         self._closing = threading.Event()
@@ -74,10 +74,12 @@ class KVEventPublisher:
         number = self._next
         self._next += 1
         with self._lock:
-            while self._kept and (self._kept_bytes > _MAX_KEPT_BYTES or len(self._kept) == self._kept.maxlen):
-                self._kept_bytes -= len(self._kept.popleft()[1])
-            self._kept.append((number, payload))
-            self._kept_bytes += len(payload)
+            while self._history and (
+                self._history_bytes > _MAX_HISTORY_BYTES or len(self._history) == self._history.maxlen
+            ):
+                self._history_bytes -= len(self._history.popleft()[1])
+            self._history.append((number, payload))
+            self._history_bytes += len(payload)
         if self.topic_bytes > _MAX_TOPIC_BYTES:
             self._disconnect_all()
         if not self._pub.closed:
@@ -88,7 +90,7 @@ class KVEventPublisher:
         """End the thread and both sockets."""
         self._closing.set()
         self._thread.join(_END_S)
-        if not self._thread.is_alive():  # whose sockets would otherwise be closed under it
+        if not self._thread.is_alive():  # a live thread still uses the sockets
             self._context.destroy(linger=0)
 
     def _count_topics(self) -> None:
@@ -102,10 +104,10 @@ class KVEventPublisher:
             pass
 
     def _disconnect_all(self) -> None:
-        """Disconnect all followers, which ends their subscriptions. They reconnect by themselves, and request what they
-        missed. The address may take a moment to be free: events until then are only kept for replays."""
+        """Disconnect all followers, which ends their subscriptions. They reconnect, and request the events that they
+        missed. The address may take a moment to be free: until then, events are only stored for replays."""
         if not self._pub.closed:
-            logger.warning("KV events: followers asked for too many topics, and were disconnected")
+            logger.warning("KV events: followers subscribed to too many topics, and were disconnected")
             self._pub.close(linger=0)
         try:
             self._pub, _ = self._bind(zmq().XPUB, self.addresses.endpoint, "--kv-events")
@@ -120,7 +122,9 @@ class KVEventPublisher:
         socket.setsockopt(library.RCVHWM, MAX_UNSENT)
         if kind == library.ROUTER:
             socket.setsockopt(library.SNDHWM, MAX_UNSENT)
-            socket.setsockopt(library.ROUTER_MANDATORY, 1)  # an error, not a lost message, if it is gone or full
+            socket.setsockopt(
+                library.ROUTER_MANDATORY, 1
+            )  # an error, not a lost message, if the follower is gone or full
         try:
             socket.bind(endpoint)
         except library.ZMQError as error:
@@ -134,7 +138,7 @@ class KVEventPublisher:
             try:
                 if self._replay.poll(_PAUSE_MS if replays else _POLL_MS):
                     self._begin_replay(replays, self._replay.recv_multipart())
-                replays.go_on()
+                replays.send_pending()
             except Exception:
                 # The edge of this thread: one malformed request must not end replays for everyone.
                 logger.exception("a replay of KV events failed")
@@ -144,5 +148,5 @@ class KVEventPublisher:
             return
         caller, _, first = frames
         with self._lock:
-            kept = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
-        replays.begin(caller, kept)
+            messages = [message for message in self._history if message[0] >= int.from_bytes(first, "big")]
+        replays.begin(caller, messages)

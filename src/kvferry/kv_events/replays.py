@@ -1,7 +1,7 @@
-"""Replays events to followers, to each at its own pace, so that one that does not read delays no other.
+"""Replays events to followers, to each at its own pace, so that a slow follower delays no other.
 
-Owns the replays under way, not the socket. Anybody can connect: a few messages for each follower wait in ZeroMQ, the
-rest waits here, as references to what is kept anyway."""
+Owns the active replays, not the socket. Any client can connect: a few messages for each follower wait in ZeroMQ, and
+the others here, as references to the publisher's history."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvferry.kv_events.messages import END_OF_REPLAY
 from kvferry.kv_events.sockets import zmq
 
 MAX_UNSENT = 16
-"""Messages for one follower that wait in ZeroMQ."""
+"""Max messages for one follower that wait in ZeroMQ."""
 MAX_REPLAYS = 64
-"""Replays at one time; further requests are not answered, and may be repeated."""
+"""Max replays at one time; further requests are not answered, and may be repeated."""
 STALL_S = 10.0
-"""Seconds that a follower may leave its messages unread before its replay is given up."""
+"""Seconds that a follower may leave its messages unread before its replay is dropped."""
 
 
 @dataclass
 class _Replay:
-    left: deque[tuple[bytes, bytes]]
+    pending: deque[tuple[bytes, bytes]]
     deadline: float
 
 
@@ -34,39 +34,39 @@ class Replays:
 
     def __init__(self, socket: Any, clock: Clock) -> None:
         self._socket, self._clock = socket, clock
-        self._under_way: dict[bytes, _Replay] = {}
+        self._active: dict[bytes, _Replay] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._active)
 
-    def begin(self, follower: bytes, kept: Iterable[tuple[int, bytes]]) -> None:
-        """Begin to send a follower these messages and the mark of the end. One whose replay is under way has to wait
-        for its end."""
-        if follower in self._under_way or len(self._under_way) >= MAX_REPLAYS:
+    def begin(self, follower: bytes, messages: Iterable[tuple[int, bytes]]) -> None:
+        """Begin to send a follower these messages and the end mark. Ignored while the follower's previous replay is
+        active."""
+        if follower in self._active or len(self._active) >= MAX_REPLAYS:
             return
-        left = deque((number.to_bytes(8, "big"), payload) for number, payload in kept)
-        left.append((END_OF_REPLAY, b""))
-        self._under_way[follower] = _Replay(left, self._clock.monotonic() + STALL_S)
+        pending = deque((number.to_bytes(8, "big"), payload) for number, payload in messages)
+        pending.append((END_OF_REPLAY, b""))
+        self._active[follower] = _Replay(pending, self._clock.monotonic() + STALL_S)
 
-    def go_on(self) -> None:
+    def send_pending(self) -> None:
         """Send what followers can take now. Does not block."""
         now = self._clock.monotonic()
-        for follower, replay in list(self._under_way.items()):
-            if self._send(follower, replay.left):
+        for follower, replay in list(self._active.items()):
+            if self._send(follower, replay.pending):
                 replay.deadline = now + STALL_S
-            if not replay.left or now >= replay.deadline:
-                del self._under_way[follower]
+            if not replay.pending or now >= replay.deadline:
+                del self._active[follower]
 
-    def _send(self, follower: bytes, left: deque[tuple[bytes, bytes]]) -> bool:
-        """Whether the follower took some messages. Those for a follower that is gone are dropped."""
-        num_before, library = len(left), zmq()
+    def _send(self, follower: bytes, pending: deque[tuple[bytes, bytes]]) -> bool:
+        """True if the follower took some messages. Messages for a follower that is gone are dropped."""
+        num_before, library = len(pending), zmq()
         try:
-            while left:
-                number, payload = left[0]
+            while pending:
+                number, payload = pending[0]
                 self._socket.send_multipart((follower, b"", b"", number, payload), library.NOBLOCK, copy=False)
-                left.popleft()
+                pending.popleft()
         except library.Again:
             pass
         except library.ZMQError:
-            left.clear()
-        return len(left) < num_before
+            pending.clear()
+        return len(pending) < num_before

@@ -1,4 +1,4 @@
-"""The one place that imports ZeroMQ; `pip install 'kvferry[events]'` brings it."""
+"""The only module that imports ZeroMQ; `pip install 'kvferry[events]'` brings it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Follows one publisher of KV events: in order, without gaps where they can be filled, and from the beginning where the
-publisher still keeps it.
+"""Follows one publisher of KV events: in order, without gaps if they can be filled, and from the beginning if the
+publisher still has it.
 
-Owns its sockets. Missing events are requested again (`replay`); those that the publisher no longer keeps are reported
-as `Missed`. A number that goes back means another process at the address: `Restarted`."""
+Owns its sockets. Missing events are requested again (`replay`), or reported as `Missed` if the publisher no longer has
+them. A number that goes back means another process at the address: `Restarted`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 _REPLAY_S = 5.0
 _HIGH_WATER = 10_000
-"""Messages that wait to be read; beyond, ZeroMQ drops them, and the gap is seen."""
+"""Messages that wait to be read; ZeroMQ drops further ones, and the gap is detected."""
 
 
 @dataclass(frozen=True)
 class Restarted:
-    """All events so far are of a process that is gone; those that follow are of another one at its address."""
+    """All events so far are from a process that is gone; the next ones are from its successor at the same address."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ FeedUpdate = list[Event] | Restarted | Missed
 
 
 async def follow(endpoint: str, replay_endpoint: str | None) -> AsyncGenerator[FeedUpdate, None]:
-    """All updates of a publisher, until cancelled. A publisher that is not there yet is awaited, one that comes back is
-    followed again. Raises `MissingDependency`."""
+    """All updates of a publisher, until cancelled. Waits for a publisher that is not running yet, and follows
+    one that comes back. Raises `MissingDependency`."""
     context = zmq_asyncio().Context()
     try:
         async for update in _Follower(context, endpoint, replay_endpoint).run():
@@ -54,7 +54,7 @@ class _Follower:
         self._context, self._replay_endpoint = context, replay_endpoint
         self._next = 0
         self._last = b""
-        """The message before that. It has the time in it, so another process's of the same number is another."""
+        """The payload before `_next`. It contains the time, so another process's message of the same number differs."""
         self._last_live = -1
         """The number of the last live message; numbers only grow, unless the publisher has restarted."""
         self._sub = self._socket(zmq().SUB)
@@ -67,7 +67,7 @@ class _Follower:
             yield update
         first = True
         while True:
-            number, payload = await self._live()
+            number, payload = await self._next_live()
             if number <= self._last_live:
                 yield self._restarted()
                 first = True
@@ -76,7 +76,7 @@ class _Follower:
                 async for update in self._catch_up():
                     yield update
             if number < self._next:
-                continue  # It was among the replayed ones.
+                continue  # already replayed
             if number > self._next and not first:
                 yield Missed(number - self._next)
             first = False
@@ -90,17 +90,17 @@ class _Follower:
         self._next, self._last = 0, b""
         return Restarted()
 
-    async def _live(self) -> tuple[int, bytes]:
+    async def _next_live(self) -> tuple[int, bytes]:
         while True:
             frames = await self._sub.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == 8:
                 return int.from_bytes(frames[1], "big"), frames[2]
 
     async def _catch_up(self) -> AsyncIterator[FeedUpdate]:
-        """Replay events from `_next` on, as far as the publisher keeps them, and up to the first gap in them."""
+        """Replay the events from `_next` on that the publisher still has, up to the first gap in them."""
         replayed = await self._replay(max(0, self._next - 1))
-        known = dict(replayed[:1]).get(self._next - 1)
-        if known is not None and known != self._last:
+        replayed_last = dict(replayed[:1]).get(self._next - 1)
+        if replayed_last is not None and replayed_last != self._last:
             yield self._restarted()
             replayed = await self._replay(0)
         for number, payload in replayed:
@@ -110,10 +110,10 @@ class _Follower:
                 yield self._accept(number, payload)
 
     async def _replay(self, first: int) -> list[tuple[int, bytes]]:
-        """What the publisher keeps from that number on; nothing if it does not answer in time."""
+        """The publisher's messages from number `first` on; empty if it does not answer in time."""
         if self._replay_endpoint is None:
             return []
-        found: list[tuple[int, bytes]] = []
+        messages: list[tuple[int, bytes]] = []
         socket = self._socket(zmq().DEALER)
         try:
             socket.connect(self._replay_endpoint)
@@ -123,12 +123,12 @@ class _Follower:
                     *_, number, payload = await socket.recv_multipart()
                     if number == END_OF_REPLAY or len(number) != 8:
                         break
-                    found.append((int.from_bytes(number, "big"), payload))
+                    messages.append((int.from_bytes(number, "big"), payload))
         except (TimeoutError, ValueError):
             logger.info("KV events from number %d on were not replayed by %s", first, self._replay_endpoint)
         finally:
             socket.close(linger=0)
-        return sorted(found)
+        return sorted(messages)
 
     def _socket(self, kind: int) -> Any:
         socket = self._context.socket(kind)

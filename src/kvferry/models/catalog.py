@@ -1,4 +1,4 @@
-"""Names of the models that ship inside the package, and where a given model name leads.
+"""Names of the models that ship inside the package, and the resolution of model names to directories or hub ids.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -15,8 +15,8 @@ from kvferry.core.errors import ConfigError, UnknownName
 BUILTIN: dict[str, str] = {"kvferry/tiny-python": "tiny_python"}
 """Built-in model names, each with the directory beside this file that holds it."""
 
-_OURS = "kvferry/"
-"""Names that begin so are never asked of the hub."""
+_BUILTIN_PREFIX = "kvferry/"
+"""Names with this prefix are never looked up on the hub."""
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _MAX_CHARACTERS = 96
@@ -24,8 +24,7 @@ _NEAR = 0.85
 
 
 def resolve(model: str) -> Path | str:
-    """What `model` names: the directory of a built-in or local model, or else, unchanged, the id of a model on the
-    Hugging Face hub.
+    """The directory of a built-in or local model, or else, unchanged, the id of a model on the Hugging Face hub.
 
     Raises `ConfigError` for anything else, with the nearest existing name: a built-in name that is mistyped, a path to
     nothing, a directory without a model.
@@ -35,7 +34,7 @@ def resolve(model: str) -> Path | str:
     directory = _directory(model)
     if directory is not None:
         return _model_directory(directory)
-    if model.startswith(_OURS) or get_close_matches(model, _names(), n=1, cutoff=_NEAR):
+    if model.startswith(_BUILTIN_PREFIX) or get_close_matches(model, _names(), n=1, cutoff=_NEAR):
         raise UnknownName("built-in model", model, BUILTIN)
     if _is_path(model) and model.isprintable():
         _refuse_file(model)
@@ -68,8 +67,8 @@ def _refuse_file(model: str) -> None:
 
 
 def _names() -> list[str]:
-    """Built-in names, also without what they begin with."""
-    return [*BUILTIN, *(name.removeprefix(_OURS) for name in BUILTIN)]
+    """Built-in names, with and without their prefix."""
+    return [*BUILTIN, *(name.removeprefix(_BUILTIN_PREFIX) for name in BUILTIN)]
 
 
 def _is_path(model: str) -> bool:
@@ -83,7 +82,7 @@ def _model_directory(directory: Path) -> Path:
 
 
 def _nearest(directory: Path) -> str:
-    """A directory beside it that has almost its name."""
+    """A hint that names a sibling directory with a similar name; empty if there is none."""
     try:
         names = [entry.name for entry in directory.parent.iterdir() if entry.is_dir()]
     except (OSError, ValueError):

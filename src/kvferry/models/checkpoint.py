@@ -1,8 +1,8 @@
 """A name for a checkpoint as an engine runs it: its configuration as the engine has resolved it, and the content of its
 files.
 
-So two instances have the same name if they compute with the same weights and configuration, wherever their files are,
-and different names if a single weight or setting differs. Imports neither torch nor transformers.
+Two instances have the same name if they compute with the same weights and configuration, wherever their files are, and
+different names if a single weight or setting differs. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ reads."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".msgpack")
 """A checkpoint is identified by its files only if it has one of these."""
 HARMLESS_SETTINGS = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "_attn_implementation_autoset"})
-"""What differs between copies of one configuration."""
+"""Settings that differ between copies of one configuration."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 ReadProgress = Callable[[int, int], None]
@@ -71,12 +71,12 @@ def checkpoint_name(
 ) -> str:
     """32 hexadecimal digits for a checkpoint run in `dtype` ("float32").
 
-    `model`: a folder, a file, or what the hub knows it by, of `revision`. `config`: the model's configuration as the
+    `model`: a folder, a file, or an id on the hub, at `revision`. `config`: the model's configuration as the
     engine has resolved it (`resolved_config`). `changes`: other settings of the engine that its KV depends on.
     `weights`: a name for the weights, which are then not read. `before`: the files before the weights were loaded.
 
-    Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit of the
-    hub's say what the weights are, or if files have changed since `before` or while they were read.
+    Raises `OSError` if a file cannot be read, and `ConfigError` if neither files on this machine nor a commit on the
+    hub identify the weights, or if files have changed since `before` or while they were read.
     """
     facts = [dtype, plain(config), plain(changes or {}), weights or _weights(str(model), revision, before, on_progress)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
@@ -99,8 +99,8 @@ def _weights(model: str, revision: str | None, before: CheckpointFiles | None, o
     )
 
 
-def checkpoint_place(model: str, revision: str | None = None) -> Path | None:
-    """Where the files are on this machine: a folder, or one file. None if they are not (a streamed checkpoint)."""
+def local_checkpoint(model: str, revision: str | None = None) -> Path | None:
+    """The folder or file on this machine with the checkpoint. None if there is none (a streamed checkpoint)."""
     path = Path(model).expanduser()
     if path.exists():
         return path
@@ -117,8 +117,8 @@ def checkpoint_place(model: str, revision: str | None = None) -> Path | None:
 
 
 def resolved_config(config: Any) -> dict[str, Any]:
-    """All settings of one of transformers' configuration objects but those known to be harmless, with its class, and
-    with the version of code that comes from another repository of the hub's than the checkpoint."""
+    """All settings of a transformers configuration except harmless ones, with its class, and with the version of code
+    that comes from another repository on the hub than the checkpoint."""
     settings = plain(config)
     kind = type(config)
     settings["class"] = kind.__qualname__
@@ -135,11 +135,11 @@ def plain(value: Any) -> Any:
         case Enum():
             return [type(value).__qualname__, plain(value.value)]
         case Mapping():
-            return {str(key): plain(one) for key, one in value.items() if key not in HARMLESS_SETTINGS}
+            return {str(key): plain(inner) for key, inner in value.items() if key not in HARMLESS_SETTINGS}
         case Set():
-            return sorted((plain(one) for one in value), key=repr)
+            return sorted((plain(inner) for inner in value), key=repr)
         case Sequence():
-            return [plain(one) for one in value]
+            return [plain(inner) for inner in value]
         case type():
             return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "to_dict"):
@@ -159,30 +159,30 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint that are not known to be harmless, as they are at one time. Whoever loads them looks
-    before and after: what they were named after is what was loaded only if nothing has changed in between."""
+    """The files of a checkpoint that are not known to be harmless, at one time. A loader takes them before and after
+    the load: only if nothing has changed in between, the name describes the loaded weights."""
 
     model: str
-    place: Path | None
+    path: Path | None
     """None: they are not on this machine (yet)."""
     states: Mapping[str, FileState]
 
     @classmethod
     def of(cls, model: str, revision: str | None = None) -> CheckpointFiles:
-        """The files now. Waits (2 s at most, as a rule 50 ms) until each further change would show in their times.
-        Raises `OSError`."""
+        """The files now. Waits (2 s at most, usually 50 ms) until each further change would show in their times. Raises
+        `OSError`."""
         for _ in range(5):
-            place = checkpoint_place(model, revision)
-            states = file_states(place) if place is not None else {}
+            path = local_checkpoint(model, revision)
+            states = file_states(path) if path is not None else {}
             wait_s = max((state.unsettled_s() for state in states.values()), default=0.0)
             if not wait_s:
                 break
             time.sleep(wait_s)
-        return cls(model, place, states)
+        return cls(model, path, states)
 
     def require_same(self, now: CheckpointFiles) -> None:
-        """Raise `ConfigError` if a file has changed, come or gone since. Files of the hub's may have come."""
-        if self.place is None:
+        """Raise `ConfigError` if a file has changed, or was added or removed since. Files from the hub may be new."""
+        if self.path is None:
             return
         names = self.states.keys() | (now.states.keys() if Path(self.model).expanduser().exists() else set())
         changed = sorted(name for name in names if self.states.get(name) != now.states.get(name))
@@ -194,39 +194,39 @@ class CheckpointFiles:
             )
 
 
-def file_states(place: Path) -> dict[str, FileState]:
-    """The files of a checkpoint or an adapter that are not known to be harmless, by their path within `place`. Raises
+def file_states(root: Path) -> dict[str, FileState]:
+    """The files of a checkpoint or an adapter that are not known to be harmless, by their path within `path`. Raises
     `OSError`."""
-    return {name: FileState.of(path) for name, path in _files(place)}
+    return {name: FileState.of(path) for name, path in _files(root)}
 
 
 def digests_of(states: Mapping[str, FileState], on_progress: ReadProgress = ignore) -> list[tuple[str, str]]:
     """The digest of each of these files, known from before or read now. Raises `OSError`."""
-    found = DigestCache().find_all(states.values())
-    if any(state not in found for state in states.values()):
+    digests = DigestCache().find_all(states.values())
+    if any(state not in digests for state in states.values()):
         with DigestCache.locked() as cache:  # all ranks of an instance reach this at the same time
-            found |= cache.find_all(states.values())
-            missing = list({state for state in states.values() if state not in found})
-            read = dict(zip(missing, _read_all(missing, on_progress), strict=True))
-            cache.keep(read)
-            found |= read
-    return [(name, found[state]) for name, state in sorted(states.items())]
+            digests |= cache.find_all(states.values())
+            missing = list({state for state in states.values() if state not in digests})
+            new_digests = dict(zip(missing, _read_all(missing, on_progress), strict=True))
+            cache.store(new_digests)
+            digests |= new_digests
+    return [(name, digests[state]) for name, state in sorted(states.items())]
 
 
-def _files(place: Path) -> Iterator[tuple[str, Path]]:
-    """(path within `place`, path) of each file that counts; of a single file, that one."""
-    if place.is_file():
-        yield place.name, place
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    """(path within `root`, path) of each file that counts, or of `root` itself if it is a file."""
+    if root.is_file():
+        yield root.name, root
         return
     seen: set[str] = set()
-    for folder, folders, names in os.walk(place, followlinks=True):
+    for folder, folders, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
         seen.add(real)
         for name in names:
             path = Path(folder, name)
             if not any(fnmatch(name, pattern) for pattern in HARMLESS_FILES) and path.is_file():
-                yield str(path.relative_to(place)), path
+                yield str(path.relative_to(root)), path
 
 
 def _read_all(states: Sequence[FileState], on_progress: ReadProgress) -> list[str]:

@@ -1,9 +1,9 @@
-"""Digests of large files, remembered from one start to the next in a small file of the user's.
+"""Digests of large files, cached from one start to the next in a small file of the user's.
 
 A file counts as unchanged while its path, device, inode, size and timestamps are the same, and a sample of its content.
-Where the time of its last change is a whole second, it may be no time of a change at all, but have been given to all
-files of an image (squashfs, EROFS, ISO 9660): such files are always read. The cache only saves time: if it cannot be
-written, may have been written by another user, or is damaged, files are read again. In a fleet, the supervisor logs
+A last change at a whole second may not be a time of change at all, but one that all files of an image have (squashfs,
+EROFS, ISO 9660): such files are always read. The cache only saves time: if it cannot be written, may have been written
+by another user, or is damaged, files are read again. In a fleet, the supervisor logs
 this once for all its processes.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from kvferry.core.cache_places import lasting_places
+from kvferry.core.cache_dirs import user_cache_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.settings import environment
 
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 MAX_FILES = 4096
 MAX_BYTES = 16 * 2**20
 LOCK_WAIT_S = 120.0
-"""How long to wait for another process that reads the same files, as the ranks of one instance do."""
+"""Max seconds to wait for another process that reads the same files, such as another rank of the instance."""
 SETTLED_S = 2.0
-"""A file that was changed less than this ago (s) may change again without a new timestamp: its digest is not kept."""
+"""A file that changed less than this many seconds ago may change again without a new timestamp: its digest is not
+cached."""
 TICK_S = 0.05
 """The same for a file system whose timestamps are finer than a second: several times the kernel's clock tick."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -53,22 +54,22 @@ class FileState(NamedTuple):
     def of(cls, path: Path) -> FileState:
         """The present state; links are followed. Raises `OSError`."""
         real = path.resolve()
-        found = real.stat()
-        return cls(str(real), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        info = real.stat()
+        return cls(str(real), info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
     @property
     def has_fine_times(self) -> bool:
-        """Whether the time of the last change is finer than a second, so that the kernel has set it."""
+        """True if the time of the last change is finer than a second, so that the kernel has set it."""
         return self.changed_ns % 10**9 != 0
 
     def unsettled_s(self) -> float:
-        """For how long (s) the file may still change without a new timestamp; 0: a change would show."""
+        """Seconds for which the file may still change without a new timestamp; 0: a change would show."""
         limit_s = TICK_S if self.has_fine_times else SETTLED_S
         age_s = SYSTEM_CLOCK.wall() - max(self.modified_ns, self.changed_ns) / 1e9
         return min(max(limit_s - age_s, 0.0), limit_s)
 
     def sample(self) -> str:
-        """A digest of some pieces of the file, evenly spaced, its beginning and its end included. Raises `OSError`."""
+        """A digest of evenly spaced pieces of the file, including its beginning and its end. Raises `OSError`."""
         hasher, last = xxhash.xxh3_128(), max(self.size - SAMPLE_BYTES, 0)
         with Path(self.path).open("rb", buffering=0) as file:
             for offset in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
@@ -77,7 +78,7 @@ class FileState(NamedTuple):
         return digest
 
     def is_settled(self) -> bool:
-        """Whether the file is still in this state, and has been for so long that a change would show in its times."""
+        """True if the file is still in this state, and has been for so long that a change would show in its times."""
         try:
             age_ns = SYSTEM_CLOCK.wall() * 1e9 - max(self.modified_ns, self.changed_ns)
             return age_ns > SETTLED_S * 1e9 and FileState.of(Path(self.path)) == self
@@ -90,15 +91,15 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     sample: str
     digest: str
 
-    def is_of(self, state: FileState) -> bool:
-        """Whether this is the digest of a file in that state."""
+    def matches(self, state: FileState) -> bool:
+        """True if this is the digest of a file in this state."""
         with suppress(OSError):
             return state.has_fine_times and self.state == state[1:] and self.sample == state.sample()
         return False
 
 
 class DigestCache:
-    """Digests by file, read from disk when this is made; problems with the cache are logged then."""
+    """Digests by file, read from disk by the constructor, which logs problems with the cache."""
 
     def __init__(self) -> None:
         self._path = _cache_path()
@@ -107,7 +108,7 @@ class DigestCache:
     @classmethod
     @contextmanager
     def locked(cls) -> Iterator[DigestCache]:
-        """Open the cache while no other process does; without that guarantee if the lock cannot be had."""
+        """Open the cache exclusively among processes; without that guarantee if the lock cannot be acquired."""
         with ExitStack() as stack:
             if (path := _cache_path()) is not None:
                 with suppress(OSError):
@@ -115,20 +116,20 @@ class DigestCache:
             yield cls()
 
     def find_all(self, states: Iterable[FileState]) -> dict[FileState, str]:
-        """The digests of those files that have not changed."""
-        known = {state: self._known.get(state.path) for state in states}
-        return {state: one.digest for state, one in known.items() if one is not None and one.is_of(state)}
+        """The cached digests of the files that have not changed."""
+        entries = {state: self._known.get(state.path) for state in states}
+        return {state: entry.digest for state, entry in entries.items() if entry is not None and entry.matches(state)}
 
-    def keep(self, digests: Mapping[FileState, str]) -> None:
-        """Store digests, but not those of files that changed while they were read, or whose times say nothing."""
-        kept = dict[str, _Entry]()
+    def store(self, digests: Mapping[FileState, str]) -> None:
+        """Store digests, except for files that changed while they were read, or whose times are not reliable."""
+        new_entries = dict[str, _Entry]()
         for state, digest in digests.items():
             with suppress(OSError):
                 if state.has_fine_times and state.is_settled():
-                    kept[state.path] = _Entry(state[1:], state.sample(), digest)
-        if self._path is None or not kept:
+                    new_entries[state.path] = _Entry(state[1:], state.sample(), digest)
+        if self._path is None or not new_entries:
             return
-        everything = {path: known for path, known in self._known.items() if path not in kept} | kept
+        everything = {path: entry for path, entry in self._known.items() if path not in new_entries} | new_entries
         try:
             _write(self._path, msgspec.json.encode(dict(list(everything.items())[-MAX_FILES:])))
         except OSError as error:
@@ -137,17 +138,19 @@ class DigestCache:
 
 def _cache_path() -> Path | None:
     """The file in the first folder that can be written to; None if there is none."""
-    for place in lasting_places():
+    for folder in user_cache_dirs():
         with suppress(OSError):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(place, os.W_OK | os.X_OK):
-                return place / "checkpoints.json"
-    _say(logging.INFO, "digests of a checkpoint's files cannot be kept for the next start: no folder can be written")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                return folder / "checkpoints.json"
+    _log_once(
+        logging.INFO, "digests of a checkpoint's files cannot be kept for the next start: no folder can be written"
+    )
     return None
 
 
-def _say(level: int, message: str) -> None:
-    """Log what is wrong with the cache, unless a supervisor has done so before."""
+def _log_once(level: int, message: str) -> None:
+    """Log a problem of the cache, at level debug if a supervisor has already logged it."""
     log.log(logging.DEBUG if os.environ.get(environment.INSTANCE_NAME) else level, message)
 
 
@@ -164,21 +167,22 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _load(path: Path) -> dict[str, _Entry]:
-    """Empty if the file is missing, damaged, or may have been written by another user."""
+    """The cached entries; empty if the file is missing, damaged, or may have been written by another user."""
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & 0o022 or found.st_size > MAX_BYTES:
-                _say(logging.WARNING, f"{path} is not used: it is not this user's alone, or too large")
+            info = os.fstat(file.fileno())
+            if info.st_uid != os.geteuid() or info.st_mode & 0o022 or info.st_size > MAX_BYTES:
+                _log_once(logging.WARNING, f"{path} is not used: it is not this user's alone, or too large")
                 return {}
             return msgspec.json.decode(file.read(), type=dict[str, _Entry])
-    except (OSError, ValueError):  # msgspec's errors are such
+    except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return {}
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock while the body runs; if another has it for `LOCK_WAIT_S`, go on without. Raises `OSError`."""
+    """Hold the lock while the body runs; if another process holds it for `LOCK_WAIT_S`, go on without it. Raises
+    `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         deadline = SYSTEM_CLOCK.monotonic() + LOCK_WAIT_S

@@ -119,7 +119,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": _WINDOW,
     },
 }
-"""Architectures with tiny defaults, by transformers ``model_type``, and what differs from the common ones."""
+"""Architectures with tiny defaults, by transformers ``model_type``, and their differences from the common ones."""
 
 ALIASES: dict[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 """Shorter names of architectures whose language model has a ``model_type`` of its own."""
@@ -218,7 +218,7 @@ def _token_values(tokenizer: Path | None) -> dict[str, Any]:
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer; those that are missing are optional ones."""
+    """Copy the files of a tokenizer; missing ones are optional."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -259,7 +259,7 @@ def _build_parser() -> argparse.ArgumentParser:
         type=Path,
         default=DEFAULT_TOKENIZER,
         metavar="DIR",
-        help="directory of the tokenizer to copy (default: that of kvferry/tiny-python)",
+        help="directory of the tokenizer to copy (default: the tokenizer of kvferry/tiny-python)",
     )
     parser.add_argument(
         "--no-tokenizer",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# The last step of what a layer adds to the residual stream.
+# The projections whose output a layer adds to the residual stream.
 _OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -71,10 +71,10 @@ def _vector_distribution(name: str, tensor: torch.Tensor, config: Any) -> tuple[
 
 
 def _output_factor(name: str, config: Any) -> float:
-    """Return how much larger than usual the output of a layer is.
+    """Return the factor by which the output of a layer is larger than usual.
 
-    With tied embeddings the token that went in would win the next logit and decoding would repeat it.
-    Later layers that drown out the embedding in the residual stream prevent that.
+    With tied embeddings the input token would win the next logit and decoding would repeat it. Later
+    layers that drown out the embedding in the residual stream prevent this.
     """
     digits = [part for part in name.split(".") if part.isdigit()]
     outputs = _POST_NORMS if config.model_type.startswith("gemma") else _OUTPUT_PROJECTIONS
@@ -89,5 +89,5 @@ def _embedding_deviation(config: Any) -> float:
 
 
 def _embedding_factor(config: Any) -> float:
-    """Return what the architecture multiplies its input embeddings by."""
+    """Return the factor by which the architecture multiplies its input embeddings."""
     return math.sqrt(config.hidden_size) if config.model_type.startswith("gemma") else 1.0

@@ -3,8 +3,7 @@
     2026-01-31 12:00:00.123 INFO kvferry.router.instances.health: prefill instance http://… is back       text
     {"time":"2026-01-31T12:00:00.123Z","level":"info","instance":"router","logger":"…","message":"…"}   json
 
-Lines go to standard error; times are UTC. The request that a line belongs to is known from the context: within
-`logging_request`, no id has to be passed on.
+Lines go to standard error; times are UTC. The request id of a line comes from the context (`name_request`).
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _QUIET = (
     *("uvicorn", "asyncio", "httpx", "httpcore", "filelock", "urllib3", "huggingface_hub", "transformers"),
     *("matplotlib", "fontTools", "PIL"),
 )
-"""Loggers of other packages, of which only warnings and errors are shown."""
+"""Loggers of other packages; only their warnings and errors are logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is logged, and in which format."""
+    """Level and format of the log."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged."""
@@ -51,8 +50,8 @@ TEXT = LogConfig()
 
 
 def set_up_logging(config: LogConfig, instance: str = "") -> None:
-    """Log to standard error from now on; a second call replaces the first. `instance` is used if no supervisor has
-    given this process a name."""
+    """Log to standard error; a second call replaces the first. `instance` is used if no supervisor has named this
+    process."""
     helper = os.environ.get(_HELPER_VARIABLE, "")
     name = f"{os.environ.get(INSTANCE_VARIABLE) or instance} {helper}".strip()
     handler = logging.StreamHandler(sys.stderr)
@@ -81,12 +80,16 @@ def follow_parent() -> None:
 
 
 name_request = _request_id.set
-"""Put this request id into the log lines of this task from now on; empty: none."""
+"""Set the request id for further log lines of this task; empty: none."""
 
 
-def json_line(instance: str, message: str, level: str = "info", at: float | None = None, **more: Any) -> str:
-    """One line of the JSON format; `at`: seconds since the epoch, by default now."""
-    head = {"time": _stamp(SYSTEM_CLOCK.wall() if at is None else at, "T") + "Z", "level": level, "instance": instance}
+def json_line(instance: str, message: str, level: str = "info", timestamp: float | None = None, **more: Any) -> str:
+    """One line of the JSON format; `timestamp`: seconds since the epoch, by default now."""
+    head = {
+        "time": _stamp(SYSTEM_CLOCK.wall() if timestamp is None else timestamp, "T") + "Z",
+        "level": level,
+        "instance": instance,
+    }
     return msgspec.json.encode({**head, **more, "message": message}).decode()
 
 
@@ -106,7 +109,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for each record, with its traceback, and with what it has in `fields` (`extra`)."""
+    """One JSON object for each record, with its traceback and its `fields` (`extra`)."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
@@ -122,10 +125,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def _request_of(record: logging.LogRecord) -> str:
-    """The record's own (`extra={"request_id": …}`, from threads that serve many requests), or that of the context."""
+    """The record's own request id (`extra={"request_id": …}`, from threads that serve many requests), or the
+    context's."""
     return str(getattr(record, "request_id", "") or _request_id.get())
 
 
-def _stamp(at: float, between: str = " ") -> str:
-    """UTC, to the millisecond."""
-    return time.strftime(f"%Y-%m-%d{between}%H:%M:%S", time.gmtime(at)) + f".{int(at * 1000) % 1000:03d}"
+def _stamp(timestamp: float, separator: str = " ") -> str:
+    """The time in UTC, to the millisecond."""
+    return (
+        time.strftime(f"%Y-%m-%d{separator}%H:%M:%S", time.gmtime(timestamp)) + f".{int(timestamp * 1000) % 1000:03d}"
+    )

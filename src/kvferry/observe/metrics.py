@@ -1,7 +1,7 @@
 """Prometheus metrics of one engine.
 
 There are two sources: the statistics of the engine's parts, which are read at each scrape and declare their metrics
-where they are counted (`observe.figures`); and requests, which the server observes as they run. Names are vLLM's if
+as fields (`observe.metric_fields`); and requests, which the server observes as they run. Names are vLLM's if
 vLLM has a metric of the same meaning, so that dashboards and autoscalers for vLLM work; all others begin with
 `kvferry:`. Prometheus adds `_total` to the names of counters.
 """
@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from kvferry.core.clock import Clock
 from kvferry.core.messages.timeline import Timeline
-from kvferry.observe.figures import Figure, figures_of, split_figure
+from kvferry.observe.metric_fields import MetricSpec, metrics_of, split_metric_name
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # its times are not of our clock
 
@@ -58,8 +58,8 @@ TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 2
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
-class ConnectorFigures(Protocol):
-    """A statistics dataclass for `figures_of`, which also has the connector's own statistics."""
+class EngineStatistics(Protocol):
+    """A statistics dataclass for `metrics_of` that also has the connector's own statistics."""
 
     @property
     def connector(self) -> Mapping[str, float]:
@@ -116,21 +116,21 @@ class EngineMetrics:
     def track(self, num_prompt_tokens: int, arrived: float, clock: Clock) -> Iterator[RequestTracker]:
         """Observe one sequence while the body runs. `arrived`: seconds since the epoch.
 
-        If the body ends without a call of `finished`, the sequence counts as failed, or as aborted if the body was
+        If the body raises without a call of `record_end`, the sequence counts as failed, or as aborted if the body was
         cancelled or closed.
         """
         tracker = RequestTracker(self, num_prompt_tokens, arrived, clock)
         try:
             yield tracker
         except Exception:
-            tracker.finished("error", None)
+            tracker.record_end("error", None)
             raise
         except BaseException:
-            tracker.finished("abort", None)
+            tracker.record_end("abort", None)
             raise
 
     def observe_token(self, latency_s: float, *, first: bool) -> None:
-        """New tokens arrived, `latency_s` after the request (`first`), or after the tokens before."""
+        """Record that new tokens arrived, `latency_s` after the request (`first`), or after the previous tokens."""
         if first:
             self._first_token.observe(latency_s)
         else:
@@ -162,10 +162,10 @@ class EngineMetrics:
             if seconds is not None and not (decodes_only and start.startswith("prefill")):
                 histogram.observe(max(seconds, 0.0))
 
-    def exposition(self, statistics: ConnectorFigures | None, accept: str = "") -> tuple[bytes, str]:
-        """The body and content type of the answer to a scrape with the header `accept`. `statistics` None: the engine
-        cannot be asked."""
-        self._statistics.now = statistics
+    def exposition(self, statistics: EngineStatistics | None, accept: str = "") -> tuple[bytes, str]:
+        """The body and content type of the response to a scrape with the header `accept`. `statistics` None: the engine
+        does not respond."""
+        self._statistics.snapshot = statistics
         encoder, content_type = choose_encoder(accept)
         return encoder(self.registry), content_type
 
@@ -181,8 +181,8 @@ class RequestTracker:
         self._clock = clock
         self._ended = False
 
-    def tokens(self, number: int) -> None:
-        """Note that `number` new tokens arrived."""
+    def record_tokens(self, number: int) -> None:
+        """Record that `number` new tokens arrived."""
         if number == 0:
             return
         now, first = self._clock.wall(), self._num_generated == 0
@@ -191,8 +191,8 @@ class RequestTracker:
         self._num_generated += number
         self._last = now
 
-    def finished(self, reason: str, timeline: Timeline | None) -> None:
-        """Note that the sequence ended; only the first call counts."""
+    def record_end(self, reason: str, timeline: Timeline | None) -> None:
+        """Record that the sequence ended; only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -201,7 +201,7 @@ class RequestTracker:
 
 
 class TokenTally(Collector):
-    """What is counted at every token, in plain numbers: the client library's own objects take a lock for each.
+    """The metrics that are updated for every token, as plain numbers: the client library's own objects take a lock.
 
     Used on the server's event loop only, as scrapes are.
     """
@@ -213,7 +213,7 @@ class TokenTally(Collector):
         self._counts = [0] * (len(INTER_TOKEN_BUCKETS) + 1)
 
     def observe(self, latency_s: float) -> None:
-        """Note that new tokens arrived `latency_s` after those before."""
+        """Record that new tokens arrived `latency_s` after the previous ones."""
         self._counts[bisect_left(INTER_TOKEN_BUCKETS, latency_s)] += 1
         self._seconds += latency_s
 
@@ -247,21 +247,21 @@ _SPANS = (
 
 
 class StatisticsCollector(Collector):
-    """Turns an engine's statistics into metrics; `now` is set at each scrape."""
+    """Turns an engine's statistics into metrics; `snapshot` is set at each scrape."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
-        self.now: ConnectorFigures | None = None
+        self.snapshot: EngineStatistics | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """The current metrics; none if `now` is None."""
-        if self.now is None:
+        """The current metrics; none if `snapshot` is None."""
+        if self.snapshot is None:
             return
-        for figure, value in figures_of(self.now):
+        for figure, value in metrics_of(self.snapshot):
             yield self._metric(figure, value)
-        yield from self._connector(self.now)
+        yield from self._connector(self.snapshot)
 
-    def _metric(self, figure: Figure, value: Any) -> Metric:
+    def _metric(self, figure: MetricSpec, value: Any) -> Metric:
         kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
         if not figure.label:
             return self._filled(kind(figure.name, figure.documentation, labels=self._names()), value)
@@ -270,11 +270,11 @@ class StatisticsCollector(Collector):
             self._filled(family, number, label)
         return family
 
-    def _connector(self, now: ConnectorFigures) -> Iterator[Metric]:
-        """A metric for each name; the kinds at the ends of names are the values of the label `kind`."""
+    def _connector(self, now: EngineStatistics) -> Iterator[Metric]:
+        """A metric for each name; the kind at the end of a name is the value of the label `kind`."""
         families: dict[str, Metric] = {}
         for figure, value in now.connector.items():
-            name, kind = split_figure(figure)
+            name, kind = split_metric_name(figure)
             if name not in families:
                 family = GaugeMetricFamily if figure in now.connector_gauges else CounterMetricFamily
                 metric = "kvferry:connector_" + re.sub(r"\W", "_", name)

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests. Only this module imports OpenTelemetry (`pip install 'kvferry[otel]'`).
 
 A request's span continues the trace of the client's `traceparent`. Each leg is a span below it, whose own `traceparent`
-is sent to the instance, so that what the instance records (vLLM's `--otlp-traces-endpoint`) belongs to the same trace.
+is sent to the instance, so that the instance's spans (vLLM's `--otlp-traces-endpoint`) belong to the same trace.
 Without an endpoint nothing is recorded, and the client's headers are forwarded unchanged.
 """
 
@@ -24,8 +24,8 @@ class Span(Protocol):
     def child(self, name: str, started: float, attributes: Attributes) -> Span:
         """A child span for a call to another process."""
 
-    def part(self, name: str, started: float, ended: float) -> None:
-        """A child span that has already ended."""
+    def finished_child(self, name: str, started: float, ended: float) -> None:
+        """Add a child span that has already ended."""
 
     def headers(self) -> RawHeaders:
         """The headers that pass the span's context to another process."""
@@ -94,7 +94,7 @@ class _OtelTracer:
     def close(self) -> None:
         self._provider.shutdown()
 
-    def start_below(self, parent: Any, name: str, started: float, attributes: Attributes, *, remote: bool) -> Any:
+    def start_child(self, parent: Any, name: str, started: float, attributes: Attributes, *, remote: bool) -> Any:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -102,7 +102,7 @@ class _OtelTracer:
         context = set_span_in_context(parent, Context())
         return self._tracer.start_span(name, context, kind, dict(attributes), start_time=int(started * _NANO))
 
-    def carry(self, span: Any) -> RawHeaders:
+    def inject(self, span: Any) -> RawHeaders:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -116,15 +116,15 @@ class _OtelSpan:
         self._tracer, self._span = tracer, span
 
     def child(self, name: str, started: float, attributes: Attributes) -> _OtelSpan:
-        below = self._tracer.start_below(self._span, name, started, attributes, remote=True)
-        return _OtelSpan(self._tracer, below)
+        span = self._tracer.start_child(self._span, name, started, attributes, remote=True)
+        return _OtelSpan(self._tracer, span)
 
-    def part(self, name: str, started: float, ended: float) -> None:
-        below = self._tracer.start_below(self._span, name, started, {}, remote=False)
-        below.end(int(max(started, ended) * _NANO))
+    def finished_child(self, name: str, started: float, ended: float) -> None:
+        span = self._tracer.start_child(self._span, name, started, {}, remote=False)
+        span.end(int(max(started, ended) * _NANO))
 
     def headers(self) -> RawHeaders:
-        return self._tracer.carry(self._span)
+        return self._tracer.inject(self._span)
 
     def end(self, ended: float, attributes: Attributes, error: str = "") -> None:
         from opentelemetry.trace import Status, StatusCode

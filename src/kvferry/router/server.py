@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from kvferry.core.process_end import EndLimit, end_limit
+from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
@@ -42,7 +42,7 @@ def run_router(
     file cannot be read, or the given instances are not enough for a router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
-    with end_limit() as limit:
+    with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, http, access, group, on_ready, limit)))
 
 
@@ -60,7 +60,7 @@ async def _serve(
     access: InstanceAccess | None,
     group: Path | None,
     on_ready: Callable[[dict[str, Any]], None],
-    limit: EndLimit,
+    limit: ShutdownDeadline,
 ) -> int:
     state = SharedState(group)
     http = replace(http, name=state.fact("name", http.name))

@@ -332,7 +332,7 @@ class SimExecutor(Executor):
 
 
 def _announces(plan: StepPlan | None) -> bool:
-    """Whether a plan has blocks announced layer by layer."""
+    """True if a plan has blocks announced layer by layer."""
     if isinstance(plan, MultiPlan):
         return any(map(_announces, plan.plans))
     return isinstance(plan, P2pPlan) and bool(plan.saves)
@@ -377,7 +377,7 @@ class SimEngine(SteppedEngine):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the task runs."""
+        """True if the task runs."""
         return self._is_stepping
 
     def wake(self) -> None:
@@ -517,7 +517,7 @@ class SimInstance:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the engine may be looked at."""
+        """True if the engine may be looked at."""
         return self.front is not None and self.front.is_between_steps
 
     @property

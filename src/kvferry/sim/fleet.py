@@ -212,7 +212,7 @@ class _SimController:
 
     @property
     def runs(self) -> bool:
-        """Whether a process is there that does something."""
+        """True if a process is there that does something."""
         return self.process is not None and self.process.is_alive and bool(self.process.tasks())
 
 
@@ -292,7 +292,7 @@ class FleetWorld(World):
 
     @property
     def _has_acting(self) -> bool:
-        """Whether the process that holds the lease is alive."""
+        """True if the process that holds the lease is alive."""
         return self.controller_process.name == self.lease_holder and self.controller_process.is_alive
 
     @property
@@ -317,7 +317,7 @@ class FleetWorld(World):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a controller acts, and has seen all that is wanted now."""
+        """True if a controller acts, and has seen all that is wanted now."""
         if self.num_controllers > 1 and not self._has_acting:
             return False
         seen = self.ledger.status()

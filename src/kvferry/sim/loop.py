@@ -184,7 +184,7 @@ class Simulation:
             self._num_cancelled = 0
 
     def is_ready(self, loop: SimLoop) -> None:
-        """Note that this loop has something to run, and had nothing before."""
+        """Record that this loop has something to run, and had nothing before."""
         self._ready.append(loop)
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), max_callbacks: int = 2**62) -> bool:
@@ -358,7 +358,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.ready: deque[SimHandle] = deque()
         """Callbacks that are ready; the simulation runs them."""
         self.is_listed = self._is_parked = False
-        """Whether the simulation has it among the loops that have something to run."""
+        """True if the simulation has it among the loops that have something to run."""
         self.wake_s = 0.0
         """Seconds until this thread runs what another one gives it."""
         self._given: deque[SimHandle] = deque()

@@ -117,7 +117,7 @@ class ListeningSocket:
             loop.call_soon(callback, *args)
 
     def reached_by(self, accepted: AcceptedSocket) -> bool:
-        """Note that a connection has come; False if too many wait."""
+        """Record that a connection has come; False if too many wait."""
         if len(self._waiting) >= BACKLOG:
             return False
         self._waiting.append(accepted)
@@ -202,7 +202,7 @@ class SimTransport(asyncio.Transport):
         super().__init__()
         self._network, self.process, self.sockname = network, process, sockname
         self.is_of_connectors = False
-        """Whether it is between two connectors."""
+        """True if it is between two connectors."""
         self._loop: SimLoop | None = None
         self._protocol: asyncio.Protocol
         self._unsent = SendBuffer()
@@ -312,7 +312,7 @@ class SimTransport(asyncio.Transport):
         self._finish(None, tell="reset" if self._unread and self._unread[0] not in (_END, _RESET) else "end")
 
     def acknowledge(self, num_bytes: int) -> None:
-        """Note that the other end has read `num_bytes`."""
+        """Record that the other end has read `num_bytes`."""
         self._num_under_way -= num_bytes
         if self._unsent.num_bytes and not self.is_over:
             self._on_loop(self._send)
@@ -320,7 +320,7 @@ class SimTransport(asyncio.Transport):
     # Arriving.
 
     def expect(self, what: bytes | _Mark) -> None:
-        """Note that the other end has sent something: it arrives later."""
+        """Record that the other end has sent something: it arrives later."""
         network = self._network
         num_bytes = 0 if what is _END or what is _RESET else len(what)
         source, target = self.peer.process.host, self.process.host
@@ -379,7 +379,7 @@ class SimTransport(asyncio.Transport):
 
     @property
     def is_over(self) -> bool:
-        """Whether this end is closed."""
+        """True if this end is closed."""
         return self._state == "over"
 
     def _finish(self, error: Exception | None, tell: _Mark | None) -> None:
@@ -550,7 +550,7 @@ class Network:
     # Partitions.
 
     def is_cut(self, one: SimHost, other: SimHost) -> bool:
-        """Whether nothing arrives between these two."""
+        """True if nothing arrives between these two."""
         return bool(self._cut) and (one.address, other.address) in self._cut
 
     def cut(self, one: SimHost, other: SimHost) -> None:
@@ -579,7 +579,7 @@ class Network:
         self._lost |= {connection, connection.peer}
 
     def holds(self, end: SimTransport) -> bool:
-        """Whether what would arrive at this end now has to wait."""
+        """True if what would arrive at this end now has to wait."""
         source, target = end.peer.process.host, end.process.host
         if not target.is_up:
             return True  # for good

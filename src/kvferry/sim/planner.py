@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def is_split(self) -> bool:
-        """Whether prefill and decode are on different instances."""
+        """True if prefill and decode are on different instances."""
         return bool(self.prefill)
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Estimate:
         return (self.prefill_s + self.decode_s) / candidate.both
 
     def keeps_up(self, candidate: Candidate) -> bool:
-        """Whether each role has as many instances as it takes at least."""
+        """True if each role has as many instances as it takes at least."""
         prefill, decode, both = self.fewest
         if candidate.is_split:
             return prefill <= candidate.prefill and decode <= candidate.decode
@@ -238,7 +238,7 @@ class Planner:
         return [replace(candidate, router=one) for one in settings]
 
     def _holds(self, number: int, needs: Estimate) -> bool:
-        """Whether a deployment of `number` instances keeps the share."""
+        """True if a deployment of `number` instances keeps the share."""
         return any(one.figures.within >= self.share for one in self._try_all(number, needs))
 
     def _try_all(self, number: int, needs: Estimate) -> list[DeploymentResult]:
@@ -325,7 +325,7 @@ class SearchResult:
 
     @property
     def holds(self) -> bool:
-        """Whether the chosen deployment keeps the share."""
+        """True if the chosen deployment keeps the share."""
         return self.chosen.figures.within >= self.share
 
     def reason(self) -> str:

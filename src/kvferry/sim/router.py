@@ -30,7 +30,7 @@ class SimRouter:
         self.num_processes = 0
         """How many it has had; so a client sees whether its own has ended."""
         self.is_ending = False
-        """Whether it has been told to shut down."""
+        """True if it has been told to shut down."""
         self._loop: SimLoop
         self._start(after_s)
 
@@ -46,7 +46,7 @@ class SimRouter:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it answers GET /health with 200."""
+        """True if it answers GET /health with 200."""
         return self.router is not None and self.router.services.pools.decode.num_alive > 0
 
     @property

@@ -103,7 +103,7 @@ class Storage:
 
     @property
     def has_memory(self) -> bool:
-        """Whether any process has had shared memory."""
+        """True if any process has had shared memory."""
         return bool(self._arenas)
 
     def wall(self) -> float:

@@ -17,7 +17,7 @@ class Targets(msgspec.Struct, frozen=True):
     e2e: float | None = None
 
     def met_by(self, ttft_s: float, e2e_s: float, num_tokens: int) -> bool:
-        """Whether an answer with these times meets all of them."""
+        """True if an answer with these times meets all of them."""
         itl_s = (e2e_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
         pairs = ((self.ttft, ttft_s), (self.itl, itl_s), (self.e2e, e2e_s))
         return all(most is None or found <= most for most, found in pairs)

@@ -122,7 +122,7 @@ class SimConnection(Connection):
         self._frames = frames
 
     def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
-        """Note that the other end has proved who it is."""
+        """Record that the other end has proved who it is."""
         self.peer = peer
 
     async def send(self, message: Message, payload: object = None) -> None:

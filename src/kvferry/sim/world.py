@@ -255,7 +255,7 @@ class World:
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests have ended."""
+        """True if all requests have ended."""
         return self._num_unfinished == 0 and self._next is None
 
     @property

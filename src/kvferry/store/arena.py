@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from kvferry.core.cache_places import meeting_roots
+from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, StoreError
 from kvferry.core.machine import usable_memory
@@ -233,6 +233,6 @@ def _rendezvous_folder() -> Path:
     """The directory for the files by which processes find each other; only this user can access it. Raises
     `ConfigError`."""
     try:
-        return private_folder(f"kvferry-{os.getuid()}", meeting_roots())
+        return private_folder(f"kvferry-{os.getuid()}", user_runtime_dirs())
     except ConfigError as error:
         raise ConfigError(f"memory cannot be shared: {error}") from error

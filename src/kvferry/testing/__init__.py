@@ -1,1 +1,1 @@
-"""What every implementation of an interface has to hold, as pytest classes to derive from. `kvferry[testing]`."""
+"""Contract suites for every implementation of an interface, as pytest classes to derive from. `kvferry[testing]`."""

@@ -1,4 +1,4 @@
-"""What every backend of fleets must do. In a package that brings one:
+"""The contract of fleet backends. In a package that provides one:
 
     from kvferry.testing.backends import BackendContract
 
@@ -6,8 +6,8 @@
         kind = "my_package.my_module:MyBackend"
 
 Members are programs of a few lines that speak the start protocol (`kvferry.fleet.processes.ready`), as kvferry's own
-processes do. A name says what a member does: `serves`, `fails`, is told something `wrong`, `waits` and never serves, or
-`stays` when it is asked to end. Where members are not processes that a recipe describes, override `around` and `end`.
+processes do. A member's name selects its behaviour: it `serves`, `fails`, has `wrong` settings, `waits` and never
+serves, or `stays` after SIGTERM. If members are not processes that a recipe describes, override `around` and `end`.
 Coroutines are run by `asyncio.run`, so no plugin is needed.
 """
 
@@ -38,7 +38,7 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, Ro
 HANGS_S = 60.0
 """A test that takes longer has failed."""
 MARGIN_S = 20.0
-"""How much longer than its grace a stop may take."""
+"""Max seconds that a stop may take beyond its grace."""
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -65,7 +65,7 @@ sys.exit(7)
 
 @dataclass(frozen=True)
 class Programs:
-    """A recipe (`kvferry.fleet.control.backend.Recipe`) of such programs; one ends by itself when there is a file of
+    """A recipe (`kvferry.fleet.control.backend.Recipe`) of such programs; a program exits when there is a file with
     its name in `ends`."""
 
     fleet: DesiredFleet
@@ -80,34 +80,34 @@ class Programs:
 
     @property
     def num_routers(self) -> int:
-        """No routers."""
+        """0: there are no routers."""
         return 0
 
     def on_node(self, host: str) -> Programs:
-        """These programs, which are the same everywhere."""
+        """The same programs: they do not depend on the node."""
         return self
 
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
-        """The program that a name means."""
+        """The program that the name selects."""
         what = name.partition("-")[0]
         return ProcessSpec(name, (sys.executable, "-c", PROGRAM, what, name, str(self.ends)))
 
     def router_member(self, name: str, group: RouterGroup) -> ProcessSpec:
-        """The program of a router, made as an instance's."""
+        """The program of a router, built like an instance's."""
         return self.instance(name, "router", 0, ())
 
 
 class NullWatcher:
-    """Shows nobody anything."""
+    """A watcher that ignores everything."""
 
     def line(self, name: str, text: str) -> None:
-        """A line of a log."""
+        """Ignore a line of a log."""
 
     def progress(self, name: str, what: str, fraction: float) -> None:
-        """Called when a part of a start is done."""
+        """Ignore the progress of a start."""
 
     def ready(self, name: str, url: str) -> None:
-        """A member serves."""
+        """Ignore that a member serves."""
 
 
 class BackendContract:
@@ -115,26 +115,26 @@ class BackendContract:
 
     kind: ClassVar[str]
 
-    # What a backend whose members are something else overrides.
+    # Overridden for backends whose members are not processes.
 
     def fleet(self, name: str = "contract") -> DesiredFleet:
-        """A member's specification, and what the backend needs for it."""
+        """A fleet's specification, with the settings that the backend needs."""
         return DesiredFleet(
             name=name, model="m", mode="pooling", role={"both": RoleSpec(count=8)}, router=RouterSpec(count=0)
         )
 
     @asynccontextmanager
     async def around(self, folder: Path) -> AsyncIterator[None]:
-        """What must be there while backends are used: once for a test."""
+        """The environment in which backends are used; entered once for each test."""
         (folder / "ends").mkdir()
         yield
 
     def make(self, folder: Path, fleet: DesiredFleet) -> FleetBackend:
         """A backend that is not opened yet."""
-        place = folder / fleet.name
-        place.mkdir(mode=0o700, exist_ok=True)
+        member_folder = folder / fleet.name
+        member_folder.mkdir(mode=0o700, exist_ok=True)
         context = BackendContext(
-            place, lambda wanted: Programs(wanted, folder / "ends"), NullWatcher(), token="a token"
+            member_folder, lambda fleet_spec: Programs(fleet_spec, folder / "ends"), NullWatcher(), token="a token"
         )
         return backend_class(self.kind)(context)
 
@@ -142,7 +142,7 @@ class BackendContract:
         """Have a member end by itself, with exit code 7."""
         (folder / "ends" / name).touch()
 
-    # How it is used here.
+    # Helpers of the suite.
 
     @asynccontextmanager
     async def opened(self, folder: Path, name: str = "contract") -> AsyncIterator[FleetBackend]:
@@ -157,7 +157,7 @@ class BackendContract:
             await backend.close()
 
     def run(self, folder: Path, use: Callable[[FleetBackend], Awaitable[None]]) -> None:
-        """Have `use` use a backend."""
+        """Call `use` with an open backend."""
 
         async def main() -> None:
             async with self.opened(folder) as backend:
@@ -166,7 +166,7 @@ class BackendContract:
         self.run_alone(folder, main)
 
     def run_alone(self, folder: Path, main: Callable[[], Awaitable[None]]) -> None:
-        """Have `main` open backends, one after the other. Whatever is there at the end is ended, by a last one."""
+        """Run `main`, which opens backends one after the other; a last backend then stops all remaining members."""
 
         async def within() -> None:
             async with asyncio.timeout(HANGS_S), self.around(folder):
@@ -174,7 +174,7 @@ class BackendContract:
                     await main()
                 finally:
                     async with self.opened(folder) as backend:
-                        await asyncio.gather(*(backend.stop(one.name, 0.0) for one in backend.members()))
+                        await asyncio.gather(*(backend.stop(member.name, 0.0) for member in backend.members()))
                         assert not backend.members()
 
         asyncio.run(within())
@@ -185,7 +185,7 @@ class BackendContract:
         async def use(backend: FleetBackend) -> None:
             assert list(backend.members()) == []
             await start(backend, "serves-0", role="prefill", revision="r1", unit="unit-0")
-            assert [one.name for one in backend.members()] == ["serves-0"]
+            assert [running.name for running in backend.members()] == ["serves-0"]
             member = await until(backend, "serves-0", MemberState.SERVING)
             assert (member.role, member.revision, member.unit) == ("prefill", "r1", "unit-0")
             assert member.url.startswith(("http://", "https://"))
@@ -201,11 +201,11 @@ class BackendContract:
         async def use(backend: FleetBackend) -> None:
             names = [f"serves-{number}" for number in range(4)]
             await asyncio.gather(*(start(backend, name) for name in names))
-            assert sorted(one.name for one in backend.members()) == names
+            assert sorted(member.name for member in backend.members()) == names
             urls = {(await until(backend, name, MemberState.SERVING)).url for name in names}
             assert len(urls) == len(names)
             await asyncio.gather(*(backend.stop(name, MARGIN_S) for name in names[1:]))
-            assert [one.name for one in backend.members()] == names[:1]
+            assert [member.name for member in backend.members()] == names[:1]
             assert named(backend, "serves-0").state is MemberState.SERVING
 
         self.run(tmp_path, use)
@@ -233,7 +233,7 @@ class BackendContract:
 
         self.run(tmp_path, use)
 
-    def test_wrong_settings_are_told_from_failures(self, tmp_path: Path) -> None:
+    def test_wrong_settings_differ_from_failures(self, tmp_path: Path) -> None:
         async def use(backend: FleetBackend) -> None:
             await start(backend, "wrong-0")
             member = await until(backend, "wrong-0", MemberState.ENDED)
@@ -287,7 +287,7 @@ class BackendContract:
     def test_one_whose_start_is_under_way_can_be_stopped(self, tmp_path: Path) -> None:
         async def use(backend: FleetBackend) -> None:
             starting = asyncio.create_task(start(backend, "serves-0"))
-            while not backend.members():  # noqa: ASYNC110 - the first moment at which it is here
+            while not backend.members():  # noqa: ASYNC110 - until the member is listed
                 await asyncio.sleep(0)
             await backend.stop("serves-0", MARGIN_S)
             assert list(backend.members()) == []  # "returns when it is gone"
@@ -320,7 +320,7 @@ class BackendContract:
 
         self.run(tmp_path, use)
 
-    def test_a_stop_that_is_given_up_can_be_asked_for_again(self, tmp_path: Path) -> None:
+    def test_a_cancelled_stop_can_be_requested_again(self, tmp_path: Path) -> None:
         async def use(backend: FleetBackend) -> None:
             await start(backend, "stays-0")
             await until(backend, "stays-0", MemberState.SERVING)
@@ -328,13 +328,13 @@ class BackendContract:
             await asyncio.sleep(0)
             patient.cancel()
             await asyncio.wait([patient])
-            assert [one.name for one in backend.members()] == ["stays-0"]
+            assert [member.name for member in backend.members()] == ["stays-0"]
             await backend.stop("stays-0", 0.0)
             assert list(backend.members()) == []
 
         self.run(tmp_path, use)
 
-    def test_a_later_controller_finds_what_an_earlier_one_has_left(self, tmp_path: Path) -> None:
+    def test_a_later_controller_finds_members_of_an_earlier_one(self, tmp_path: Path) -> None:
         async def main() -> None:
             async with self.opened(tmp_path) as earlier:
                 await start(earlier, "serves-0", role="prefill", revision="r1", unit="unit-0")
@@ -351,7 +351,7 @@ class BackendContract:
                 await until(later, "serves-2", MemberState.ENDED)
             async with self.opened(tmp_path) as last:
                 assert named(last, "serves-0") == left[0]
-                assert sorted(one.name for one in last.members()) == ["serves-0", "serves-2"]
+                assert sorted(member.name for member in last.members()) == ["serves-0", "serves-2"]
                 assert named(last, "serves-2").state is MemberState.ENDED
                 assert named(last, "serves-2").reason
 
@@ -390,11 +390,11 @@ async def start(
 
 def named(backend: FleetBackend, name: str) -> Member:
     """The member of this name."""
-    return next(one for one in backend.members() if one.name == name)
+    return next(member for member in backend.members() if member.name == name)
 
 
 async def until(backend: FleetBackend, name: str, state: MemberState) -> Member:
-    """Wait until a member is so, by `changed` alone."""
+    """Wait until a member has this state, by `changed` alone."""
     while named(backend, name).state is not state:
         backend.changed.clear()
         if named(backend, name).state is not state:

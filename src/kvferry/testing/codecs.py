@@ -1,4 +1,4 @@
-"""What every codec must do. In a package that brings one:
+"""The contract of codecs. In a package that provides one:
 
     from kvferry.testing.codecs import CodecContract
 
@@ -28,7 +28,7 @@ LAYERS = (LayerLayout(2, 8, 8), LayerLayout(1, 6, 3), LayerLayout(3, 5, 0))
 
 
 def round_trip(codec: Codec, span: bytes, layer: int) -> bytes:
-    """What a span is after it was encoded and decoded."""
+    """The span after encoding and decoding."""
     encoded = bytes(codec.encode(memoryview(span), layer))
     assert len(encoded) <= codec.max_encoded_bytes(layer)
     into = bytearray(len(span))
@@ -52,8 +52,8 @@ def to_numbers(span: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 class CodecContract:
-    """Set `codec` in a subclass, as in a store's URL. `worst`: of a lossy one, the most that a number may be off, as a
-    share of the largest number of its layer."""
+    """Set `codec` in a subclass, as in a store's URL. `worst`: the max error of a lossy codec, as a share of the
+    largest number of the layer."""
 
     codec: ClassVar[str]
     dtypes: ClassVar[Sequence[str]] = ("bfloat16", "float32")
@@ -72,7 +72,7 @@ class CodecContract:
             for block_size in (1, 3, 16)
         ]
 
-    def test_its_name_can_stand_in_a_header(self, name: str) -> None:
+    def test_its_name_is_valid_in_a_header(self, name: str) -> None:
         assert codec_class(name).name
         codec_class(name).require_libraries()
 
@@ -99,12 +99,12 @@ class CodecContract:
                 )
                 span = to_bytes(drawn, layout.dtype)
                 exact = to_numbers(span, layout.dtype)
-                found = to_numbers(round_trip(codec, span, layer), layout.dtype)
-                assert np.isfinite(found).all()
-                assert np.abs(found - exact).max() <= self.worst * np.abs(exact).max()
+                decoded = to_numbers(round_trip(codec, span, layer), layout.dtype)
+                assert np.isfinite(decoded).all()
+                assert np.abs(decoded - exact).max() <= self.worst * np.abs(exact).max()
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_bytes_that_nobody_wrote_are_refused_or_decoded_and_nothing_else(self, name: str, seed: int) -> None:
+    def test_forged_bytes_are_refused_or_decoded_and_nothing_else(self, name: str, seed: int) -> None:
         dice = random.Random(seed)
         for layout in self.layouts():
             codec, layer = make_codec(name, layout), dice.randrange(layout.num_layers)
@@ -114,7 +114,7 @@ class CodecContract:
                 forged[dice.randrange(min(41, len(forged)))] = dice.randrange(256)
             cut = bytes(forged)
             for attempt in (cut, cut[:-1], b"", cut + b"x", dice.randbytes(dice.randrange(300))):
-                around = bytearray(b"\xaa" * (size + 16))
+                buffer = bytearray(b"\xaa" * (size + 16))
                 with suppress(CodecError):
-                    codec.decode(memoryview(attempt), layer, memoryview(around)[8 : 8 + size])
-                assert around[:8] == around[-8:] == b"\xaa" * 8
+                    codec.decode(memoryview(attempt), layer, memoryview(buffer)[8 : 8 + size])
+                assert buffer[:8] == buffer[-8:] == b"\xaa" * 8

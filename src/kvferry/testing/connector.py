@@ -1,4 +1,4 @@
-"""What every connector must do, in real engines with a small model. In a package that brings one:
+"""The contract of connectors, in real engines with a small model. In a package that provides one:
 
     from kvferry.testing.connector import CacheContract, HandOffContract
 
@@ -8,8 +8,9 @@
         def extra(self, folder):
             return {"path": str(folder)}
 
-`HandOffContract` is for connectors that hand off between two engines, `CacheContract` for those that keep blocks for
-reuse; one that does both passes both. All engines are in the test's process and compute on the CPU. Needs pytest.
+`HandOffContract` is for connectors that hand off between two engines, `CacheContract` for connectors that keep blocks
+for reuse; a connector that does both passes both. All engines are in the test's process and compute on the CPU. Needs
+pytest.
 
 An engine computes what it cannot load, so that equal answers do not show that anything was loaded. Every request to D
 is therefore made within one of `EnginePair.loads`, `may_load`, `fails_to_load` and `loads_or_fails`.
@@ -53,7 +54,7 @@ P_AND_D = ("kv_producer", "kv_consumer")
 
 @dataclass(frozen=True)
 class DecodeLoads:
-    """What D has loaded through the connector: tokens whose load has begun, and failures by error."""
+    """D's loads through the connector: number of tokens whose load has begun, and failures by error."""
 
     num_tokens: int
     failures: dict[str, int]
@@ -105,7 +106,7 @@ class EnginePair:
 
     @contextmanager
     def may_load(self) -> Iterator[None]:
-        """Fail if a load fails in the body. For requests whose KV may have come, or not yet."""
+        """Fail if a load fails in the body. For requests whose KV may or may not have arrived."""
         with self._watched() as loads:
             yield
         [loaded] = loads
@@ -121,7 +122,7 @@ class EnginePair:
 
     @contextmanager
     def loads_or_fails(self) -> Iterator[None]:
-        """Fail if D neither loads anything in the body nor counts that it could not."""
+        """Fail if D neither loads anything in the body nor counts a failed load."""
         with self._watched() as loads:
             yield
         [loaded] = loads
@@ -142,7 +143,7 @@ class EnginePair:
         return DecodeLoads(external.num_external_hits, external.num_load_failures)
 
     def add(self, engine: Engine, name: str, prompt: list[int], hand_off: HandOff = None) -> None:
-        """A request; a prefill for another instance generates one token."""
+        """Add a request; a prefill for another instance generates one token."""
         assert self._is_watched or engine is not self.decode, (
             "say what D loads, for instance `with pair.loads(prompt):`"
         )
@@ -151,7 +152,7 @@ class EnginePair:
         engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, hand_off=hand_off))
 
     def finish(self, name: str) -> EngineOutput:
-        """Step until this request has its answer; returns its end."""
+        """Step until this request has finished; returns its last output."""
         self.step_until(lambda: any(output.finish_reason for output in self.outputs[name]), f"request {name} to end")
         return self.outputs[name][-1]
 
@@ -160,24 +161,24 @@ class EnginePair:
         return [token for output in self.outputs[name] for token in output.token_ids]
 
     def prefilled(self, transfer_id: str, prompt: list[int]) -> dict[str, Any]:
-        """Let P prefill a prompt for D; returns the ticket."""
+        """Have P prefill a prompt for D; returns the ticket."""
         self.add(self.prefill, f"p-{transfer_id}", prompt, Produce(transfer_id))
         ticket = self.finish(f"p-{transfer_id}").kv_transfer_params
         assert ticket is not None, "the answer of a prefill for another instance has a ticket"
         return ticket
 
     def decoded(self, name: str, prompt: list[int], ticket: dict[str, Any] | None) -> EngineOutput:
-        """Let D answer with a ticket."""
+        """Have D answer with a ticket; returns the last output."""
         self.add(self.decode, name, prompt, parse_hand_off(ticket, name))
         return self.finish(name)
 
-    def ask_early(self, name: str, transfer_id: str, prompt: list[int]) -> None:
-        """Let D ask for a hand-off that P has not begun; no engine is stepped yet."""
+    def consume_early(self, name: str, transfer_id: str, prompt: list[int]) -> None:
+        """Add a request to D for a hand-off that P has not begun; no engine is stepped yet."""
         ticket = early_ticket(transfer_id, self.prefill.addresses, self.prefill.scheduler_side)
         self.add(self.decode, name, prompt, Consume(ticket))
 
     def expected(self, prompt: list[int]) -> list[int]:
-        """What one engine alone answers."""
+        """The answer of an engine without a connector."""
         name = f"alone-{len(self.outputs)}"
         self.add(self.alone, name, prompt)
         self.finish(name)
@@ -189,7 +190,7 @@ class EnginePair:
             self.outputs[output.request_id].append(output)
 
     def step_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Step all engines. Fails when it takes longer than a deadline that no healthy connector comes near."""
+        """Step all engines until the condition holds. Fails after a deadline that no healthy connector comes near."""
         deadline = SYSTEM_CLOCK.monotonic() + DEADLINE_S
         while not condition():
             assert SYSTEM_CLOCK.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
@@ -199,7 +200,7 @@ class EnginePair:
             self._rest()
 
     def settle(self) -> None:
-        """Step until nothing is held; fails with the name of what leaks."""
+        """Step until nothing is held; fails with the name of the leaking resource."""
         leak = ""
 
         def is_clean() -> bool:
@@ -234,8 +235,8 @@ class EnginePair:
 
 
 def single_hand_off(folder: Path, connector: str, extra: dict[str, Any]) -> None:
-    """Hand a request from one engine to another with a connector, for tests of what a connector moves KV with. Fails
-    unless the KV arrived and the answer is that of one engine alone."""
+    """Hand a request from one engine to another with a connector, for tests of the transport that a connector uses.
+    Fails unless the KV arrived and the answer is the same as one engine's alone."""
     model = make_random_model(folder / "model")
     with closing(Engine(_engine_config(model))) as alone, closing(EnginePair(model, connector, extra, alone)) as pair:
         with pair.loads(PROMPT):
@@ -296,7 +297,7 @@ class ConnectorContract:
             assert end.finish_reason == "length", end
             assert pair.tokens(name) == pair.expected(prompts[name[:2]])
 
-    def test_it_says_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
+    def test_it_declares_that_it_hands_off_or_that_it_is_a_cache(self) -> None:
         """`MultiConnector` decides by the classes that a connector's sides are derived from."""
         spec = find_connector(KVTransferConfig(kv_connector=self.connector))
         assert issubclass(spec.scheduler_class(), HandsOff | KeepsBlocks), "derive it from HandsOff or KeepsBlocks"
@@ -310,19 +311,19 @@ class ConnectorContract:
 
 
 class CacheContract(ConnectorContract):
-    """The suite for connectors that keep blocks for reuse without loss. The engine's own prefix cache is off, so that
-    what need not be computed again has come through the connector."""
+    """The suite for connectors that keep blocks for reuse without loss. The engine's own prefix cache is off, so
+    that all reused KV has come through the connector."""
 
     roles: ClassVar[Sequence[str]] = ("kv_both",)
 
     def _answer(self, pair: EnginePair, name: str, prompt: list[int]) -> None:
-        """Let the engine answer the prompt."""
+        """Have the engine answer the prompt, and compare the answer."""
         pair.add(pair.decode, name, prompt)
         assert pair.finish(name).finish_reason == "length"
         assert pair.tokens(name) == pair.expected(prompt)
 
     def _answer_until_kept(self, pair: EnginePair, prompt: list[int]) -> None:
-        """Let the engine answer the prompt repeatedly until all of it is kept, which takes a while."""
+        """Have the engine answer the prompt repeatedly until all of it is stored."""
         usable = _usable(prompt)
         for attempt in range(200):
             before = pair.decode.statistics().external.num_external_hits
@@ -385,12 +386,12 @@ class HandOffContract(ConnectorContract):
     """The suite for connectors that hand off from P to D."""
 
     takes_early: ClassVar[bool] = False
-    """Set it where KV also comes if D asks for it before P has begun (the concurrent hand-off). The answer is right in
-    any case: D computes what does not come."""
+    """True if KV arrives also for requests that D gets before P has begun (concurrent hand-off). The answer is right in
+    any case: D computes missing KV."""
 
     @pytest.mark.parametrize("num_tokens", LENGTHS)
     def test_the_kv_of_a_hand_off_is_loaded_and_the_answer_is_the_same(self, pair: EnginePair, num_tokens: int) -> None:
-        """It is not computed again on D."""
+        """D does not compute the prompt again."""
         prompts = (PROMPT[:num_tokens], OTHER_PROMPT, PROMPT[:num_tokens])
         for number, prompt in enumerate(prompts):
             with pair.loads(prompt):
@@ -399,7 +400,7 @@ class HandOffContract(ConnectorContract):
             assert pair.tokens(f"d{number}") == pair.expected(prompt)
 
     def test_several_hand_offs_at_once(self, pair: EnginePair) -> None:
-        """Prefilled in one step, fetched in one step."""
+        """Several prompts, prefilled one after the other and fetched together."""
         prompts = {f"m{number}": [number + 2, *PROMPT[number:]] for number in range(4)}
         tickets = {name: pair.prefilled(name, prompt) for name, prompt in prompts.items()}
         with pair.loads(*prompts.values()):
@@ -411,11 +412,12 @@ class HandOffContract(ConnectorContract):
             assert pair.tokens(name) == pair.expected(prompt)
 
     def test_concurrent_hand_offs(self, pair: EnginePair) -> None:
-        """D asks before P has begun: before P knows of the request, or in the same step, and for several at once."""
+        """D gets its requests before P has begun: before P has the request, or in the same step, and several at
+        once."""
         prompts = {f"c{number}": [number + 2, *PROMPT[number:]] for number in range(4)}
         with pair.loads(*prompts.values()) if self.takes_early else pair.loads_or_fails():
             for number, (name, prompt) in enumerate(prompts.items()):
-                pair.ask_early(name, f"t-{name}", prompt)
+                pair.consume_early(name, f"t-{name}", prompt)
                 if number % 2 == 0:
                     pair.step(pair.decode)
             for name, prompt in reversed(prompts.items()):
@@ -429,9 +431,9 @@ class HandOffContract(ConnectorContract):
 
     @pytest.mark.parametrize("end", ["aborted", "of another prompt"])
     def test_a_concurrent_hand_off_that_never_comes(self, pair: EnginePair, end: str) -> None:
-        """P's client leaves, or P was given another prompt: D computes the prompt, in bounded time."""
+        """P's client disconnects, or P gets another prompt: D computes the prompt, in bounded time."""
         with pair.fails_to_load():
-            pair.ask_early("d", "t", PROMPT)
+            pair.consume_early("d", "t", PROMPT)
             pair.step_until(lambda: not pair.decode.scheduler.is_empty, "D to have the request")
             pair.add(pair.prefill, "p", OTHER_PROMPT if end == "of another prompt" else PROMPT, Produce("t"))
             if end == "aborted":
@@ -444,7 +446,7 @@ class HandOffContract(ConnectorContract):
     def test_a_concurrent_hand_off_whose_consumer_leaves(self, pair: EnginePair) -> None:
         """The consumer leaves before P has begun: P's blocks are free again once the router has released the ticket."""
         with pair.may_load() if self.takes_early else pair.loads_or_fails():
-            pair.ask_early("gone", "t", PROMPT)
+            pair.consume_early("gone", "t", PROMPT)
             pair.step(pair.decode)
             pair.decode.abort("gone")
             pair.finish("gone")
@@ -457,17 +459,17 @@ class HandOffContract(ConnectorContract):
         prefill, decode = pair.prefill.hands_off, pair.decode.hands_off
         assert prefill is not None
         assert decode is not None
-        assert prefill.tickets().fit(decode.tickets())
+        assert prefill.tickets().is_readable_by(decode.tickets())
 
     def test_a_ticket_of_another_prompt_never_gives_wrong_tokens(self, pair: EnginePair) -> None:
-        """The KV is of other tokens: it is refused, and the prompt computed here."""
+        """KV for other tokens is refused, and D computes the prompt."""
         with pair.fails_to_load():
             pair.decoded("d", OTHER_PROMPT, pair.prefilled("t", PROMPT))
         assert pair.tokens("d") == pair.expected(OTHER_PROMPT)
         pair.prefill.release("t")
 
     def test_a_ticket_that_is_used_twice(self, pair: EnginePair) -> None:
-        """Whatever the second request gets, its answer is right."""
+        """The second request's answer is right, with or without the KV."""
         ticket = pair.prefilled("t", PROMPT)
         with pair.loads(PROMPT):
             pair.decoded("first", PROMPT, ticket)
@@ -475,8 +477,8 @@ class HandOffContract(ConnectorContract):
             pair.decoded("second", PROMPT, ticket)
         assert pair.tokens("first") == pair.tokens("second") == pair.expected(PROMPT)
 
-    def test_a_hand_off_that_nobody_fetches_can_be_released(self, pair: EnginePair) -> None:
-        """A router does so when the client has left."""
+    def test_a_hand_off_that_is_never_fetched_can_be_released(self, pair: EnginePair) -> None:
+        """A router releases it when the client has disconnected."""
         pair.prefilled("t", PROMPT)
         pair.prefill.release("t")  # False for a connector that keeps nothing at P
         pair.settle()

@@ -1,4 +1,4 @@
-"""What every eviction policy must do. In a package that brings one:
+"""The contract of eviction policies. In a package that provides one:
 
     from kvferry.testing.eviction import EvictionContract
 
@@ -40,7 +40,7 @@ def random_events(seed: int, num_events: int = 120) -> list[Event]:
     """Events in a random order."""
     dice = random.Random(seed)
 
-    def one() -> Event:
+    def random_event() -> Event:
         match dice.choice(["request", "request", "finish", "wait", "key", "key"]):
             case "request":
                 return "request", dice.choice(PROMPTS)
@@ -50,11 +50,11 @@ def random_events(seed: int, num_events: int = 120) -> list[Event]:
                 return "wait", dice.choice(WAITS_S)
         return dice.choice(["pin", "unpin", "remove", "access", "evict", "insert"]), dice.choice(KEYS)
 
-    return [one() for _ in range(num_events)]
+    return [random_event() for _ in range(num_events)]
 
 
 class EvictionDriver:
-    """A store without bytes: it keeps its own books, and never more blocks than fit."""
+    """A store without bytes: it has its own accounting, and never more blocks than fit."""
 
     def __init__(self, policy: EvictionPolicy | GuardedPolicy) -> None:
         self.policy, self.now = policy, 0.0
@@ -63,9 +63,9 @@ class EvictionDriver:
         self.victims: list[Key | None] = []
 
     def run(self, events: list[Event]) -> None:
-        """Make the events happen. Fails when the policy's books differ."""
-        for what, about in events:
-            getattr(self, what)(about)
+        """Apply the events. Fails when the policy's accounting differs."""
+        for method, argument in events:
+            getattr(self, method)(argument)
             assert set(filter(self.policy.__contains__, KEYS)) == self.kept
             assert len(self.policy) == len(self.kept) <= CAPACITY
 
@@ -78,7 +78,7 @@ class EvictionDriver:
                 self.insert(key, prompt[index - 1] if index else None)
 
     def insert(self, key: Key, parent: Key | None = None) -> None:
-        """Add a block, if there is room for it."""
+        """Add a block, if there is space for it."""
         if key not in self.kept and len(self.kept) == CAPACITY and self.evict() is None:
             return
         self.policy.insert(key, self.now, parent)
@@ -113,9 +113,9 @@ class EvictionDriver:
         self.kept.discard(key)
         del self.pins[key]
 
-    def finish(self, about: tuple[list[Key], int]) -> None:
-        """Note that a request has its answer."""
-        self.policy.finish(about[0], about[1], self.now)
+    def finish(self, answer: tuple[list[Key], int]) -> None:
+        """Record that a request has its answer."""
+        self.policy.finish(answer[0], answer[1], self.now)
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""
@@ -160,7 +160,7 @@ class EvictionContract:
             assert len(policy) <= capacity
 
     def test_memory_of_the_past_is_bounded(self, name: str) -> None:
-        """100,000 blocks come and go, and what the policy remembers of them stays bounded."""
+        """100,000 blocks are inserted and evicted, and the policy's memory of them stays bounded."""
         policy = make_eviction_policy(name, 8)
         for number in range(100_000):
             policy.insert(number, number * 0.01)

@@ -1,4 +1,4 @@
-"""What every fabric must do, and a pipe that is made one. In a package that brings one:
+"""The contract of fabrics, and of pipes that are used as fabrics. In a package that provides one:
 
     from kvferry.testing.fabric import FabricContract
 
@@ -65,7 +65,7 @@ class Node:
 
 
 class Pair:
-    """An instance that reads, and one that is read."""
+    """A reading instance, and its source."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Pair:
         layout = layout or make_layout()
         self.ours, self.theirs = BlockRegion(layout, num_blocks), BlockRegion(layout, num_blocks)
         self.refill()
-        self.reader, self.read_one = (Node(region, options, tls=tls) for region in (self.ours, self.theirs))
+        self.reader, self.source = (Node(region, options, tls=tls) for region in (self.ours, self.theirs))
 
     def refill(self) -> None:
         """Fill each side with other bytes."""
@@ -86,21 +86,21 @@ class Pair:
 
     async def connect(self) -> FabricPeer:
         """Connect as the instance that reads."""
-        [ours], [theirs] = self.reader.fabrics, self.read_one.fabrics
+        [ours], [theirs] = self.reader.fabrics, self.source.fabrics
         assert ours.reachable(theirs.describe())
         return await ours.connect(theirs.describe(), soon())
 
     def close(self) -> None:
-        """Close both, side by side: some fabrics take a second."""
+        """Close both in parallel: some fabrics take a second."""
         with ThreadPoolExecutor() as pool:
-            for node in (self.reader, self.read_one):
+            for node in (self.reader, self.source):
                 pool.submit(node.close)
         self.ours.close()
         self.theirs.close()
 
 
 class FabricContract:
-    """`transport`: as in a configuration. `options`: the rest of what a user sets for it; `tls`: of the connections."""
+    """`transport`: as in a configuration. `options`: its other settings; `tls`: the TLS of its connections."""
 
     pytestmark = pytest.mark.asyncio
     transport: ClassVar[str]
@@ -242,8 +242,8 @@ class FabricContract:
 
     async def test_a_peer_that_is_gone(self) -> None:
         pair = self.make_pair()
-        description = pair.read_one.fabrics[0].describe()
-        pair.read_one.close()
+        description = pair.source.fabrics[0].describe()
+        pair.source.close()
         pair.theirs.close()
         with pytest.raises(PeerLost):
             await pair.reader.fabrics[0].connect(description, soon())

@@ -1,4 +1,4 @@
-"""What every lookup buffer must do. In a package that brings one:
+"""The contract of lookup buffers. In a package that provides one:
 
     from kvferry.testing.lookup_buffer import LookupBufferContract
 
@@ -51,7 +51,7 @@ class LookupBufferContract:
         return {}
 
     def build(self, region: BlockRegion, table: EntryTable, number: int) -> tuple[LookupBuffer, Source]:
-        """The buffer of the `number`-th instance, and where others find it."""
+        """The buffer of the `number`-th instance, and its address for others."""
         identity, config = Identity(f"engine-{number}", region.memory.layout), KVTransferConfig(kv_connector="test")
         options = TransportOptions(lookup_buffer=self.lookup_buffer, **self.options())
         context = LookupBufferContext(config, options, region.memory, identity, "secret", table)
@@ -77,10 +77,10 @@ class LookupBufferContract:
         await ends.until_ended("k", "taken")
 
     async def test_the_meta_is_known_with_the_seal(self, ends: BufferEnds) -> None:
-        known: list[bytes] = []
+        metas: list[bytes] = []
         ends.produce("k", [4])
-        await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=known.append))
-        assert known == [b"meta"]
+        await ends.consumer.drop_select(Want("k", ends.source, [7], soon(), on_sealed=metas.append))
+        assert metas == [b"meta"]
         await ends.until_ended("k", "taken")
 
     async def test_by_key_not_by_order(self, ends: BufferEnds) -> None:
@@ -167,19 +167,19 @@ class LookupBufferContract:
             await ends.fetch("k", [0], seconds=0.05)
 
     @pytest.mark.parametrize("order", ["asked before", "asked after"])
-    async def test_a_key_of_which_is_said_that_it_never_comes(self, ends: BufferEnds, order: str) -> None:
+    async def test_a_key_that_was_dropped_or_released_never_comes(self, ends: BufferEnds, order: str) -> None:
         fetches = [ends.fetch("dropped", [0]), ends.fetch("ended", [1])] if order == "asked before" else []
         await asyncio.sleep(0)
         ends.producer.table.drop("dropped")
         assert not ends.producer.table.release("ended")
         fetches = fetches or [ends.fetch("dropped", [0]), ends.fetch("ended", [1])]
-        found = await asyncio.gather(*fetches, return_exceptions=True)
-        assert [type(error) for error in found] == [LeaseEnded] * 2
-        assert "withdrew" in str(found[0])
-        assert "released" in str(found[1])
+        errors = await asyncio.gather(*fetches, return_exceptions=True)
+        assert [type(error) for error in errors] == [LeaseEnded] * 2
+        assert "withdrew" in str(errors[0])
+        assert "released" in str(errors[1])
         ends.producer.table.check()
 
-    async def test_who_gives_up_leaves_the_key_to_others(self, ends: BufferEnds) -> None:
+    async def test_a_consumer_that_cancels_leaves_the_key_to_others(self, ends: BufferEnds) -> None:
         ends.producer.table.open("k")
         ends.insert("k", 0, [4])
         giving_up = ends.fetch("k", [0])
@@ -265,7 +265,7 @@ class BufferEnds:
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
-        """Start one of each."""
+        """Start a producer and a consumer."""
         self.theirs = self._region(seed=1)
         self.producer, self.source = await self._start(self.theirs, self.clock)
         self.ours, self.consumer = await self.another_consumer()
@@ -301,23 +301,23 @@ class BufferEnds:
         self.producer.table.seal(key, b"meta")
 
     def fetch(self, key: str, into: list[int], skip_blocks: int = 0, seconds: float = 20) -> asyncio.Task[Taken]:
-        """A task that takes it."""
+        """A task that takes the key's blocks."""
         fetching = self.consumer.drop_select(Want(key, self.source, into, soon(seconds), skip_blocks))
         return asyncio.ensure_future(fetching)
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
-        """The producer learns that the key has ended, for one of these reasons, perhaps after the consumer's take."""
+        """Wait until the producer knows that the key has ended; fails unless for one of these reasons."""
         await until(lambda: self.producer.table.over([key]) == [key])
         assert self.producer.table.why_over(key) in reasons
 
     async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
-        """A block of a layer is where it belongs."""
+        """Wait until a block of a layer has arrived."""
         await until(lambda: self.ours.block(layer, ours) == self.theirs.block(layer, theirs))
 
 
 @asynccontextmanager
 async def running(buffer: LookupBuffer) -> AsyncIterator[None]:
-    """While the body runs."""
+    """Run the buffer while the body runs."""
     task = asyncio.create_task(buffer.run())
     await asyncio.sleep(0)
     try:

@@ -1,4 +1,4 @@
-"""What every `ModelPatch` must do. In a package that brings one:
+"""The contract of `ModelPatch`. In a package that provides one:
 
     from kvferry.testing.model_patch import ModelPatchContract
 
@@ -60,14 +60,14 @@ class ModelPatchContract:
             apply_patches(self.load(folder, dtype), [self.patch])
 
     def test_it_says_how_many_modules_it_changed(self, checkpoints: dict[str, Path]) -> None:
-        """A patch that fits nothing is noticed by that."""
+        """A count of 0 shows that a patch fits nothing."""
         for name in self.fits:
             with torch.inference_mode():
                 count = make_patch(self.patch).apply(self.load(checkpoints[name], torch.float32))
             assert count > 0, f"{self.patch} fits nothing of {name}"
 
     def test_it_changes_the_model_it_is_given_and_no_other(self, checkpoints: dict[str, Path]) -> None:
-        """What is changed in a class of transformers is changed for every model of the process."""
+        """A change to a class of transformers would change every model of the process."""
         patched, other = (self.load(checkpoints[self.fits[0]], torch.float32) for _ in range(2))
         forwards = {name: type(module).forward for name, module in other.named_modules()}
         before = {name: copy.copy(vars(module)) for name, module in other.named_modules()}
@@ -91,16 +91,16 @@ class ModelPatchContract:
     def _answers(self, folder: Path, patches: tuple[str, ...]) -> dict[str, list[int]]:
         engine = Engine(EngineConfig(model=str(folder), model_patch=patches, **ENGINE))
         try:
-            found: dict[str, list[int]] = {}
+            answers: dict[str, list[int]] = {}
             for turn in ("first", "again"):
                 for number, prompt in enumerate(PROMPTS):
                     name = f"{turn}-{number}"
-                    found[name] = []
+                    answers[name] = []
                     engine.add(Request(request_id=name, prompt_token_ids=list(prompt), sampling=GREEDY))
                 while engine.has_work:
                     for output in engine.step():
-                        found[output.request_id] += output.token_ids
+                        answers[output.request_id] += output.token_ids
             engine.check()
-            return found
+            return answers
         finally:
             engine.close()

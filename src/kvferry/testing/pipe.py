@@ -1,4 +1,4 @@
-"""What every pipe must do. In a package that brings one:
+"""The contract of pipes. In a package that provides one:
 
     from kvferry.testing.pipe import PipeContract
 
@@ -49,9 +49,9 @@ class PipeContract(FabricContract):
         """(sender, receiver) of one pipe, opened over a connection of this process with itself, and closed."""
         region = BlockRegion(make_layout(), 4)
         listener = Listener(Identity("engine", region.memory.layout), "secret")
-        found = fabric_class(self.transport)
-        assert issubclass(found, PipeFabric)
-        fabric = found(FabricContext(region.memory, listener, TransportOptions()))
+        fabric_type = fabric_class(self.transport)
+        assert issubclass(fabric_type, PipeFabric)
+        fabric = fabric_type(FabricContext(region.memory, listener, TransportOptions()))
         opened: asyncio.Future[TensorPipe] = asyncio.get_running_loop().create_future()
 
         async def serve(connection: Connection) -> None:
@@ -98,8 +98,8 @@ class PipeContract(FabricContract):
                 source.fill_(1)
                 assert not (await receiving).any()
 
-    async def test_a_sender_that_nobody_listens_to_waits(self) -> None:
-        """What is in flight is bounded by what is between the ends, not by what is sent. The call is then given up."""
+    async def test_a_sender_without_a_receiver_waits(self) -> None:
+        """Bytes in flight are bounded by the buffers between the ends. The call is then cancelled."""
 
         async def send(pipe: TensorPipe) -> None:
             for _ in range(64):

@@ -1,4 +1,4 @@
-"""What every router policy must do, and a fleet without processes to test one on. In a package that brings one:
+"""The contract of router policies, and a fleet without processes to test one on. In a package that provides one:
 
     from kvferry.testing.policy import PolicyContract
 
@@ -41,12 +41,12 @@ class PolicyInstance:
 def instances(role: str, number: int) -> list[PolicyInstance]:
     """A number of instances that a router would have in one pool."""
     loads = LoadTable()
-    return [PolicyInstance(f"{role}-{place}", InstanceLoad(loads)) for place in range(number)]
+    return [PolicyInstance(f"{role}-{index}", InstanceLoad(loads)) for index in range(number)]
 
 
 def prompt(*keys: int, session: str | None = None) -> PromptTraits:
-    """The question to a policy: a prompt of blocks of 100 tokens, each identified by a key."""
-    ends = [100.0 * (place + 1) for place in range(len(keys))]
+    """The traits of a prompt of blocks of 100 tokens, each identified by a key."""
+    ends = [100.0 * (index + 1) for index in range(len(keys))]
     return PromptTraits(num_tokens=100 * len(keys), session=session, prefix=Prefix(keys, ends))
 
 
@@ -58,25 +58,25 @@ class Fleet:
         self, policy: str, num_prefill: int = 2, num_decode: int = 2, *options: str, fixed: int | None = 0
     ) -> None:
         self.clock, self.index, self.estimates = ManualClock(), PrefixIndex(), Estimates()
-        self.directions = SharedFleetPlan()
-        self.threshold = Threshold(self.estimates, self.index, fixed, self.directions)
+        self.fleet_plan = SharedFleetPlan()
+        self.threshold = Threshold(self.estimates, self.index, fixed, self.fleet_plan)
         context = PolicyContext(self.clock, random.Random(1), self.index, self.estimates, self.threshold)
         self.policy: Policy = make_policy(policy, context, options)
         self.prefills, self.decodes = instances("prefill", num_prefill), instances("decode", num_decode)
         self.chosen: Counter[str] = Counter()
 
-    def choose(self, asked: PromptTraits, options: Options[PolicyInstance] | None = None) -> Choice[PolicyInstance]:
+    def choose(self, traits: PromptTraits, options: Options[PolicyInstance] | None = None) -> Choice[PolicyInstance]:
         """Let the policy choose, and record its choice as the router does."""
-        choice = self.policy.choose(asked, options or Options(self.prefills, self.decodes))
-        cached = self.index.match(asked.prefix)
-        for one in (choice.prefill, choice.decode):
-            if one is not None:
-                self.index.served(one, asked.prefix)
-                self.chosen[one.name] += 1
-        for one in (choice.prefill, choice.decode):
-            if one is not None:
-                one.load.note_taken(asked.num_tokens - cached.get(one, 0), self.clock.now)
-        self.policy.placed(asked, choice)
+        choice = self.policy.choose(traits, options or Options(self.prefills, self.decodes))
+        cached = self.index.match(traits.prefix)
+        for instance in (choice.prefill, choice.decode):
+            if instance is not None:
+                self.index.served(instance, traits.prefix)
+                self.chosen[instance.name] += 1
+        for instance in (choice.prefill, choice.decode):
+            if instance is not None:
+                instance.load.note_taken(traits.num_tokens - cached.get(instance, 0), self.clock.now)
+        self.policy.placed(traits, choice)
         return choice
 
 
@@ -86,20 +86,20 @@ class PolicyContract:
     policy: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     spreads: ClassVar[bool] = True
-    """Whether requests that share only their first block are to be spread over idle instances. False: not promised."""
+    """True if requests that share only their first block are spread over idle instances. False: not promised."""
 
     def fleet(self, num_prefill: int, num_decode: int) -> Fleet:
         """Instances to choose among."""
         return Fleet(self.policy, num_prefill, num_decode, *self.options)
 
-    def test_both_legs_are_planned_among_those_that_are_there(self) -> None:
+    def test_both_legs_are_planned_among_present_instances(self) -> None:
         """Instances come and go; without a prefill instance, a decode instance does both."""
         fleet, chance = self.fleet(3, 3), random.Random(4)
         for number in range(300):
             prefills = chance.sample(fleet.prefills, chance.randrange(4))
             decodes = chance.sample(fleet.decodes, 1 + chance.randrange(3))
-            asked = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
-            choice = fleet.choose(asked, Options(prefills, decodes))
+            traits = prompt(0, *range(number, number + chance.randrange(5)), session=chance.choice([None, "a", "b"]))
+            choice = fleet.choose(traits, Options(prefills, decodes))
             assert choice.decode in decodes
             assert choice.prefill in prefills if prefills else choice.prefill is None
             assert choice.reason == ("split" if prefills else "no_prefill")
@@ -107,7 +107,7 @@ class PolicyContract:
         fleet.index.check()
 
     def test_only_instances_that_can_be_paired_are(self) -> None:
-        """Here only instances of the same number can read each other's KV."""
+        """In this fleet, only instances of the same number can read each other's KV."""
         fleet = self.fleet(3, 3)
 
         def can_pair(prefill: PolicyInstance, decode: PolicyInstance) -> bool:
@@ -134,13 +134,13 @@ class PolicyContract:
             assert max(counts) <= 2 * sum(counts) / 4, counts
 
     def test_choosing_changes_nothing(self) -> None:
-        """The router may ask for a choice and then not follow it: only `placed` means that it was followed."""
+        """The router may request a choice and then not follow it: only `placed` means that it was followed."""
         fleet = self.fleet(2, 2)
         options = Options(fleet.prefills, fleet.decodes)
-        before = [repr(one.load) for one in fleet.prefills]
+        before = [repr(instance.load) for instance in fleet.prefills]
         for number in range(20):
             fleet.policy.choose(prompt(number), options)
-        assert [repr(one.load) for one in fleet.prefills] == before
+        assert [repr(instance.load) for instance in fleet.prefills] == before
         assert (options.prefills, options.decodes) == (fleet.prefills, fleet.decodes)
 
     def test_an_unknown_option_is_an_error(self) -> None:

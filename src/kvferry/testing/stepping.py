@@ -7,7 +7,7 @@ import threading
 from kvferry.engine.engine import Engine
 
 IDLE_S = 0.005
-"""Most seconds between two steps of engines that wait, because leases and deadlines depend on the clock."""
+"""Max seconds between two steps of waiting engines, because leases and deadlines depend on the clock."""
 
 
 class IdleWait:

@@ -1,4 +1,4 @@
-"""What every `KVStore` holds. For one of your own:
+"""The contract of `KVStore`. For one of your own:
 
 class TestMyStore(StoreContract):
     url = "my_package.my_store:MyStore?size=1"
@@ -49,23 +49,23 @@ def block_of(index: int, layout: KVLayout = LAYOUT) -> Block:
 
 
 def read_of(index: int, layout: KVLayout = LAYOUT) -> Read:
-    """A place for a block, filled with something else."""
+    """A read of a block into a buffer with other content."""
     sizes = [layout.span_bytes(layer) for layer in range(layout.num_layers)]
     return Read(name_of(index), [memoryview(bytearray(b"?" * size)) for size in sizes])
 
 
 def is_block(read: Read, index: int, layout: KVLayout = LAYOUT) -> bool:
-    """Whether the block was read to the bit."""
-    return all(mine == wanted for mine, wanted in zip(read.into, block_of(index, layout).layers, strict=True))
+    """True if the block was read to the bit."""
+    return all(actual == expected for actual, expected in zip(read.into, block_of(index, layout).layers, strict=True))
 
 
 async def fetch(store: KVStore, indices: Sequence[int], layout: KVLayout = LAYOUT) -> list[bool]:
-    """Read blocks; whether each is there. Fails when one is, and is not what it should be."""
+    """Read blocks; returns for each whether it is present. Fails if a present block has the wrong content."""
     reads = [read_of(index, layout) for index in indices]
-    found = await store.get(reads)
-    for index, read, there in zip(indices, reads, found, strict=True):
-        assert not there or is_block(read, index, layout), f"block {index} is not what was put"
-    return found
+    present = await store.get(reads)
+    for index, read, is_present in zip(indices, reads, present, strict=True):
+        assert not is_present or is_block(read, index, layout), f"block {index} is not what was put"
+    return present
 
 
 class StoreContract:
@@ -75,11 +75,11 @@ class StoreContract:
     bounded_url: ClassVar[str | None] = None
     """A store that lets fewer than 48 blocks be pinned, if it limits pins."""
     outlives_instances: ClassVar[bool] = True
-    """Whether blocks stay when the instance that put them ends, as long as another is there."""
+    """True if blocks outlive the instance that put them, as long as another one is running."""
 
     @asynccontextmanager
     async def opened(self, folder: Path, layout: KVLayout = LAYOUT, *, bounded: bool = False) -> AsyncIterator[KVStore]:
-        """A store, which may find what one before it kept."""
+        """A store, which may contain blocks of a previous one."""
         url = self.bounded_url if bounded and self.bounded_url is not None else self.url
         urls = [url] if isinstance(url, str) else url
         specs = find_stores([url.replace("{folder}", str(folder)) for url in urls])
@@ -91,7 +91,7 @@ class StoreContract:
             await store.close()
 
     def run(self, folder: Path, use: Callable[[KVStore], Awaitable[None]]) -> None:
-        """Have `use` use an empty store."""
+        """Call `use` with an empty store."""
 
         async def main() -> None:
             async with self.opened(folder) as store:
@@ -152,7 +152,7 @@ class StoreContract:
 
         self.run(tmp_path, use)
 
-    def test_pins_leave_room_for_others(self, tmp_path: Path) -> None:
+    def test_pins_leave_space_for_others(self, tmp_path: Path) -> None:
         async def use() -> None:
             async with self.opened(tmp_path, bounded=True) as store:
                 await store.delete(names_of(64))
@@ -234,18 +234,18 @@ class StoreContract:
             await store.put([block_of(0), block_of(1)])
             await fetch(store, [0, 5])
             after = store.statistics()
-            for name, least in {"stored_blocks": 2, "loaded_blocks": 1, "missing_blocks": 1}.items():
-                assert after[name] - before.get(name, 0.0) >= least, name
+            for name, min_count in {"stored_blocks": 2, "loaded_blocks": 1, "missing_blocks": 1}.items():
+                assert after[name] - before.get(name, 0.0) >= min_count, name
 
         self.run(tmp_path, use)
 
-    def test_what_is_gone_is_told(self, tmp_path: Path) -> None:
+    def test_changes_are_reported(self, tmp_path: Path) -> None:
         async def use(store: KVStore) -> None:
             store.watch()
             await store.put([block_of(0), block_of(1)])
-            kept = [set(changes.stored) for changes in store.take_changes()]
-            assert kept
-            assert all(names == {name_of(0), name_of(1)} for names in kept)
+            stored = [set(changes.stored) for changes in store.take_changes()]
+            assert stored
+            assert all(names == {name_of(0), name_of(1)} for names in stored)
             await store.delete([name_of(0)])
             assert {name for changes in store.take_changes() for name in changes.removed} == {name_of(0)}
             assert store.take_changes() == []

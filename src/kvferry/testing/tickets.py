@@ -10,8 +10,8 @@ from kvferry.core.messages.hand_off import Ticket
 
 
 def early_ticket(key: str, addresses: Sequence[dict[str, Any]], producer: object) -> Ticket:
-    """A ticket without first token, made of what the producer reports about itself: its ranks' addresses (if any), and
-    the seal of its scheduler side."""
+    """A ticket without first token, made from the producer's report: its ranks' addresses (if any), and the seal of its
+    scheduler side."""
     if not addresses or not isinstance(producer, HandsOff):
         return Ticket(transfer_id=key)
     ranks = [(address["host"], address["port"]) for address in addresses]

@@ -90,9 +90,9 @@ def test_what_came_is_added_up_over_ranks_and_never_falls(metrics: Any) -> None:
     ],
 )
 def test_a_figure_and_its_kind(figure: str, expected: tuple[str, str]) -> None:
-    from kvferry.observe.figures import split_figure
+    from kvferry.observe.metric_fields import split_metric_name
 
-    assert split_figure(figure) == expected
+    assert split_metric_name(figure) == expected
 
 
 def test_names_are_in_snake_case() -> None:

@@ -50,8 +50,8 @@ def kinds(store: str | list[str], layout: KVLayout | None = None, role: KVRole =
 )
 def test_what_two_stores_must_have_in_common(prefill: str | list[str], decode: str | list[str], fits: bool) -> None:
     """One tier is enough, whatever others call it, and wherever it is in the list."""
-    assert kinds(prefill).fit(kinds(decode)) is fits
-    assert kinds(decode).fit(kinds(prefill)) is fits
+    assert kinds(prefill).is_readable_by(kinds(decode)) is fits
+    assert kinds(decode).is_readable_by(kinds(prefill)) is fits
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_blocks_of_another_layout_are_not_read(other: dict[str, Any], fits: bool
     def layout(**fields: Any) -> KVLayout:
         return make_layout(num_layers=2, **fields)
 
-    assert kinds(FILE, layout=layout()).fit(kinds(FILE, layout=layout(**other))) is fits
+    assert kinds(FILE, layout=layout()).is_readable_by(kinds(FILE, layout=layout(**other))) is fits
 
 
 def test_memory_is_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     here = kinds(MEMORY), kinds([MEMORY, FILE])
     monkeypatch.setattr(memory, "rendezvous_id", lambda: "another")
     there = kinds(MEMORY), kinds([MEMORY, FILE])
-    assert [one.fit(other) for one, other in zip(here, there, strict=True)] == [False, True]
+    assert [one.is_readable_by(other) for one, other in zip(here, there, strict=True)] == [False, True]
 
 
 def test_a_store_that_nobody_shares_hands_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kvferry.engine.blocks.block_pool import BlockPoolStatistics
 from kvferry.engine.external_kv import ExternalKVStatistics
 from kvferry.engine.scheduler import SchedulerStatistics
 from kvferry.engine.statistics import EngineSnapshot
-from kvferry.observe.figures import counter
+from kvferry.observe.metric_fields import counter
 from kvferry.observe.metrics import EngineMetrics
 
 STATISTICS = EngineSnapshot(
@@ -86,15 +86,15 @@ def test_an_engine_that_cannot_be_asked_leaves_the_requests() -> None:
 def test_a_request_is_observed_as_it_goes() -> None:
     metrics, clock = EngineMetrics("m"), ManualClock(100.0)
     with metrics.track(num_prompt_tokens=10, arrived=99.0, clock=clock) as tracker:
-        tracker.tokens(0)
-        tracker.tokens(1)
+        tracker.record_tokens(0)
+        tracker.record_tokens(1)
         for _ in range(3):
             clock.advance(0.25)
-            tracker.tokens(2)
+            tracker.record_tokens(2)
         timeline = Timeline(
             prefill_queued=99.0, prefill_started=99.5, prefill_done=100.0, first_token=100.0, done=101.0
         )
-        tracker.finished("length", timeline)
+        tracker.record_end("length", timeline)
     found = scrape(metrics)
     assert found["vllm:prompt_tokens_total"] == 10
     assert found["vllm:generation_tokens_total"] == 7
@@ -117,7 +117,7 @@ def test_a_decode_instance_leaves_the_prefill_to_the_other() -> None:
         transfer_started=3.0, transfer_done=4.0, first_token=3.0, done=9.0,
     )  # fmt: skip
     with metrics.track(10, 99.0, clock) as tracker:
-        tracker.finished("stop", timeline)
+        tracker.record_end("stop", timeline)
     found = scrape(metrics)
     assert found["vllm:request_prefill_time_seconds_count"] == 0
     assert found["kvferry:request_transfer_time_seconds_sum"] == 1.0

@@ -77,7 +77,7 @@ def test_targets_decide_what_is_computed_beside_answers() -> None:
         fleet.estimates.decoded(10, 200, 200 * 0.03)
 
     def reason(asked: PromptTraits, ttft_s: float, itl_s: float) -> str:
-        fleet.directions.follow(msgspec.json.encode(FleetPlan({}, ttft_s=ttft_s, itl_s=itl_s)).decode())
+        fleet.fleet_plan.follow(msgspec.json.encode(FleetPlan({}, ttft_s=ttft_s, itl_s=itl_s)).decode())
         fleet.index.cleared(fleet.decodes[0])
         fleet.index.cleared(fleet.prefills[0])
         return fleet.choose(asked).reason
@@ -101,7 +101,7 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
 
     def tell(ttft_s: float, itl_s: float, disaggregate_from: int | None = None) -> None:
         plan = FleetPlan({}, disaggregate_from, ttft_s=ttft_s, itl_s=itl_s)
-        fleet.directions.follow(msgspec.json.encode(plan).decode())
+        fleet.fleet_plan.follow(msgspec.json.encode(plan).decode())
 
     def choose(number: int, *, places: int = 64, may_stay_whole: bool = True) -> tuple[str, str]:
         options = Options(fleet.prefills, fleet.decodes, may_stay_whole, decode_places=places)

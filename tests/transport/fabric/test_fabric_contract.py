@@ -60,7 +60,7 @@ class TestMooncake(LibraryContract):
 
 async def test_shm_reaches_only_segments_of_this_machine() -> None:
     pair = Pair(TransportOptions(transport="shm"))
-    [ours], [theirs] = pair.reader.fabrics, pair.read_one.fabrics
+    [ours], [theirs] = pair.reader.fabrics, pair.source.fabrics
     description = theirs.describe()
     assert not ours.reachable(description | {"machine": "another"})
     assert not ours.reachable(description | {"segments": [["kvferry-0000000000000000-999999999-0", 4096]]})

@@ -39,10 +39,10 @@ class Shared:
 
     def __init__(self, name: str) -> None:
         self.regions = [BlockRegion(make_layout(), 16, seed) for seed in (1, 2)]
-        self.reader, self.read_one = (Node(region, name) for region in self.regions)
+        self.reader, self.source = (Node(region, name) for region in self.regions)
 
     def description(self) -> dict[str, Any]:
-        return self.read_one.fabrics[0].describe()
+        return self.source.fabrics[0].describe()
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -51,7 +51,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
     shared = Shared(request.param)
     yield shared
     shared.reader.close()
-    shared.read_one.close()
+    shared.source.close()
     for region in shared.regions:
         region.close()
 

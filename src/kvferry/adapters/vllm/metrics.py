@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvferry.connectors.api import gauges_of
 from kvferry.connectors.registry import find_connector
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.observe.figures import split_figure
+from kvferry.observe.metric_fields import split_metric_name
 
 PREFIX = "vllm:kvferry_"
 """The part of their names by which vLLM removes an engine's metrics."""
@@ -104,7 +104,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
                 self._of(engine_idx, side, figure).set(value)
 
     def _of(self, engine_idx: int, side: str, figure: str) -> Any:
-        name, kind = split_figure(figure)
+        name, kind = split_metric_name(figure)
         family = self._family(name, figure in self._gauges)
         return family.labels(*self.per_engine_labelvalues[engine_idx], side, kind)
 

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from kvferry.adapters.vllm.fingerprint import changed_settings
 from kvferry.core.errors import InvalidRequest
-from kvferry.models.checkpoint import WEIGHT_SUFFIXES, checkpoint_place, digests_of, file_states
+from kvferry.models.checkpoint import WEIGHT_SUFFIXES, digests_of, file_states, local_checkpoint
 from kvferry.models.digest_cache import FileState
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class LoraAdapters:
     def _read(self, key: tuple[str, str]) -> None:
         """The files under this name and path, for the first time or again."""
         try:
-            place = checkpoint_place(key[1])
+            place = local_checkpoint(key[1])
             states = file_states(place) if place is not None else {}
             if not any(name.endswith(WEIGHT_SUFFIXES) for name in states):
                 self._uncertain[key] = "its files are not on this machine; give vLLM a local path"

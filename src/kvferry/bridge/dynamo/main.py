@@ -25,7 +25,7 @@ from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
-from kvferry.core.process_end import end_limit, leave
+from kvferry.core.process_exit import exit_process, shutdown_deadline
 from kvferry.engine.server.app import build_app
 from kvferry.engine.server.config import ServerConfig
 from kvferry.http.server.http_server import HttpServer
@@ -185,7 +185,7 @@ def main() -> None:
     set_up_logging(LogConfig(), "dynamo")
     os.environ.setdefault("DYN_LOG", "warn")  # at "info", Dynamo's runtime writes lines for each request
     code = 0
-    with end_limit() as limit:
+    with shutdown_deadline() as limit:
         try:
             _ends_with_parent(int(sys.argv[1]))
             uvloop.run(_run(_read_settings()))
@@ -193,7 +193,7 @@ def main() -> None:
             log.error("%s", error)
             code = 2
         limit.begin()
-    leave(code)  # threads of Dynamo's runtime are not waited for
+    exit_process(code)  # threads of Dynamo's runtime are not waited for
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
-from kvferry.core.settings.files import PatientFile
+from kvferry.core.settings.files import TimedFile
 from kvferry.core.settings.units import format_bytes
 from kvferry.store import upkeep
 from kvferry.store.media.file_room import path_of
@@ -181,7 +181,7 @@ def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")
 def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:
     """Read blocks from an archive. Blocks that do not verify are refused."""
     try:
-        with PatientFile(archive) as file:
+        with TimedFile(archive) as file:
             taken, refused = upkeep.import_(store, cast(IO[bytes], file))
     except OSError as error:
         raise ConfigError(f"cannot read {archive} into {store}: {error.strerror}") from error

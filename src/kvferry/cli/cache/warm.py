@@ -24,7 +24,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings
 from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.core.keys import http_secret
-from kvferry.core.process_end import run_async
+from kvferry.core.process_exit import run_async
 from kvferry.core.settings.bounds import SECONDS
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.spec.kv_transfer import check_transfer

@@ -28,7 +28,7 @@ from kvferry.cli.flags import complete
 from kvferry.cli.fleet_settings import FleetSettings, fleet_of, fleet_token, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.errors import KvferryError
-from kvferry.core.process_end import run_async
+from kvferry.core.process_exit import run_async
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.backends.local.fork_server import ForkServer
 from kvferry.fleet.display import Display, make_display

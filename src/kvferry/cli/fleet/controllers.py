@@ -20,7 +20,7 @@ from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.process_end import ending_signals, run_async
+from kvferry.core.process_exit import run_async, shutdown_signals
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
 from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo, ShutdownRequested
@@ -80,7 +80,7 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner
             grace_s=grace_of(fleet, serve),
         )
         loop = asyncio.get_running_loop()
-        for number in ending_signals():
+        for number in shutdown_signals():
             loop.add_signal_handler(number, controller.end, LetGo())
         try:
             end = await controller.run()

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
-from kvferry.core.process_end import ending_signals, run_async
+from kvferry.core.process_exit import run_async, shutdown_signals
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.control.router_client import RouterClient
@@ -67,7 +67,7 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
 async def _until_told_to_end(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
     async with RouterClient(http_secret()) as front:
         running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
-        for number in ending_signals():
+        for number in shutdown_signals():
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
         with suppress(asyncio.CancelledError):
             await running

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from kvferry.cli.fleet.controllers import make_backend, reconcile
 from kvferry.cli.fleet.life import require_same_place
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_end import run_async
+from kvferry.core.process_exit import run_async
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_path
 from kvferry.fleet.spec.fleet_spec import DesiredFleet

@@ -26,7 +26,7 @@ from kvferry.cli.planning.store_times import measure_stores
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError, KvferryError, Unavailable
 from kvferry.core.keys import http_secret
-from kvferry.core.process_end import run_async
+from kvferry.core.process_exit import run_async
 from kvferry.core.settings.bounds import Bounds
 from kvferry.core.settings.files import require_writable
 from kvferry.engine.config import EngineConfig

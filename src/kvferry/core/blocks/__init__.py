@@ -1,1 +1,1 @@
-"""What names and describes blocks of KV: hashes, layouts, and which ranks have which heads."""
+"""Names and descriptions of KV blocks: hashes, layouts, and which ranks have which heads."""

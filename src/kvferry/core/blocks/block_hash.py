@@ -2,7 +2,7 @@
 
 A block hash is the SHA-256 of (hash of the block before it, the block's token ids). For the first block, the hash
 before it is the *root*, the hash of (model fingerprint, cache salt). Two requests therefore share a block only if
-model, salt and every token up to and including the block are the same, and nobody can construct a collision. The chain
+model, salt and every token up to and including the block are the same, and a collision cannot be constructed. The chain
 is vLLM's idea (prefix caching); the model and SHA-256 are always part of it here.
 """
 

@@ -1,4 +1,4 @@
-"""What the bytes of a block mean, and whether two instances can read each other's blocks.
+"""The meaning of a block's bytes, and the checks that two instances can read each other's blocks.
 
 One block of one layer is one contiguous span, `[kv_heads, K then V, block_size, dim]`: heads are outermost, so that the
 share of a tensor-parallel rank is contiguous too, and within each head K precedes V.
@@ -84,7 +84,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the arrangement within spans is another engine's, so that only whole spans can be moved."""
+        """True if the arrangement within spans is another engine's, so that only whole spans can be moved."""
         return self.packing != HEADS_FIRST or any(layer.page_bytes is not None for layer in self.layers)
 
     @property
@@ -122,12 +122,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
                 _require_equal(f"layers[{index}].{field}", getattr(ours, field), getattr(other, field))
 
 
-def _require_equal(field: str, here: object, there: object) -> None:
-    if here != there:
-        raise LayoutMismatch(field, here, there)
+def _require_equal(field: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise LayoutMismatch(field, ours, theirs)
 
 
-def _require_divides(field: str, here: int, there: int) -> None:
-    """`here` and `there` are positive, and one divides the other."""
-    if min(here, there) < 1 or max(here, there) % min(here, there):
-        raise LayoutMismatch(field, here, there)
+def _require_divides(field: str, ours: int, theirs: int) -> None:
+    """Raise `LayoutMismatch` unless both are positive and one divides the other."""
+    if min(ours, theirs) < 1 or max(ours, theirs) % min(ours, theirs):
+        raise LayoutMismatch(field, ours, theirs)

@@ -1,4 +1,4 @@
-"""Which KV heads each rank of one instance reads from which ranks of another.
+"""The assignment of KV heads: the ranks of another instance that each rank reads from, and the heads it reads there.
 
 Pure functions of two layouts. Every rank of either side computes the same result by itself, so nothing has to be agreed
 on the wire: neither who reads what, nor how many consumers a producer's rank waits for.
@@ -23,8 +23,8 @@ HeadRange = range
 
 @dataclass(frozen=True)
 class Share:
-    """What one consumer rank reads from one producer rank: `heads` for each layer. It is number `reader`, from 0, of
-    the `num_readers` ranks that read from that producer rank."""
+    """The heads that one consumer rank reads from one producer rank, by layer. The consumer is number `reader`, from 0,
+    of the `num_readers` ranks that read from that producer rank."""
 
     heads: tuple[HeadRange, ...]
     reader: int
@@ -60,8 +60,8 @@ def sources(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
     ours.require_reconcilable(theirs)
     if ours.is_opaque:
         return (ours.tp_rank,)
-    found = {rank for index in range(ours.num_layers) for rank in _cover(ours, theirs, index)}
-    return tuple(sorted(found))
+    ranks = {rank for index in range(ours.num_layers) for rank in _cover(ours, theirs, index)}
+    return tuple(sorted(ranks))
 
 
 def orphans(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def orphans(ours: KVLayout, theirs: KVLayout) -> tuple[int, ...]:
 
 @cache
 def share(ours: KVLayout, theirs: KVLayout) -> Share:
-    """What our rank reads from the rank with layout `theirs`. Raises `LayoutMismatch`, also if it should read
+    """The heads that our rank reads from the rank with layout `theirs`. Raises `LayoutMismatch`, also if it should read
     nothing."""
     ours.require_reconcilable(theirs)
     if ours.is_opaque:
@@ -99,12 +99,14 @@ def _cover(ours: KVLayout, theirs: KVLayout, index: int) -> dict[int, HeadRange]
     """
     mine, layer = ours.layers[index], theirs.layers[index]
     num_copies = _num_copies(theirs, index)
-    found = {}
+    heads_by_rank = {}
     for group in range(mine.first_kv_head // layer.num_kv_heads, -(-mine.end_kv_head // layer.num_kv_heads)):
         first = group * layer.num_kv_heads
         rank = group * num_copies + ours.tp_rank % num_copies
-        found[rank] = HeadRange(max(first, mine.first_kv_head), min(first + layer.num_kv_heads, mine.end_kv_head))
-    return found
+        heads_by_rank[rank] = HeadRange(
+            max(first, mine.first_kv_head), min(first + layer.num_kv_heads, mine.end_kv_head)
+        )
+    return heads_by_rank
 
 
 def _first_head(layout: KVLayout, index: int, tp_rank: int) -> int:
@@ -112,7 +114,7 @@ def _first_head(layout: KVLayout, index: int, tp_rank: int) -> int:
 
 
 def _num_copies(layout: KVLayout, index: int) -> int:
-    """How many ranks hold the same heads of a layer."""
+    """Number of ranks that hold the same heads of a layer."""
     layer: LayerLayout = layout.layers[index]
     total, num = layer.whole_kv_heads, layer.num_kv_heads
     num_groups = total // num if num > 0 and total % num == 0 else 0

@@ -22,7 +22,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.hand_off import Count, prefix_digests
 
 PROGRESS_HEADER = "X-Kvferry-Progress"
-"""The header that asks for marks in a request, and announces them in the answer."""
+"""The header that requests marks, and announces them in the response."""
 
 CONTINUE_KEY = "continue_from"
 """The key of a `Continuation` in `kv_transfer_params`."""
@@ -34,7 +34,7 @@ LAST_MARK = b'"last":true}'
 
 
 class StreamMark(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an event contains: token ids, and in a stream's first mark the fields that hold for the whole answer.
+    """The content of an event: token ids, and in a stream's first mark the fields that hold for the whole answer.
     `last`: the finish reason is in this event; what follows (usage, `[DONE]`) has no mark."""
 
     tokens: list[Count] = []
@@ -60,7 +60,7 @@ def decode_mark(line: bytes) -> StreamMark:
 
 
 def is_last(line: bytes) -> bool:
-    """Whether this is the line of a stream's last mark, without decoding it."""
+    """True if this is the line of a stream's last mark, without decoding it."""
     return line.endswith(LAST_MARK)
 
 
@@ -81,11 +81,11 @@ class Continuation(msgspec.Struct, kw_only=True):
 
 def parse_continuation(params: dict[str, Any] | None) -> Continuation | None:
     """The answer so far in a request's `kv_transfer_params`; None if there is none. Raises `InvalidRequest`."""
-    given = (params or {}).get(CONTINUE_KEY)
-    if given is None:
+    value = (params or {}).get(CONTINUE_KEY)
+    if value is None:
         return None
     try:
-        return msgspec.convert(given, Continuation)
+        return msgspec.convert(value, Continuation)
     except (msgspec.ValidationError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params.{CONTINUE_KEY}: {error}", param="kv_transfer_params") from error
 

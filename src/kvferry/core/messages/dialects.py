@@ -1,4 +1,4 @@
-"""How an error is written on each path: as the API of that path has it, so that its official clients raise it.
+"""Error formats by path: each API's own, so that its official clients raise the error.
 
 OpenAI's error object everywhere but below `/v1/messages`, which is Anthropic's API. The events of `/v1/responses` are
 typed, unlike OpenAI's other streams, and none of them is `[DONE]`.
@@ -44,7 +44,7 @@ class ResponsesEvent(msgspec.Struct, frozen=True, tag_field="type", tag="error")
 
 
 class ResponsesErrors(OpenAIErrors):
-    """OpenAI's, with a typed event in streams."""
+    """OpenAI's error object, with a typed event in streams."""
 
     def stream_end(self, error: RequestError, request_id: str) -> bytes:
         body = error_body(error)

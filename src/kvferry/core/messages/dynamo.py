@@ -1,5 +1,5 @@
-"""What a router and the process that owns Dynamo's runtime for it (`kvferry.bridge.dynamo`) tell each other: lines of
-JSON on that process's standard input and output."""
+"""Messages between a router and the process that owns Dynamo's runtime for it (`kvferry.bridge.dynamo`): lines of JSON
+on that process's standard input and output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.core.errors import ConfigError
 
 SCHEME = "dynamo://"
 CONNECTOR = "Dynamo"
-"""What workers of Dynamo's report as their connector: which one their engine uses, Dynamo does not say."""
+"""The connector that Dynamo's workers report: Dynamo does not publish which one their engine uses."""
 
 _NAME = r"^[A-Za-z0-9_-]{1,255}\Z"
 _Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
@@ -56,8 +56,8 @@ def parse_endpoint(url: str, role: Literal["prefill", "decode"]) -> DynamoEndpoi
     try:
         if len(rest) not in (1, 2) or (query and (key != "model" or not model)):
             raise msgspec.ValidationError("")
-        found = {"namespace": namespace, "component": rest[0], "role": role, "model": model}
-        return msgspec.convert(found | ({"endpoint": rest[1]} if len(rest) == 2 else {}), DynamoEndpoint)
+        fields = {"namespace": namespace, "component": rest[0], "role": role, "model": model}
+        return msgspec.convert(fields | ({"endpoint": rest[1]} if len(rest) == 2 else {}), DynamoEndpoint)
     except msgspec.ValidationError:
         raise ConfigError(
             f"{url[:200]!r} is not dynamo://NAMESPACE/COMPONENT[/ENDPOINT][?model=FOLDER]; Dynamo's vLLM workers are"

@@ -11,8 +11,8 @@ The keys are vLLM's (`do_remote_decode`, `do_remote_prefill`, `remote_engine_id`
 | `keep_for_next_turn` | true: D keeps its blocks and answers with a ticket for the next P; false: it must not |
 | `remote_transfer_id` | in that ticket: the transfer id under which D keeps them |
 | `remote_prefixes` | [number of tokens, digest of them and of the salt] of the prefixes that there is KV for |
-| `remote_stores` | those of P's stores that have the KV: they accepted all that P last wrote to them |
-| `disaggregated_params` | what a prefill worker of Dynamo's answered for the decode worker, as JSON text |
+| `remote_stores` | P's stores that have the KV: they accepted all that P last wrote to them |
+| `disaggregated_params` | the response of Dynamo's prefill worker for the decode worker, as JSON text |
 | `remote_address_seal` | authenticates the addresses (`core.messages.ticket_seal`) |
 | `remote_seal` | authenticates everything else that D acts on |
 
@@ -35,10 +35,10 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.messages.timeline import Timeline
 
 HAND_OFF_FIELD = "kv_transfer_params"
-"""Where a body has what a hand-off needs, and an answer the ticket."""
+"""The field of a request's body with its hand-off parameters, and of a response with the ticket."""
 MAX_RANKS = 64
 MAX_TOP = 1024
-"""Most likely tokens at one position, at most."""
+"""Max number of most likely tokens at one position."""
 MAX_GROUPS = 64
 MAX_BLOCK_IDS = 2**20
 MAX_PREFIXES = 64
@@ -63,8 +63,8 @@ _TRANSFER_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """The log-probability of one token at its position, its rank among all tokens there (1: the most likely), and those
-    of the most likely tokens (`top`: id → log-probability)."""
+    """The log-probability of one token at its position, its rank among all tokens there (1: the most likely), and the
+    most likely tokens (`top`: id → log-probability)."""
 
     token_id: Count
     logprob: Annotated[float, Meta(le=1.0)]
@@ -73,7 +73,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class PrefillResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What P knows at the end of its prefill besides the KV: the sampled token, and the seed that it was sampled with.
+    """P's result besides the KV, at the end of its prefill: the sampled token, and the seed that it was sampled with.
     The seed may be missing from engines without counter-based sampling. `drawn_by`: the model and the sampling
     parameters that drew the token (`core.sampling.drawn_by`); empty from engines that do not say. D uses the token only
     if it would have drawn it in the same way."""
@@ -95,10 +95,10 @@ RankAddress = tuple[Host, Port]
 
 
 class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What D needs to fetch one hand-off.
+    """The parameters with which D fetches one hand-off.
 
-    In a *concurrent* hand-off, the ticket contains only `transfer_id` and P's address: D asks before P has finished,
-    and `prefill_result` follows over the control connection.
+    In a *concurrent* hand-off, the ticket contains only `transfer_id` and P's address: D sends its request before P has
+    finished, and `prefill_result` follows over the control connection.
     """
 
     do_remote_prefill: bool = True
@@ -125,12 +125,12 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_early(self) -> bool:
-        """Whether the ticket was made before the prefill had ended, for a concurrent hand-off."""
+        """True if the ticket was made before the prefill had ended, for a concurrent hand-off."""
         return not self.remote_num_tokens
 
     @property
     def has_address(self) -> bool:
-        """Whether the ticket has an address of P."""
+        """True if the ticket has an address of P."""
         return bool(self.remote_host or self.remote_port or self.remote_ranks)
 
     @property
@@ -139,17 +139,17 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.remote_ranks or [(self.remote_host, self.remote_port)]
 
     def agrees_with(self, tokens: Sequence[int], salt: str = "") -> bool:
-        """Whether the ticket can be for these tokens, or for a prefix of them, as far as it contains digests. `salt`:
-        what else their KV depends on."""
+        """True if the ticket's digests, as far as it has any, do not exclude that it is for these tokens or for a
+        prefix of them. `salt`: everything else that their KV depends on."""
         num = self.remote_num_tokens
         return num <= len(tokens) and (not self.remote_prefixes or self.common_prefix(tokens, salt) >= num)
 
     def is_of(self, tokens: Sequence[int], salt: str = "") -> bool:
-        """Whether the ticket is for exactly these tokens, so that P's first token follows them."""
+        """True if the ticket is for exactly these tokens, so that P's first token follows them."""
         return self.remote_num_tokens in (0, len(tokens)) and self.agrees_with(tokens, salt)
 
     def common_prefix(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many of the first `tokens` the other side has KV for, according to the ticket's digests."""
+        """Number of the first `tokens` that the other side has KV for, according to the ticket's digests."""
         return common_prefix(self.remote_prefixes or (), tokens, salt)
 
     def to_params(self) -> dict[str, Any]:
@@ -161,9 +161,9 @@ class Ticket(msgspec.Struct, kw_only=True, omit_defaults=True):
 def common_prefix(prefixes: Iterable[tuple[int, str]], tokens: Sequence[int], salt: str = "") -> int:
     """The length in tokens of the longest of these prefixes, each given as (length, digest), that `tokens` begin with;
     0 if there is none."""
-    known = [(num, name) for num, name in prefixes if 0 < num <= len(tokens)]
-    digests = dict(prefix_digests(tokens, sorted({num for num, _ in known}), salt))
-    return max((num for num, name in known if digests[num] == name), default=0)
+    candidates = [(num, name) for num, name in prefixes if 0 < num <= len(tokens)]
+    digests = dict(prefix_digests(tokens, sorted({num for num, _ in candidates}), salt))
+    return max((num for num, name in candidates if digests[num] == name), default=0)
 
 
 class Produce(msgspec.Struct, frozen=True):
@@ -193,14 +193,14 @@ HandOff = Produce | Consume | None
 
 def prefix_digests(tokens: Sequence[int], lengths: Iterable[int], salt: str = "") -> list[tuple[int, str]]:
     """(length, digest of the salt and the first `length` tokens), for ascending lengths."""
-    hasher, start, found = hashlib.sha256(), 0, []
+    hasher, start, digests = hashlib.sha256(), 0, []
     if salt:
         hasher.update(hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest())
     for length in lengths:
         hasher.update(token_bytes(tokens[start:length]))
-        found.append((length, hasher.hexdigest()[:32]))
+        digests.append((length, hasher.hexdigest()[:32]))
         start = length
-    return found
+    return digests
 
 
 def parse_hand_off(params: dict[str, Any] | None, request_id: str) -> HandOff:
@@ -223,11 +223,11 @@ def parse_hand_off(params: dict[str, Any] | None, request_id: str) -> HandOff:
 
 
 def _read_produce(params: dict[str, Any], request_id: str) -> Produce:
-    kept = params.get("remote_transfer_id")
-    if kept is None or "remote_host" not in params:
+    source_id = params.get("remote_transfer_id")
+    if source_id is None or "remote_host" not in params:
         transfer_id = params.get("transfer_id") or params.get("remote_request_id") or _own_transfer_id(request_id)
         return Produce(msgspec.convert(transfer_id, TransferId))
-    source = msgspec.convert({**params, "transfer_id": kept}, Ticket, strict=False)
+    source = msgspec.convert({**params, "transfer_id": source_id}, Ticket, strict=False)
     return Produce(msgspec.convert(params.get("transfer_id") or _own_transfer_id(request_id), TransferId), source)
 
 

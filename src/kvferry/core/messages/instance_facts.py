@@ -1,5 +1,5 @@
-"""What a kvferry instance reports at GET /kvferry/instance: the engine's server writes it, routers read it. Both are of
-the same release: an answer that is not understood is rejected."""
+"""The report of a kvferry instance at GET /kvferry/instance: the engine's server writes it, routers read it. Both must
+be of the same release: a response that cannot be decoded is rejected."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvferry.core.messages.hand_off import RankAddress
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where D can ask for a hand-off from one of kvferry's connectors: an engine, and the addresses of its ranks
-    (`ranks` None: one rank)."""
+    """The source from which D fetches a hand-off of one of kvferry's connectors: an engine, and the addresses of its
+    ranks (`ranks` None: one rank)."""
 
     engine_id: str
     host: str
     port: int
     ranks: list[RankAddress] | None = None
     seal: str = ""
-    """The engine's own, of all this: D connects to no address without it."""
+    """The engine's seal of all fields: D connects to no address without it."""
 
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -30,7 +30,7 @@ Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class EventsAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an instance publishes its KV events, and where it replays them."""
+    """The endpoints at which an instance publishes its KV events, and replays them."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -56,11 +56,11 @@ class TicketKinds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reads: tuple[str, ...] | None = None
 
     def within(self, *, produces: bool, consumes: bool) -> TicketKinds:
-        """These kinds without those that a `kv_role` excludes."""
+        """The kinds that a `kv_role` permits."""
         return TicketKinds(writes=self.writes if produces else (), reads=self.reads if consumes else ())
 
-    def fit(self, theirs: TicketKinds) -> bool:
-        """Whether D, which has `theirs`, reads a kind that is written here, as far as both are known."""
+    def is_readable_by(self, theirs: TicketKinds) -> bool:
+        """True if D, whose kinds are `theirs`, reads a kind that this instance writes, as far as both are known."""
         return self.writes is None or theirs.reads is None or not set(self.writes).isdisjoint(theirs.reads)
 
 
@@ -69,7 +69,7 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     its ranks, if there are several; `kv_seal`: for tickets that a router makes of these addresses."""
 
     stack: Literal["kvferry", "dynamo"] = "kvferry"
-    """Whose engine computes."""
+    """The stack whose engine computes."""
     role: Literal["prefill", "decode", "both"] = "both"
     engine_id: str = ""
     process: str = ""
@@ -78,9 +78,9 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """None: it can neither hand off nor fetch."""
     tickets: TicketKinds = TicketKinds()
     keeps_keys: bool = False
-    """It stores and loads KV under keys of requests (`kvcache_store_keys`)."""
+    """True if the instance stores and loads KV under keys of requests (`kvcache_store_keys`)."""
     stores_take_kv: bool = True
-    """False: it hands off through stores, and now they take nothing."""
+    """False: it hands off through stores, and they accept no writes now."""
     kv_host: str = ""
     kv_port: Port = 0
     kv_ranks: list[RankAddress] | None = None
@@ -88,25 +88,25 @@ class InstanceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tp_size: Annotated[int, Meta(ge=1, le=2**20)] = 1
     layout: str | None = None
     kv_layout: KVLayout | None = None
-    """What `layout` is the fingerprint of."""
+    """The layout whose fingerprint is `layout`."""
     num_kv_tokens: Number = 0
-    """How many tokens its KV cache takes; 0: it does not say."""
+    """Capacity of its KV cache in tokens; 0: not reported."""
     block_size: Number = 0
     kv_events: EventsAddress | None = None
     max_model_len: Number = 0
     max_num_seqs: Number = 0
-    """How many requests it runs at a time; 0: it does not say."""
+    """Max number of requests that it runs at a time; 0: not reported."""
     model_names: list[str] = []
 
-    def has_part(self, part: Literal["prefill", "decode"]) -> bool:
-        """Whether it can have this part in a hand-off: it has a connector that hands off, and was not started for the
-        other role."""
+    def can_serve_as(self, part: Literal["prefill", "decode"]) -> bool:
+        """True if the instance can take this role in a hand-off: it has a connector that hands off, and was not started
+        for the other role."""
         kinds = self.tickets.writes if part == "prefill" else self.tickets.reads
         return self.connector is not None and kinds != () and self.role in ("both", part)
 
     def origin(self, host: str) -> KVSource | None:
-        """Where its hand-offs can be fetched, None if it has no control address; `host` is the instance's own, for one
-        that reports none."""
+        """The source of its hand-offs; None if it has no control address. `host` is the instance's own, used if it
+        reports none."""
         if not self.kv_port:
             return None
         return KVSource(

@@ -1,4 +1,4 @@
-"""What a KV store has of a prompt: the answer of `POST /kvferry/kept`."""
+"""The blocks of a prompt that a KV store has: the response of `POST /kvferry/kept`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class TierShare(msgspec.Struct, frozen=True):
     """One tier: it has `num_present` of the blocks, from the first on, and `num_pinned` of them were pinned by this
     request.
 
-    `is_healthy`: whether it answered. `refusal`: why it did not pin all that it has.
+    `is_healthy`: True if it answered. `refusal`: the reason why it did not pin all that it has.
     """
 
     tier: str
@@ -31,10 +31,10 @@ class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_present(self) -> int:
-        """Blocks in the tier that has the most."""
+        """Max number of blocks in one tier."""
         return max((tier.num_present for tier in self.tiers), default=0)
 
     @property
     def is_complete(self) -> bool:
-        """Whether one tier has all of them."""
+        """True if one tier has all of them."""
         return self.num_present == self.num_blocks

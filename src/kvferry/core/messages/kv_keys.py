@@ -1,6 +1,6 @@
 """`KVTransferParams`: keys under which the KV of a prompt is stored and loaded, as they travel in a request.
 
-The fields are those of vLLM's pull request 12957, in `kv_transfer_params` or at the top of a request's body:
+The fields are named as in vLLM's pull request 12957, in `kv_transfer_params` or at the top of a request's body:
 
 | field | meaning |
 |---|---|
@@ -16,7 +16,7 @@ and kvferry's own, in the same places:
 | `kvcache_wait_s` | seconds to wait for missing load keys; at most the connector's `key_wait_s`, its default |
 
 Each of the first three is null, a list, or, for several prompts in one request, a list with null or a list for each
-prompt. A null among the keys takes the place of a key that nobody needs. The keys of a prompt divide the prefix's full
+prompt. A null among the keys stands for a key that is not needed. The keys of a prompt divide the prefix's full
 blocks evenly, in order: one key names all of them, and as many keys as blocks name one block each.
 """
 
@@ -33,7 +33,7 @@ from kvferry.core.settings.bounds import MAX_SECONDS
 MAX_KEY_BYTES = 1024
 """Longest key, in UTF-8."""
 MAX_KEYS = 16_384
-"""Most keys of one prompt: those of a quarter of a million tokens in blocks of 16."""
+"""Max keys of one prompt: enough for a quarter of a million tokens in blocks of 16."""
 MAX_PREFIX_TOKENS = 2**22
 
 STORE_FIELD, LOAD_FIELD, PREFIX_FIELD = "kvcache_store_keys", "kvcache_load_keys", "prefix_prompt_ids"
@@ -56,12 +56,12 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """Whether the prompt's KV is to be stored under keys."""
+        """True if the prompt's KV is to be stored under keys."""
         return any(key is not None for key in self.kvcache_store_keys)
 
     @property
     def loads(self) -> bool:
-        """Whether KV may be loaded under keys."""
+        """True if KV may be loaded under keys."""
         return any(key is not None for key in self.kvcache_load_keys)
 
     def num_prefix_tokens(self, prompt_token_ids: Sequence[int]) -> int:
@@ -82,26 +82,26 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 def num_equal(first: Sequence[object], second: Sequence[object]) -> int:
     """The number of elements, from the first on, that are the same in both."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def parse_transfer_params(
-    params: Mapping[str, Any] | None, beside: Mapping[str, Any], *, num_prompts: int, tenant: str = ""
+    params: Mapping[str, Any] | None, body: Mapping[str, Any], *, num_prompts: int, tenant: str = ""
 ) -> list[KVTransferParams | None]:
-    """Read the keys of each prompt: from `kv_transfer_params`, and from fields of the same names at the top of the body
-    (`beside`). None: the prompt has no keys.
+    """Read the keys of each prompt: from `kv_transfer_params`, and from fields of the same names at the top of the
+    `body`. None: the prompt has no keys.
 
     Raises `InvalidRequest` that names the field: for a wrong type, for too many keys or a key that is too long, and for
     a field that has different values in both places.
     """
-    found = {field: _one_value(field, (params or {}).get(field), beside.get(field)) for field in KEY_FIELDS}
-    if all(value is None for value in found.values()):
+    values = {field: _one_value(field, (params or {}).get(field), body.get(field)) for field in KEY_FIELDS}
+    if all(value is None for value in values.values()):
         return [None] * num_prompts
-    ttl_s, wait_s = _seconds(TTL_FIELD, found[TTL_FIELD], above=True), _seconds(WAIT_FIELD, found[WAIT_FIELD])
+    ttl_s, wait_s = _seconds(TTL_FIELD, values[TTL_FIELD], above=True), _seconds(WAIT_FIELD, values[WAIT_FIELD])
     prefixes, stores, loads = (
-        _by_prompt(field, found[field], num_prompts) for field in (PREFIX_FIELD, STORE_FIELD, LOAD_FIELD)
+        _by_prompt(field, values[field], num_prompts) for field in (PREFIX_FIELD, STORE_FIELD, LOAD_FIELD)
     )
-    read = [
+    all_keys = [
         KVTransferParams(
             prefix_prompt_ids=_token_ids(prefix),
             kvcache_store_keys=_keys(STORE_FIELD, store),
@@ -112,21 +112,21 @@ def parse_transfer_params(
         )
         for prefix, store, load in zip(prefixes, stores, loads, strict=True)
     ]
-    return [one if one.stores or one.loads or one.prefix_prompt_ids is not None else None for one in read]
+    return [keys if keys.stores or keys.loads or keys.prefix_prompt_ids is not None else None for keys in all_keys]
 
 
 def shares(num_blocks: int, num_keys: int) -> list[tuple[int, int]]:
     """The blocks `[first, last)` that each key of a prompt names. With more keys than blocks, several keys name the
-    same block; of a prompt without a full block, they name none."""
-    bounds = [(num_blocks * at // num_keys, num_blocks * (at + 1) // num_keys) for at in range(num_keys)]
+    same block; if the prompt has no full block, they name none."""
+    bounds = [(num_blocks * index // num_keys, num_blocks * (index + 1) // num_keys) for index in range(num_keys)]
     return [(first, max(last, min(first + 1, num_blocks))) for first, last in bounds]
 
 
-def _one_value(field: str, within: Any, beside: Any) -> Any:
-    if within is not None and beside is not None and within != beside:
+def _one_value(field: str, in_params: Any, in_body: Any) -> Any:
+    if in_params is not None and in_body is not None and in_params != in_body:
         raise InvalidRequest(f"{field} is given twice, with different values: at the top and in kv_transfer_params",
                              param=field)  # fmt: skip
-    return beside if within is None else within
+    return in_body if in_params is None else in_params
 
 
 def _by_prompt(field: str, value: Any, num_prompts: int) -> list[list[Any]]:
@@ -158,22 +158,22 @@ def _token_ids(prefix: list[Any]) -> tuple[int, ...] | None:
         raise InvalidRequest(
             f"{PREFIX_FIELD} has {len(prefix)} token ids; at most {MAX_PREFIX_TOKENS} are accepted", param=PREFIX_FIELD
         )
-    for at, token in enumerate(prefix):
+    for index, token in enumerate(prefix):
         if type(token) is not int or not 0 <= token < 2**31:
-            raise InvalidRequest(f"{PREFIX_FIELD}[{at}] must be a token id, got {_kind(token)}", param=PREFIX_FIELD)
+            raise InvalidRequest(f"{PREFIX_FIELD}[{index}] must be a token id, got {_kind(token)}", param=PREFIX_FIELD)
     return tuple(prefix)
 
 
 def _keys(field: str, keys: list[Any]) -> Keys:
     if len(keys) > MAX_KEYS:
         raise InvalidRequest(f"{field} has {len(keys)} keys; at most {MAX_KEYS} are accepted", param=field)
-    for at, key in enumerate(keys):
+    for index, key in enumerate(keys):
         if key is None:
             continue
         if not isinstance(key, str):
-            raise InvalidRequest(f"{field}[{at}] must be a string or null, got {_kind(key)}", param=field)
+            raise InvalidRequest(f"{field}[{index}] must be a string or null, got {_kind(key)}", param=field)
         if not 0 < len(key.encode("utf-8", "surrogatepass")) <= MAX_KEY_BYTES:
-            raise InvalidRequest(f"{field}[{at}] must have 1 to {MAX_KEY_BYTES} bytes in UTF-8", param=field)
+            raise InvalidRequest(f"{field}[{index}] must have 1 to {MAX_KEY_BYTES} bytes in UTF-8", param=field)
     return tuple(keys)
 
 

@@ -1,4 +1,4 @@
-"""What router and engine share of the OpenAI API: headers, request ids, errors, server-sent events."""
+"""The OpenAI API as router and engine share it: headers, request ids, errors, server-sent events."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def sse_event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-def sane_request_id(wanted: str | None) -> str:
-    """`wanted` if it can be used in logs, headers and URLs; a new id otherwise."""
-    if wanted is not None and _SANE_REQUEST_ID.fullmatch(wanted):
-        return wanted
+def sane_request_id(client_id: str | None) -> str:
+    """The client's request id if it can be used in logs, headers and URLs; a new id otherwise."""
+    if client_id is not None and _SANE_REQUEST_ID.fullmatch(client_id):
+        return client_id
     return secret_hex()

@@ -1,4 +1,4 @@
-"""How an instance registers at a router: requests that are signed for the purpose `register` (`core.keys`)."""
+"""Registration of an instance at a router: requests that are signed for the purpose `register` (`core.keys`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an instance says about itself. `process` names its process; `engine_id` is empty if the engine has none;
+    """An instance's report of itself. `process` names its process; `engine_id` is empty if the engine has none;
     `bootstrap_port`: as in `--bootstrap-port`."""
 
     process: _Name

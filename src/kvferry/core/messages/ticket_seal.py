@@ -7,7 +7,7 @@ tokens, that come from an instance with the same token.
 P makes both. In a *concurrent* hand-off, the router or proxy makes the ticket itself: from the address seal, which P
 publishes at `/kvferry/instance` and in each ticket, a transfer id of its own and no first token; so routers and proxies
 need no key. Floating-point numbers (time stamps, log-probabilities) are not sealed, since not every proxy writes them
-as it has read them: they are only shown.
+as it has read them: they are only displayed.
 
 Without a token, tickets cannot be authenticated: D then only accepts tickets with addresses of the loopback interface.
 """
@@ -27,7 +27,7 @@ from kvferry.core.keys import derive
 from kvferry.core.messages.hand_off import Ticket
 
 SKEW_S = 60.0
-"""How much the clocks of two machines may differ."""
+"""Max difference between the clocks of two machines, in seconds."""
 _HINT = "start all instances with the same KVFERRY_AUTH_TOKEN"
 
 
@@ -51,8 +51,8 @@ class TicketSealer:
         return sealed
 
     def refusal(self, ticket: Ticket, *, connects: bool = True) -> KvferryError | None:
-        """Why this ticket must not be used; None: it may be. `connects` False: nobody will connect to its address, so
-        that may be any."""
+        """The reason why this ticket must not be used; None: it may be. `connects` False: no connection to its address
+        will be made, so the address is not checked."""
         if not self._key:
             return _strange_address(ticket) if connects else None
         if connects and ticket.has_address and not _same(ticket.remote_address_seal, self.address_seal(ticket)):
@@ -77,8 +77,8 @@ class TicketSealer:
         return hmac.new(self._key, msgspec.msgpack.encode([kind, content]), hashlib.sha256).hexdigest()
 
 
-def _same(given: str, right: str) -> bool:
-    return hmac.compare_digest(given.encode(), right.encode())
+def _same(seal: str, expected: str) -> bool:
+    return hmac.compare_digest(seal.encode(), expected.encode())
 
 
 def _address_of(ticket: Ticket) -> list[Any]:

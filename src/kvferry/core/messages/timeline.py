@@ -1,4 +1,4 @@
-"""When each phase of a request happened, in seconds since the epoch, so that stamps of two instances can be
+"""Time stamps of a request's phases, in seconds since the epoch, so that the stamps of two instances can be
 compared."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Timeline(msgspec.Struct, omit_defaults=True):
     def adopt(self, earlier: Timeline) -> None:
         """Take over the stamps of the leg before this one (P's, from the ticket), which win.
 
-        Those of the answer itself are not taken over, since this leg gives the answer.
+        The stamps of the answer itself are not taken over, since this leg gives the answer.
         """
         for phase in PHASES:
             value = getattr(earlier, phase)

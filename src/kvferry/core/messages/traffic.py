@@ -14,13 +14,13 @@ PLAN_PATH = "/kvferry/plan"
 
 
 class RequestObservation(msgspec.Struct, array_like=True):
-    """One request, from when it was placed; filled while it is served. Seconds; 0 or None: not known (yet).
+    """One request, from its placement on; updated while it is served. Seconds; 0 or None: not known (yet).
 
-    `arrived`: since 1970. `uncached`: tokens of the prompt that were expected to be computed. `prefill_s`: of
-    `prefill_tokens`, computed on a prefill instance; where it does not report its own times, what waited there before
-    it is included. `first_s`: from arrival to the answer's first byte. `hand_off_s`: from the end of prefill to the
-    first byte. `answer_s`: from the first byte to the last, in which `output_tokens` tokens came behind the first
-    one, with `beside` answers on the instance. `prefill`, `decode`: names of the instances."""
+    `arrived`: since 1970. `uncached`: tokens of the prompt that were expected to be computed. `prefill_s`: time to
+    compute `prefill_tokens` on a prefill instance; if that does not report its own times, its queue is included.
+    `first_s`: from arrival to the answer's first byte. `hand_off_s`: from the end of prefill to the first byte.
+    `answer_s`: from the first byte to the last, in which `output_tokens` tokens came behind the first one, with
+    `beside` answers on the instance. `prefill`, `decode`: names of the instances."""
 
     arrived: float
     prompt_tokens: int
@@ -39,9 +39,9 @@ class RequestObservation(msgspec.Struct, array_like=True):
 
 
 class TrafficReport(msgspec.Struct, frozen=True):
-    """GET /kvferry/traffic: one router's. `now`: its clock, seconds since 1970. `num_arrived`: requests for a
-    completion since it began, counted before anything else is done about them. `num_waiting`: that wait for an instance
-    to start. `requests`: the last ones that were placed, the oldest first."""
+    """The response of GET /kvferry/traffic, from one router. `now`: its clock, seconds since 1970. `num_arrived`:
+    requests for a completion since it began, counted on arrival. `num_waiting`: requests that wait for an instance to
+    start. `requests`: the last placed requests, oldest first."""
 
     now: float
     num_arrived: int
@@ -58,11 +58,11 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """GET /kvferry/plan: what a fleet is to be, and why. `desired`: instances by role. `disaggregate_from`: uncached
-    tokens from which prompts are computed on prefill instances; None: routers decide. `attained`: the share of requests
-    that is expected within the targets. `starts_s`: how long an instance takes to start; above 0, requests wait for one
-    where none is there. `ttft_s`, `itl_s`: the targets that routers keep to where they choose between P and D; 0: there
-    are none. `recommends`: the counts are only said, and not carried out."""
+    """The response of GET /kvferry/plan: a fleet's desired state, and why. `desired`: instances by role.
+    `disaggregate_from`: uncached tokens from which prompts are computed on prefill instances; None: routers decide.
+    `attained`: the share of requests that is expected within the targets. `starts_s`: seconds that an instance takes to
+    start; above 0, requests wait for one if there is none. `ttft_s`, `itl_s`: the targets that routers keep to where
+    they choose between P and D; 0: there are none. `recommends`: the counts are only recommended, not applied."""
 
     desired: dict[str, int]
     disaggregate_from: int | None = None

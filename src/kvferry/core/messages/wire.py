@@ -104,9 +104,9 @@ class FrameReader:
 class Pipe:
     """One end of a connection between two processes, for threads that wait. Any thread may send, while one receives.
 
-    Owns the descriptor, of a stream socket that blocks. `kinds`: what is received; `limit`: the longest frame, in
-    bytes; `send_s`: how long the other side may leave frames unread. `keys`: seal what is sent, and check what is
-    received; both are empty where no other process can reach the connection."""
+    Owns the descriptor, of a stream socket that blocks. `kinds`: the messages that it receives; `limit`: the longest
+    frame, in bytes; `send_s`: max seconds for which the other side may leave frames unread. `keys`: seal sent frames,
+    and check received ones; both are empty where no other process can reach the connection."""
 
     def __init__(
         self,
@@ -141,11 +141,11 @@ class Pipe:
         be read."""
         return self._receive_body(self._receive(HEADER_BYTES))
 
-    def receive_with_descriptors(self, most: int) -> tuple[Any, list[int]]:
-        """Receive as `receive`, with the descriptors, at most `most`, that came beside the frame's first bytes
-        (`socket.send_fds`). They are the caller's to close."""
+    def receive_with_descriptors(self, max_descriptors: int) -> tuple[Any, list[int]]:
+        """Receive as `receive`, with the descriptors, at most `max_descriptors`, that came beside the frame's first
+        bytes (`socket.send_fds`). They are the caller's to close."""
         try:
-            header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, most)
+            header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, max_descriptors)
         except OSError as error:
             raise PeerLost("the other end of the pipe is gone") from error
         if not header:
@@ -159,8 +159,8 @@ class Pipe:
         return decode_frame(body, self._kinds, self._receive_key, self._num_received - 1)
 
     def _receive(self, num_bytes: int) -> bytearray:
-        found = bytearray(num_bytes)
-        rest = memoryview(found)
+        received = bytearray(num_bytes)
+        rest = memoryview(received)
         while rest:
             try:
                 count = self._socket.recv_into(rest, 0, socket.MSG_WAITALL)
@@ -169,10 +169,10 @@ class Pipe:
             if count == 0:
                 raise PeerLost("the other end of the pipe is gone")
             rest = rest[count:]
-        return found
+        return received
 
     def shut_down(self) -> None:
-        """End the connection: whoever waits on either side has lost the other one."""
+        """End the connection: waiting callers on both sides get `PeerLost`."""
         with suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,1 +1,1 @@
-"""What configures kvferry: bounds, options, sizes, environment variables, and `--kv-transfer-config`."""
+"""Configuration of kvferry: bounds, options, sizes, environment variables, and `--kv-transfer-config`."""

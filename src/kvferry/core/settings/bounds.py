@@ -1,4 +1,4 @@
-"""Which numbers a setting may have, written beside its type: `grace_s: SecondsOrZero = 30.0`.
+"""Bounds of numeric settings, written beside their type: `grace_s: SecondsOrZero = 30.0`.
 
 A class of settings calls `check_bounds(self)` in its `__post_init__`; a test finds the numbers without bounds.
 Not-a-number is within no bounds, and infinity is above all of them: every wait ends.
@@ -23,28 +23,29 @@ PORTS = 65535
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have, from `least` to `most`. Both are included; with `above`, `least` is not."""
+    """The numbers that a setting may have, from `min_value` to `max_value`, inclusive; with `above`, `min_value` is
+    not."""
 
-    least: float
-    most: float
+    min_value: float
+    max_value: float
     above: bool = False
 
     def require(self, what: str, value: float) -> None:
         """Raise `ConfigError` that names `what` if the value is not within the bounds."""
         if value != value:  # like math.isnan, but that raises for integers beyond the range of a float
             raise ConfigError(f"{what} must be a number, got nan")
-        if value < self.least or (self.above and value == self.least) or value > self.most:
+        if value < self.min_value or (self.above and value == self.min_value) or value > self.max_value:
             raise ConfigError(f"{what} must {self._in_words(value)}, got {_short(value)}")
 
     def _in_words(self, value: float) -> str:
-        if self.most <= PORTS:
+        if self.max_value <= PORTS:
             words = "be above {:g} and at most {:g}" if self.above else "be between {:g} and {:g}"
-            return words.format(self.least, self.most)
-        if value > self.most:
-            return f"be at most {int(self.most)}"
+            return words.format(self.min_value, self.max_value)
+        if value > self.max_value:
+            return f"be at most {int(self.max_value)}"
         if self.above:
-            return f"be above {self.least:g}"
-        return "not be negative" if self.least == 0 else f"be at least {self.least:g}"
+            return f"be above {self.min_value:g}"
+        return "not be negative" if self.min_value == 0 else f"be at least {self.min_value:g}"
 
 
 SECONDS, SECONDS_OR_ZERO = Bounds(0, MAX_SECONDS, above=True), Bounds(0, MAX_SECONDS)
@@ -69,15 +70,15 @@ def check_bounds(config: Any) -> None:
     kind: Any = type(config)
     for name, bounds in bounds_of(kind).items():
         value = getattr(config, name)
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
-            bounds.require(f"--{name.replace('_', '-')}", one)
+        for number in value if isinstance(value, tuple) else () if value is None else (value,):
+            bounds.require(f"--{name.replace('_', '-')}", number)
 
 
 @cache
 def bounds_of(kind: Any) -> dict[str, Bounds]:
     """The bounds of the fields that have any, by name."""
     hints = get_type_hints(kind, include_extras=True)
-    return {name: found for name, hint in hints.items() if (found := next(_within(hint), None)) is not None}
+    return {name: bounds for name, hint in hints.items() if (bounds := next(_within(hint), None)) is not None}
 
 
 def require_number(what: str, value: object) -> None:
@@ -89,7 +90,7 @@ def require_number(what: str, value: object) -> None:
 
 def _within(hint: Any) -> Iterator[Bounds]:
     if get_origin(hint) is Annotated:
-        yield from (one for one in get_args(hint)[1:] if isinstance(one, Bounds))
+        yield from (bounds for bounds in get_args(hint)[1:] if isinstance(bounds, Bounds))
     for part in get_args(hint):
         yield from _within(part)
 

@@ -1,6 +1,6 @@
 """Environment variables that do not belong to a flag. The documentation's reference lists them from here.
 
-Every flag has a variable too (`--max-num-seqs`: `KVFERRY_MAX_NUM_SEQS`); those follow from the flags.
+Every flag has a variable too (`--max-num-seqs`: `KVFERRY_MAX_NUM_SEQS`), which is derived from the flag.
 """
 
 from __future__ import annotations

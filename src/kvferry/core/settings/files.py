@@ -1,7 +1,7 @@
 """Files that users name: read whole, within a bound and a deadline, and checked before work whose result goes there.
 
-A file may be a pipe that nobody writes to, or on a file system whose server does not answer: then not even a signal
-ends a read. Reads are therefore made by threads that may be left behind, never by an event loop.
+A file may be a pipe without a writer, or on a file system whose server does not answer: then not even a signal ends a
+read. Reads are therefore made by threads that may be abandoned, never by an event loop.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from kvferry.core.errors import ConfigError
 
 MAX_BYTES = 16 * 2**20
 WAIT_S = 10.0
-"""Most seconds for which a pipe has nothing to read, or a file system does not answer."""
-_LATER_S = 5.0
-"""Seconds more than `WAIT_S` until a thread that reads is left behind."""
+"""Max seconds for which a pipe has nothing to read, or a file system does not answer."""
+_THREAD_GRACE_S = 5.0
+"""Seconds beyond `WAIT_S` after which a reading thread is abandoned."""
 
 T = TypeVar("T")
 
 
 def read_whole(path: Path, wait_s: float = WAIT_S) -> bytes:
-    """What is in a file of at most `MAX_BYTES`, or comes through a pipe. Raises a `ConfigError` that names it."""
-    return within(path, wait_s + _LATER_S, lambda: _read(path, wait_s))
+    """The content of a file of at most `MAX_BYTES`, or of a pipe. Raises a `ConfigError` that names it."""
+    return run_within(path, wait_s + _THREAD_GRACE_S, lambda: _read(path, wait_s))
 
 
 def require_file(path: Path, what: str = "it") -> None:
     """Raise a `ConfigError` that names `path` unless it is a file that can be opened and read more than once."""
-    if not within(path, WAIT_S, lambda: _is_plain(path)):
+    if not run_within(path, WAIT_S, lambda: _is_plain(path)):
         raise ConfigError(f"{path}: {what} must be a plain file")
 
 
-def within(path: Path, limit_s: float, act: Callable[[], T]) -> T:
-    """What `act` does with the file at `path`, in a thread that is left behind after `limit_s`. Raises `ConfigError`
-    then."""
+def run_within(path: Path, limit_s: float, func: Callable[[], T]) -> T:
+    """Run `func`, which uses the file at `path`, in a thread, and return its result. Raises `ConfigError` after
+    `limit_s`, and abandons the thread."""
     results: list[T | BaseException] = []
-    thread = threading.Thread(target=_keep, args=(act, results), name=f"reads {path}", daemon=True)
+    thread = threading.Thread(target=_capture, args=(func, results), name=f"reads {path}", daemon=True)
     thread.start()
     thread.join(limit_s)
     if not results:
@@ -53,41 +53,41 @@ def within(path: Path, limit_s: float, act: Callable[[], T]) -> T:
     return result
 
 
-def _keep(act: Callable[[], T], results: list[T | BaseException]) -> None:
+def _capture(func: Callable[[], T], results: list[T | BaseException]) -> None:
     try:
-        results.append(act())
+        results.append(func())
     except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
         results.append(error)
 
 
-class FileWork(Generic[T]):
-    """What `act` does with the file at `path`, again and again while an event loop serves. One that takes longer than
-    `limit_s` is left to its thread, and no other is begun before it has ended."""
+class FileTask(Generic[T]):
+    """Runs `func`, which uses the file at `path`, repeatedly for an event loop. A run that takes longer than `limit_s`
+    is left to its thread, and no other run starts before it has ended."""
 
-    def __init__(self, path: Path, act: Callable[[], T], limit_s: float = WAIT_S) -> None:
-        self._path, self._act, self._limit_s = path, act, limit_s
-        self._working: asyncio.Future[T] | None = None
+    def __init__(self, path: Path, func: Callable[[], T], limit_s: float = WAIT_S) -> None:
+        self._path, self._func, self._limit_s = path, func, limit_s
+        self._running: asyncio.Future[T] | None = None
 
-    async def do(self) -> T:
-        """The result. Raises what `act` raises, and `ConfigError` if that takes too long."""
-        if self._working is None or self._working.done():
-            self._working = asyncio.get_running_loop().create_future()
-            work = (asyncio.get_running_loop(), self._working)
+    async def run(self) -> T:
+        """The result. Raises what `func` raises, and `ConfigError` if it takes too long."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.get_running_loop().create_future()
+            work = (asyncio.get_running_loop(), self._running)
             threading.Thread(target=self._work, args=work, name=f"follows {self._path}", daemon=True).start()
         try:
             async with asyncio.timeout(self._limit_s):
-                return await asyncio.shield(self._working)
+                return await asyncio.shield(self._running)
         except TimeoutError as error:
             raise ConfigError(f"{self._path} does not answer within {self._limit_s:g} s") from error
 
     def _work(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T]) -> None:
         results: list[T | BaseException] = []
-        _keep(self._act, results)
+        _capture(self._func, results)
         with suppress(RuntimeError):  # the loop has been closed meanwhile
             loop.call_soon_threadsafe(_settle, future, results[0])
 
 
-class PatientFile(io.RawIOBase):
+class TimedFile(io.RawIOBase):
     """A file or pipe of any length, read in turn. Raises `ConfigError` where a pipe has nothing to read for `wait_s`,
     and `OSError`."""
 
@@ -98,11 +98,11 @@ class PatientFile(io.RawIOBase):
         self._poll.register(self._file, select.POLLIN)
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def read(self, size: int = -1) -> bytes:
-        """As of a file in blocking mode."""
+        """Read as from a file in blocking mode."""
         parts: list[bytes] = []
         while size:
             if not self._poll.poll(self._wait_s * 1e3):
@@ -114,7 +114,7 @@ class PatientFile(io.RawIOBase):
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
         super().close()
 
@@ -122,7 +122,7 @@ class PatientFile(io.RawIOBase):
 def _settle(future: asyncio.Future[T], result: T | BaseException) -> None:
     if isinstance(result, BaseException):
         future.set_exception(result)
-        future.exception()  # it may be that nobody waits any more
+        future.exception()  # marks it as retrieved: the waiter may be gone
     else:
         future.set_result(result)
 
@@ -154,13 +154,13 @@ def _is_plain(path: Path) -> bool:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a pipe before anything writes to it, too."""
+    """Opens a pipe even before it has a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def require_writable(flag: str, path: Path, **others: Path | None) -> None:
-    """Raise `ConfigError` before any work is done if no file can be written there, or it is one of the `others`, by
-    flag, that the command reads or writes."""
+    """Raise `ConfigError` if no file can be written at `path`, or if it is one of the `others`, by flag, that the
+    command reads or writes. Call it before the work whose result goes there."""
     for name, other in others.items():
         if other is not None and path.resolve() == other.resolve():
             raise ConfigError(f"{flag} {path}: this is --{name}; write to another file")

@@ -1,4 +1,4 @@
-"""TOML files that users write, and those that are written for them."""
+"""TOML files: reading the users', and writing new ones."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{_key(key)} = {_value(one)}' for key, one in value.items())} }}"
+        return f"{{ {', '.join(f'{_key(key)} = {_value(inner)}' for key, inner in value.items())} }}"
     return msgspec.json.encode(value).decode()

@@ -19,13 +19,13 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How this instance takes part in moving KV. The docstring under each field is its meaning in the reference."""
+    """The instance's part in moving KV. The docstring under each field is its meaning in the reference."""
 
     kv_connector: str
     """Name of the connector, or `module:attribute` for a `ConnectorSpec` that no installed package registers."""
 
     kv_role: KVRole = "kv_both"
-    """Whether KV leaves this instance (`kv_producer`), comes to it (`kv_consumer`), or both. Default of `kvferry
+    """Direction of KV: out of this instance (`kv_producer`), into it (`kv_consumer`), or both. Default of `kvferry
     prefill` and `kvferry decode`: the role that fits."""
 
     kv_buffer_device: str = "cpu"
@@ -52,7 +52,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Name of this instance among those that exchange KV. Default: random."""
 
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    """What D does with a request whose KV cannot be loaded: compute the prompt itself, or answer with an error."""
+    """D's answer to a request whose KV cannot be loaded: compute the prompt itself, or return an error."""
 
     enable_permute_local_kv: bool = False
     """Accepted because vLLM's configuration has it, and not used: layouts are converted where they differ."""
@@ -65,22 +65,22 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def produces(self) -> bool:
-        """Whether KV leaves this instance."""
+        """True if KV leaves this instance."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def consumes(self) -> bool:
-        """Whether KV comes to this instance."""
+        """True if KV comes to this instance."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
 
 def parse_transfer_config(text: str) -> KVTransferConfig:
     """Read the JSON of `--kv-transfer-config`. Raises `ConfigError` that names the key and the nearest known one."""
     raw = read_transfer_json(text)
-    known = KVTransferConfig.__struct_fields__
+    known_keys = KVTransferConfig.__struct_fields__
     for key in raw:
-        if key not in known:
-            raise ConfigError(unknown_key(f"--kv-transfer-config: {key}", key, known))
+        if key not in known_keys:
+            raise ConfigError(unknown_key(f"--kv-transfer-config: {key}", key, known_keys))
     try:
         config = msgspec.convert(raw, KVTransferConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -114,7 +114,7 @@ def _as_vllm_reads_it(raw: dict[str, Any]) -> dict[str, Any]:
     read = _with_numbers(raw)
     extra = read.get("kv_connector_extra_config")
     if isinstance(extra, dict) and isinstance(children := extra.get("connectors"), list):
-        named = [_with_numbers(one) if isinstance(one, dict) else one for one in children]
+        named = [_with_numbers(child) if isinstance(child, dict) else child for child in children]
         read["kv_connector_extra_config"] = {**extra, "connectors": named}
     return read
 
@@ -130,12 +130,12 @@ def _with_numbers(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_password(text: str) -> bool:
-    """Whether a text has a URL with a password in it."""
+    """True if a text has a URL with a password in it."""
     return _PASSWORD.search(text) is not None
 
 
 def _instead(text: str) -> str:
-    """What to write instead of text that is not JSON: for the name of a connector, a configuration with that name."""
+    """A correction of text that is not JSON: for the name of a connector, a configuration with that name."""
     if re.fullmatch(r"[A-Za-z_][\w.:]*", text):
         return f"""write it as '{{"kv_connector": "{text}"}}'"""
     return f"got {text[:200]}"

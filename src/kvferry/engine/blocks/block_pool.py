@@ -16,7 +16,7 @@ from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.errors import LeakError
 from kvferry.engine.blocks.cached_order import CachedOrder, ReleaseOrder
 from kvferry.engine.kv_events import BlockEvents
-from kvferry.observe.figures import computed_gauge, counter, gauge
+from kvferry.observe.metric_fields import computed_gauge, counter, gauge
 
 
 @dataclass(frozen=True)

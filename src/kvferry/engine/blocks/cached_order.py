@@ -29,7 +29,7 @@ class CachedOrder(ABC):
 
     @abstractmethod
     def acquired(self, block_hash: BlockHash, *, was_free: bool) -> None:
-        """Note that one more sequence uses the block; `was_free`: none did before."""
+        """Record that one more sequence uses the block; `was_free`: none did before."""
 
     @abstractmethod
     def freed(self, block_hash: BlockHash) -> None:

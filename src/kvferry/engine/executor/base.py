@@ -46,7 +46,7 @@ class PlanQueue:
             self.waiting.append(plan)
 
     def begun(self, number: int) -> None:
-        """Note that all plans before this one have begun on all ranks."""
+        """Record that all plans before this one have begun on all ranks."""
         while self.first < number and self.waiting:
             self.waiting.popleft()
             self.first += 1

@@ -211,7 +211,7 @@ class RankProcessMain:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
 
     def _may_proceed(self, within_s: float) -> bool:
-        """Whether rank 0 has left the step too, and so has made the same collectives. Otherwise it may be blocked in
+        """True if rank 0 has left the step too, and so has made the same collectives. Otherwise it may be blocked in
         one that this rank never reaches, and that fails when this process exits."""
         end = SYSTEM_CLOCK.monotonic() + within_s
         is_woken = False

@@ -9,14 +9,14 @@ import sys
 from typing import NoReturn
 
 from kvferry.core.names import resolve, without_collections
-from kvferry.core.process_end import leave
+from kvferry.core.process_exit import exit_process
 
 
 def main(descriptor: int) -> NoReturn:
     """Serve rank 0 at the other end of the pipe, and exit."""
     with without_collections():
         serve = resolve("kvferry.engine.executor.rank_main:main")
-    leave(serve(descriptor))
+    exit_process(serve(descriptor))
 
 
 if __name__ == "__main__":

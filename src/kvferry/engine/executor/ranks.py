@@ -330,6 +330,6 @@ def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, p
 
 
 def _wants_tls(options: dict[str, Any]) -> bool:
-    """Whether these options of a connector, or those of one in it, ask for TLS of all that moves."""
+    """True if these options of a connector, or those of one in it, ask for TLS of all that moves."""
     own = bool(options.get("tls_cert")) and not options.get("tls_control_only")
     return own or any(_wants_tls(one.get("kv_connector_extra_config", {})) for one in options.get("connectors", ()))

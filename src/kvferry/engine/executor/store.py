@@ -62,11 +62,11 @@ class MeetingStore(dist.Store):  # type: ignore[name-defined]
         return int(self._ask(TableRequest("add", (key,), number=number)).value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """True if all keys are there."""
         return self._ask(TableRequest("look", tuple(keys))).has_all
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """True if it was there."""
         return self._ask(TableRequest("delete", (key,))).has_all
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -79,7 +79,7 @@ class _Products(TorchDispatchMode):
 
 
 def _adds_nothing(args: Any) -> bool:
-    """Whether this is an outer product, as rotary embeddings compute of positions, or empty, as the product of shared
+    """True if this is an outer product, as rotary embeddings compute of positions, or empty, as the product of shared
     experts in a model without them."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return any(tensor.numel() == 0 for tensor in tensors) or (len(tensors) == 2 and tensors[0].shape[-1] == 1)

@@ -32,7 +32,7 @@ from kvferry.engine.model.stored import SAMPLING_DEFAULTS, require_sound
 from kvferry.engine.model.support import require_divisible, require_supported
 from kvferry.engine.patch_names import DEFAULT_PATCHES
 from kvferry.models.catalog import resolve
-from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, checkpoint_place, resolved_config
+from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, local_checkpoint, resolved_config
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ModelSettings:
 
     @property
     def quantized(self) -> bool:
-        """Whether the configuration describes quantized weights."""
+        """True if the configuration describes quantized weights."""
         return getattr(self.values, "quantization_config", None) is not None
 
 
@@ -134,7 +134,7 @@ def load_model(
                 **place.load_options(),
             )
             require_complete(weights, config.model)
-            if not isinstance(found.source, Path) and (folder := checkpoint_place(found.source)) is not None:
+            if not isinstance(found.source, Path) and (folder := local_checkpoint(found.source)) is not None:
                 require_sound(folder, quantized=found.quantized)
     module = module.to(device).eval().requires_grad_(False)
     own_memory(module)

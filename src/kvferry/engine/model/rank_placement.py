@@ -76,7 +76,7 @@ class RankPlacement:
             torch.set_num_threads(number)
 
     def agree(self, needed: bool, device: torch.device) -> bool:
-        """Whether `needed` is true on any rank. All ranks call it together."""
+        """True if `needed` is true on any rank. All ranks call it together."""
         if self.size == 1:
             return needed
         said = torch.tensor([int(needed)], device=device)

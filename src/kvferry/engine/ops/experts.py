@@ -101,7 +101,7 @@ _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether `module` holds the experts of a layer in transformers' stacked form."""
+    """True if `module` holds the experts of a layer in transformers' stacked form."""
     leave, enter = module._parameters.get("down_proj"), _entering(module)
     return leave is not None and enter is not None and leave.ndim == enter.ndim == 3
 

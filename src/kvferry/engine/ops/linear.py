@@ -168,7 +168,7 @@ def _is_cast_to_float32(function: Any, others: tuple[Any, ...]) -> bool:
 
 
 def can_pack(*linears: nn.Module | None) -> bool:
-    """Whether these are plain linear layers on the CPU, with weights that the kernels can pack."""
+    """True if these are plain linear layers on the CPU, with weights that the kernels can pack."""
     return library() is not None and all(_is_plain(linear) for linear in linears)
 
 
@@ -180,7 +180,7 @@ def _is_plain(linear: nn.Module | None) -> bool:
 
 
 def is_plain_weight(weight: Any) -> bool:
-    """Whether the kernels can pack this parameter."""
+    """True if the kernels can pack this parameter."""
     return (
         type(weight) is nn.Parameter
         and weight.ndim == 2

@@ -110,7 +110,7 @@ def optimize(model: nn.Module) -> Counter[str]:
 
 
 def _is_ordinary(model: nn.Module) -> bool:
-    """Whether all parameters are on the CPU, in one dtype that the kernels support."""
+    """True if all parameters are on the CPU, in one dtype that the kernels support."""
     kinds = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
     return len(kinds) == 1 and kinds <= {("cpu", dtype) for dtype in PACKABLE}
 

@@ -1,4 +1,4 @@
-"""The OpenAI server of one engine: its routes, and serving them until the process is stopped (`ending_signals`)."""
+"""The OpenAI server of one engine: its routes, and serving them until the process is stopped (`shutdown_signals`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def serve(
     handle_signals: bool = True,
     registrar: RegistrarConfig | None = None,
 ) -> None:
-    """Serve `front` until the process is stopped (`ending_signals`). The caller closes the engine.
+    """Serve `front` until the process is stopped (`shutdown_signals`). The caller closes the engine.
 
     With `handle_signals` (main thread only), a signal begins the shutdown, and a second one cuts it short.
     Until then, the instance is registered at the routers of `registrar`. Raises `ConfigError` if the address cannot be

@@ -120,7 +120,7 @@ class StopStrings:
 
     @staticmethod
     def _may_grow(text: str, start: int, stop: str) -> bool:
-        """Whether the text from `start` on is a beginning of `stop`, but not all of it."""
+        """True if the text from `start` on is a beginning of `stop`, but not all of it."""
         return len(text) - start < len(stop) and stop.startswith(text[start:])
 
 

@@ -54,7 +54,7 @@ async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
 
 
 def _is_small(value: Any, most: int) -> bool:
-    """Whether the value has at most `most` characters and entries in all; stops counting there."""
+    """True if the value has at most `most` characters and entries in all; stops counting there."""
     waiting = [value]
     while waiting and most >= 0:
         one = waiting.pop()
@@ -105,7 +105,7 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _opens_answer(body: ChatCompletionRequest) -> bool:
-    """Whether the prompt ends with the beginning of a new answer; False if the last message is to be continued."""
+    """True if the prompt ends with the beginning of a new answer; False if the last message is to be continued."""
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

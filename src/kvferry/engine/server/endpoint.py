@@ -144,7 +144,7 @@ async def _send_whole(writer: AnswerWriter, off_loop: ThreadOffload, response: R
 
 
 def _is_large(*deltas: Delta) -> bool:
-    """Whether the deltas have so many tokens and log-probabilities that encoding them takes long."""
+    """True if the deltas have so many tokens and log-probabilities that encoding them takes long."""
     num_places = 0
     for delta in deltas:
         num_places += len(delta.token_ids) + len(delta.prompt_logprobs or ())

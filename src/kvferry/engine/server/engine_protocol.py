@@ -50,7 +50,7 @@ class EngineFront(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether requests can be served now."""
+        """True if requests can be served now."""
 
     def describe(self) -> InstanceFacts:
         """What a router has to know about this instance."""

@@ -108,7 +108,7 @@ class Generation:
             await self._leader_began.wait()
         with self._metrics.track(len(child.request.prompt_token_ids), self._arrived, self._clock) as tracker:
             last = await self._until_last(child, sink, tracker)
-            tracker.finished(last.finish_reason or "stop", child.request.timeline)
+            tracker.record_end(last.finish_reason or "stop", child.request.timeline)
         self.num_unfinished -= 1
         await sink(last)
 
@@ -118,7 +118,7 @@ class Generation:
         async with aclosing(cast(Outputs, self._front.generate(child.request))) as outputs:
             async for output in outputs:
                 _raise_failure(output)
-                tracker.tokens(len(output.token_ids))
+                tracker.record_tokens(len(output.token_ids))
                 delta = child.assembler.feed(output)
                 self._note(child, output, delta)
                 if delta.finish_reason is not None:

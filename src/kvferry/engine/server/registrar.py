@@ -249,7 +249,7 @@ class RegisteredServer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the shutdown has begun."""
+        """True if the shutdown has begun."""
         return self._leaving or self._server.stopping
 
     def stop(self) -> None:
@@ -278,7 +278,7 @@ class _Router:
         """The router's address, looked up once for as long as it answers."""
         self.drained = False
         self.lost = False
-        """Whether it did not answer, or refused, at the last attempt."""
+        """True if it did not answer, or refused, at the last attempt."""
         self._trouble: str | None = ""
         self._wait_s = _FIRST_WAIT_S
 
@@ -291,7 +291,8 @@ class _Router:
         return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _MIN_RENEWAL_S), _MAX_RENEWAL_S)
 
     def failed(self, error: Exception) -> float:
-        """Note that it did not answer, or refused, or could not be asked; returns the seconds until the next report."""
+        """Record that it did not answer, or refused, or could not be asked; returns the seconds until the next
+        report."""
         self.lost, self.address = not isinstance(error, Unavailable), None
         expected = isinstance(error, KvferryError)
         trouble = str(error) if expected else repr(error)

@@ -139,7 +139,7 @@ class AnswerWriter(ABC):
         return self._logprobs.prompt(delta.prompt_logprobs, self._num_prompt_logprobs)
 
     def _worth_sending(self, delta: Delta, logprobs: object) -> bool:
-        """Whether an event is sent for this delta: not for tokens without text, unless the event contains something
+        """True if an event is sent for this delta: not for tokens without text, unless the event contains something
         else."""
         return bool(
             delta.text

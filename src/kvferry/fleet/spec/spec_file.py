@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.settings.files import WAIT_S, FileWork, within
+from kvferry.core.settings.files import WAIT_S, FileTask, run_within
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, read_fleet
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ class SpecFile:
     ) -> None:
         """Raises `ConfigError` if it is wrong and said nothing earlier."""
         self._path, self._read = path, read
-        self._looking, self._trouble = FileWork(path, self._look), ""
-        self._seen = within(path, WAIT_S, self._stamp)
+        self._looking, self._trouble = FileTask(path, self._look), ""
+        self._seen = run_within(path, WAIT_S, self._stamp)
         try:
             self.fleet = read(path)
         except ConfigError as error:
@@ -39,7 +39,7 @@ class SpecFile:
         """What it says now; as long as that is wrong, or the file is not there or does not answer, what it said
         before."""
         try:
-            self.fleet = await self._looking.do()
+            self.fleet = await self._looking.run()
         except ConfigError as error:
             if str(error) != self._trouble:
                 logger.error("what was wanted before stays in force: %s", error)

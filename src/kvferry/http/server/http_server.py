@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from kvferry.core.errors import LeakError
-from kvferry.core.process_end import ending_signals
+from kvferry.core.process_exit import shutdown_signals
 from kvferry.http.server.acceptor import Acceptor
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.keys import Guard, Side
@@ -198,8 +198,8 @@ class Stoppable(Protocol):
 
 @contextmanager
 def signals_end(server: Stoppable) -> Iterator[None]:
-    """The `ending_signals` stop `server`, a second one aborts running requests. Main thread only."""
-    loop, numbers = asyncio.get_running_loop(), ending_signals()
+    """The `shutdown_signals` stop `server`, a second one aborts running requests. Main thread only."""
+    loop, numbers = asyncio.get_running_loop(), shutdown_signals()
 
     def end() -> None:
         (server.abort if server.stopping else server.stop)()

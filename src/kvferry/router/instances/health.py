@@ -193,7 +193,9 @@ class Health:
             why = f"it was started for {facts.role}"
         elif isinstance(facts, InstanceFacts) and facts.connector is None and self._pools.prefill.instances:
             why = "it has no connector"
-        elif isinstance(facts, InstanceFacts) and not facts.has_part(instance.role) and self._pools.prefill.instances:
+        elif (
+            isinstance(facts, InstanceFacts) and not facts.can_serve_as(instance.role) and self._pools.prefill.instances
+        ):
             why = f"its {facts.connector} {'writes' if instance.role == 'prefill' else 'reads'} no tickets"
         if why and self._warned.get(instance) != why:
             logger.warning("%s (%s) takes no part in hand-offs: %s", instance, instance.url, why)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvferry.core.errors import ConfigError, TransferError
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.core.settings.files import FileWork, read_whole
+from kvferry.core.settings.files import FileTask, read_whole
 from kvferry.http.errors import Unreachable
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, UnknownInstance
@@ -67,7 +67,7 @@ class Membership:
         self._config, self._pools, self._connections, self._state = config, pools, connections, state
         self._last_text = self._last_error = ""
         path = config.instances_file or Path()
-        self._file = FileWork(path, lambda: read_whole(path))
+        self._file = FileTask(path, lambda: read_whole(path))
         with state.changing():
             if not state.fact("begun"):
                 given = given_instances(config)
@@ -368,7 +368,7 @@ class Membership:
         if path is None:
             return
         try:
-            text = _text(path, await self._file.do())
+            text = _text(path, await self._file.run())
         except ConfigError as error:
             self._keep(error)
             return

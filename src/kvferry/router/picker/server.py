@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 
 from kvferry.core.errors import ConfigError
-from kvferry.core.process_end import EndLimit, end_limit
+from kvferry.core.process_exit import ShutdownDeadline, shutdown_deadline
 from kvferry.core.settings.files import read_whole
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpConfig
@@ -53,7 +53,7 @@ def run_picker(
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
     for _, url, _ in given_instances(config):
         _require_address(url)
-    with end_limit() as limit:
+    with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, picker, http, access, on_ready, limit)))
 
 
@@ -71,7 +71,7 @@ async def _serve(
     http: HttpConfig,
     access: InstanceAccess | None,
     on_ready: Callable[[dict[str, Any]], None],
-    limit: EndLimit,
+    limit: ShutdownDeadline,
 ) -> int:
     router = build_router(config, http, access)
     freeze_garbage_collector()

@@ -124,7 +124,7 @@ def why_without_part(facts: Facts, part: LegRole) -> str:
     """Why an instance cannot have this part in hand-offs, whatever the other instance is; empty if it can."""
     if why := _why_other_role(facts, part):
         return why
-    if isinstance(facts, InstanceFacts) and not facts.has_part(part):
+    if isinstance(facts, InstanceFacts) and not facts.can_serve_as(part):
         if facts.connector is None:
             return f"the {part} instance has no connector"
         return f"the {part} instance's {facts.connector} {'writes' if part == 'prefill' else 'reads'} no tickets"
@@ -186,7 +186,7 @@ def _why_tickets_differ(
     prefill: str | None, of_prefill: TicketKinds, decode: str | None, of_decode: TicketKinds
 ) -> str:
     """Asked for each request, but logged once for each pair."""
-    if of_prefill.fit(of_decode):
+    if of_prefill.is_readable_by(of_decode):
         return ""
     writes, reads = " and ".join(of_prefill.writes or ()), " and ".join(of_decode.reads or ())
     why = f"{prefill} at prefill writes tickets of kind {writes}, and {decode} at decode reads {reads}"

@@ -269,7 +269,7 @@ def _kept(row: TicketRow, decode: Instance) -> KeptTicket:
 def _fits(kept: KeptTicket, prefill: InstanceFacts) -> bool:
     """Whether P reads what D writes, as far as both say."""
     facts = kept.decode.facts
-    return not isinstance(facts, InstanceFacts) or facts.tickets.fit(prefill.tickets)
+    return not isinstance(facts, InstanceFacts) or facts.tickets.is_readable_by(prefill.tickets)
 
 
 def _is_another(kept: KeptTicket) -> bool:

@@ -101,7 +101,7 @@ class RequestRecord:
                 ("prefill", told.prefill_started, told.prefill_done),
             ):
                 if begun is not None and ended is not None:
-                    leg.span.part(name, begun, ended)
+                    leg.span.finished_child(name, begun, ended)
             leg.span.end(decision.prefill_answered, {"kvferry.cached_tokens": usage.cached_tokens})
 
     def _see_prefill(self, leg: Leg, usage: PrefillUsage, computed: float) -> None:
@@ -152,7 +152,7 @@ class RequestRecord:
                 if leg.span is not None:
                     leg.span.end(now, {})
             if decision.first_byte is not None:
-                self.span.part("first byte", decision.arrived, decision.first_byte)
+                self.span.finished_child("first byte", decision.arrived, decision.first_byte)
             about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
             self.span.end(now, about, "" if num_bytes else "not delivered")
 

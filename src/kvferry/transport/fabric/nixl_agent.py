@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.core.cache_places import meeting_roots
+from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import ConfigError, MissingDependency, PeerLost, ProtocolError
 from kvferry.core.private_folder import private_folder
@@ -196,7 +196,7 @@ def start_turn(path: Path, turn_s: float, clock: Clock = SYSTEM_CLOCK) -> Iterat
 
 
 def _lock_path() -> Path:
-    return private_folder(f"kvferry-{os.getuid()}", meeting_roots()) / "nixl.lock"
+    return private_folder(f"kvferry-{os.getuid()}", user_runtime_dirs()) / "nixl.lock"
 
 
 def _locked(descriptor: int) -> bool:

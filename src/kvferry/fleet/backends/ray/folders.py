@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from kvferry.core.cache_places import meeting_roots
+from kvferry.core.cache_dirs import user_runtime_dirs
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.private_folder import private_folder
 from kvferry.fleet.backends.local.backend import memory_folder
@@ -23,7 +23,7 @@ _NEW_S = 60.0
 def root_folder() -> Path:
     """The folder of all of them. Raises `ConfigError` if there is no place for it."""
     memory = memory_folder()
-    roots = [*([] if memory is None else [Path(memory)]), *meeting_roots()]
+    roots = [*([] if memory is None else [Path(memory)]), *user_runtime_dirs()]
     return private_folder(f"kvferry-{os.getuid()}-ray", roots)
 
 

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import signal
 
-from kvferry.core.process_end import ending_signals
+from kvferry.core.process_exit import shutdown_signals
 
 
 def test_under_nohup_a_process_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert ending_signals() == (signal.SIGINT, signal.SIGTERM)
+        assert shutdown_signals() == (signal.SIGINT, signal.SIGTERM)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert ending_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        assert shutdown_signals() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
