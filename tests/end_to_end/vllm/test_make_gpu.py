@@ -12,7 +12,7 @@ import pytest
 
 from support.vllm_servers import vllm_environment
 
-pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.processes, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 NOT_ON_CPUS = "LMCache, CPU tier does not run: "
 """LMCache 0.5.6 has nothing that copies KV of vLLM for CPUs."""
@@ -26,7 +26,7 @@ def run(folder: Path, *steps: str, **environment: str) -> tuple[dict[str, float]
         env={**vllm_environment(), "KVFERRY_GPU": "fake", "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=850,
         check=False,
     )
     logs = "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
