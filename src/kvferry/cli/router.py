@@ -68,11 +68,12 @@ def router(
     if config.workers is not None and config.workers > 1 and group is None:
         given_instances(config)
         return _run_several(config, where, keys, most, instances, logs, ready_fd)
+    from kvferry.dashboard.router_page import page_of_router
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
 
     http = HttpConfig(**http_settings(where, keys, most), listeners=listener)
     with reporting("router", ready_fd, logs) as reporter:
-        return run_router(config, http, instances, group=group, on_ready=reporter.ready)
+        return run_router(config, http, instances, group=group, page=page_of_router, on_ready=reporter.ready)
 
 
 def _run_several(

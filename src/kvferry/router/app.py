@@ -116,11 +116,11 @@ class Router:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
         themselves."""
         self.membership.catch_up()
-        response.send_json(msgspec.json.encode({"instances": self.views(request)}))
+        response.send_json(msgspec.json.encode({"instances": self.views(with_addresses=request.caller.is_operator)}))
 
-    def views(self, request: HttpRequest) -> list[dict[str, Any]]:
-        """All instances, as the client that asks may see them."""
-        view, pairing = _view_with_addresses if request.caller.is_operator else _view, self.services.chooser.pairing
+    def views(self, *, with_addresses: bool = False) -> list[dict[str, Any]]:
+        """All instances as clients see them, or as operators do, with their addresses."""
+        view, pairing = _view_with_addresses if with_addresses else _view, self.services.chooser.pairing
         return [view(instance) | {"no_hand_off": pairing.why_no_hand_off(instance)} for instance in self.services.pools]
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:

@@ -199,6 +199,13 @@ class RouterConfig:
     waiting requests and on memory are divided among them. Default: one; with `kvferry serve`, two where there are cores
     for them, so that a router that dies or hangs is no outage."""
 
+    page: bool = True
+    """Serve a page at `/` that shows the fleet, the last requests and where their time went. It needs the same key as
+    /kvferry/*."""
+
+    page_tick_s: Annotated[float, Bounds(0.1, 60)] = 2.0
+    """Seconds between two updates of an open page."""
+
     max_decisions: Count = 512
     """Number of requests that /kvferry/decisions shows."""
 

@@ -16,6 +16,8 @@ JSON = (b"content-type", b"application/json")
 
 TIMING_WANTED = b"x-kvferry-server-timing"
 """A client that sends it, with whatever value, gets `SERVER_TIMING` with its answer."""
+AGGREGATE = b"x-kvferry-aggregate"
+"""With `1`, a client asks for an answer from one instance, without a hand-off."""
 SERVER_TIMING = b"server-timing"
 
 OWN_PREFIX = b"x-kvferry-"

@@ -18,10 +18,14 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer, signals_end
 from kvferry.http.server.lifecycle import Lifecycle
 from kvferry.http.server.listen import authority
-from kvferry.router.app import build_router
+from kvferry.http.server.routes import Route
+from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.shared_state import SharedState
 from kvferry.router.siblings import SiblingRouters
+
+MakePage = Callable[[Router, SiblingRouters], list[Route]]
+"""The page is a room above the router's, which gives it its own routes."""
 
 _GC_THRESHOLDS = (20_000, 20, 50)
 
@@ -32,18 +36,20 @@ def run_router(
     access: InstanceAccess | None = None,
     *,
     group: Path | None = None,
+    page: MakePage | None = None,
     on_ready: Callable[[dict[str, Any]], None],
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
-    `group`: the folder that all `config.workers` routers of one port share; None: this one is alone. `on_ready` is
+    `page`: makes the routes of the page at `/`, which is served unless `config.page` is off. `group`: the folder that
+    all `config.workers` routers of one port share; None: this one is alone. `on_ready` is
     called with {"url": …} once requests are answered; a router of a group has a "health_url" of its own too. At the
     end, running requests have the grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a
     file cannot be read, or the given instances are not enough for a router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:
-        return uvloop.run(limit.run(_serve(config, http, access, group, on_ready, limit)))
+        return uvloop.run(limit.run(_serve(config, http, access, group, page, on_ready, limit)))
 
 
 def freeze_garbage_collector() -> None:
@@ -59,6 +65,7 @@ async def _serve(
     http: HttpConfig,
     access: InstanceAccess | None,
     group: Path | None,
+    page: MakePage | None,
     on_ready: Callable[[dict[str, Any]], None],
     limit: ShutdownDeadline,
 ) -> int:
@@ -67,7 +74,8 @@ async def _serve(
     router = build_router(divided(config), http, access, state=state)
     freeze_garbage_collector()
     others, about, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
-    server = HttpServer(others.routes(), http, Lifecycle("router"), router.guard)
+    shown = page(router, others) if page is not None and config.page else []
+    server = HttpServer(others.routes(shown), http, Lifecycle("router"), router.guard)
     own = HttpServer(others.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
 
     def serving(host: str, port: int) -> None:

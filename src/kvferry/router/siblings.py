@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -48,8 +49,8 @@ class SiblingRouters:
     async def __aexit__(self, *error: Any) -> None:
         await self._client.__aexit__(None, None, None)
 
-    def routes(self) -> Routes:
-        """The routes for clients and operators."""
+    def routes(self, page: Iterable[Route] = ()) -> Routes:
+        """The routes for clients and operators. `page`: those of the page, if one is served."""
         of_all = {
             "/metrics": self.show_metrics,
             DECISIONS_PATH: self.show_decisions,
@@ -60,7 +61,7 @@ class SiblingRouters:
         return Routes(
             [
                 replace(one, handler=of_all[one.path]) if one.path in of_all and one.method == "GET" else one
-                for one in table
+                for one in [*table, *page]
             ],
             self._router.fallback(),
         )
@@ -93,45 +94,53 @@ class SiblingRouters:
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/decisions?limit=100: the last of all routers, the newest first."""
-        limit = request.number("limit", DECISIONS)
+        response.send_json(json.dumps({"decisions": await self.decisions(request.number("limit", DECISIONS))}).encode())
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]]:
+        """The records of the last requests of all routers, the newest first."""
         own = self._router.services.chooser.decisions.encode(limit)
         found = [
             decision
             for text in (own, *await self._ask_all(f"{DECISIONS_PATH}?limit={limit}"))
             for decision in json.loads(text)["decisions"]
         ]
-        found.sort(key=lambda one: one["timings"].get("routed") or 0.0, reverse=True)
-        response.send_json(json.dumps({"decisions": found[:limit]}).encode())
+        found.sort(key=lambda decision: decision["timings"].get("routed") or 0.0, reverse=True)
+        return found[:limit]
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/traffic?seconds=300: of all routers together."""
-        most, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
+        limit, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
+        response.send_json(msgspec.json.encode(await self.traffic(seconds, limit)))
+
+    async def traffic(self, seconds: float, limit: int = MAX_OBSERVED) -> TrafficReport:
+        """The requests of all routers in the last `seconds`, at most `limit`, the oldest first."""
         services = self._router.services
-        own = services.chooser.traffic.encode(services.clock.wall(), seconds, most)
-        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={seconds}&limit={most}")]
+        own = services.chooser.traffic.encode(services.clock.wall(), seconds, limit)
+        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={int(seconds)}&limit={limit}")]
         reports = [msgspec.json.decode(one, type=TrafficReport) for one in texts]
         requests = sorted((one for each in reports for one in each.requests), key=lambda one: one.arrived)
-        response.send_json(
-            msgspec.json.encode(
-                TrafficReport(
-                    now=reports[0].now,
-                    num_arrived=sum(one.num_arrived for one in reports),
-                    num_waiting=sum(one.num_waiting for one in reports),
-                    requests=requests[max(0, len(requests) - most) :],
-                )
-            )
+        return TrafficReport(
+            now=reports[0].now,
+            num_arrived=sum(report.num_arrived for report in reports),
+            num_waiting=sum(report.num_waiting for report in reports),
+            requests=requests[max(0, len(requests) - limit) :],
         )
 
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: as this router sees them, with the requests of all."""
+        views = await self.instances(with_addresses=request.caller.is_operator)
+        response.send_json(json.dumps({"instances": views}).encode())
+
+    async def instances(self, *, with_addresses: bool = False) -> list[dict[str, Any]]:
+        """All instances as this router sees them, with the requests of all routers."""
         in_flight = Counter[str]()
         for text in await self._ask_all(INSTANCES_PATH):
             in_flight.update({one["name"]: one["in_flight"] for one in json.loads(text)["instances"]})
         self._router.membership.catch_up()
-        shown = self._router.views(request)
-        for one in shown:
-            one["in_flight"] += in_flight[one["name"]]
-        response.send_json(json.dumps({"instances": shown}).encode())
+        views = self._router.views(with_addresses=with_addresses)
+        for view in views:
+            view["in_flight"] += in_flight[view["name"]]
+        return views
 
     async def _ask_all(self, target: str) -> list[bytes]:
         """The bodies of those other routers that answer with 200 in time."""

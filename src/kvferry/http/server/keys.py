@@ -4,6 +4,7 @@
     key       everything that uses or shows a model: an API key or an admin key, if any API key is set
     probe     GET /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
     release   POST /kvferry/release: likewise
+    page      GET /: the file of the page, which shows nothing by itself: everyone who reaches the listener of `probe`
     operate   what changes something: likewise; a router changes its instances for operators only (`Caller`)
     register  instances that register themselves
 
@@ -31,7 +32,7 @@ from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.request import Caller, HttpRequest
 from kvferry.http.server.response import Response
 
-Access = Literal["open", "key", "probe", "release", "operate", "register"]
+Access = Literal["open", "key", "page", "probe", "release", "operate", "register"]
 """What a route requires."""
 
 Side = Literal["public", "admin", "all"]
@@ -95,7 +96,7 @@ class Guard:
         return next(iter([*valid, *digests]), None)
 
     def _needs_key(self, access: Access) -> bool:
-        if access in ("open", "key"):
+        if access in ("open", "page", "key"):
             return access == "key" and bool(self._api)
         return bool(self._admin or self._api)
 

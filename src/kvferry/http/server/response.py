@@ -63,6 +63,11 @@ class Response(msgspec.Struct, eq=False):
         return not self._keep_alive or self.request.body.error is not None or self._lifecycle.draining
 
     @property
+    def is_draining(self) -> bool:
+        """True once the server shuts down: an answer without an end ends now."""
+        return self._lifecycle.draining
+
+    @property
     def started(self) -> bool:
         """Whether the status has been decided, so that no other answer is possible."""
         return self.status is not None

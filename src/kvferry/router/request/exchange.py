@@ -24,6 +24,7 @@ from kvferry.router.choice.placement import Placement
 from kvferry.router.choice.plan import Aggregated, Plan, is_to_be_disaggregated, make_plan
 from kvferry.router.client_request import ClientRequest
 from kvferry.router.errors import unanswered
+from kvferry.router.headers import AGGREGATE
 from kvferry.router.instances.instance import Instance, InstanceState, VllmFacts
 from kvferry.router.request.delivery import Delivery
 from kvferry.router.request.hand_off import HandOff
@@ -66,7 +67,7 @@ class Exchange:
         try:
             if not services.pools.decode.alive():
                 await wait_for_instances(services, self._response, streams=self._body.get("stream") is True)
-            plan = self._placement.plan(make_plan(self._request.path, self._body, services.pools))
+            plan = self._placement.plan(self._plan())
             self._record.decision.routed = services.clock.wall()
             answer: Answer | None = None
             if isinstance(plan, Aggregated):
@@ -90,6 +91,13 @@ class Exchange:
         finally:
             legs.close()
             self._record.over(legs.sent, num_bytes)
+
+    def _plan(self) -> Plan:
+        """The plan for the request's body; its sender may ask for no hand-off where an instance can do without."""
+        pools = self._services.pools
+        if self._request.first.get(AGGREGATE) == b"1" and any(one.answers_alone for one in pools.decode.instances):
+            return Aggregated("client")
+        return make_plan(self._request.path, self._body, pools)
 
     async def _whole(self, plan: Plan) -> Answer:
         """Have one decode instance serve both phases. Raises `RequestError` where none can."""

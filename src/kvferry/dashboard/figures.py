@@ -1,0 +1,110 @@
+"""Figures of one instance for the page, read from its Prometheus metrics: kvferry's, vLLM's or SGLang's."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from math import isfinite
+
+import msgspec
+
+MAX_METRICS_BYTES = 4 * 2**20
+"""Longest text of metrics that is read."""
+
+_NAMES = {
+    b"vllm:num_requests_running": "running",
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:kv_cache_usage_perc": "kv_used",
+    b"kvferry:num_hand_offs_held": "held",
+    b"vllm:prompt_tokens_total": "prompt_tokens",
+    b"vllm:generation_tokens_total": "output_tokens",
+    b"kvferry:connector_taken_bytes_total": "hand_off_bytes",
+    b"kvferry:connector_taken_seconds_total": "hand_off_seconds",
+    b"kvferry:connector_taken_total": "hand_offs",
+    b"kvferry:request_decode_queue_time_seconds_sum": "decode_queue_seconds",
+    b"kvferry:request_decode_queue_time_seconds_count": "decode_queue_requests",
+    b"sglang:num_running_reqs": "running",
+    b"sglang:num_queue_reqs": "waiting",
+    b"sglang:token_usage": "kv_used",
+    b"sglang:prompt_tokens_total": "prompt_tokens",
+    b"sglang:generation_tokens_total": "output_tokens",
+}
+_GAUGES = ("running", "waiting", "kv_used", "held")
+_BUCKETS = (b"vllm:inter_token_latency_seconds_bucket", b"sglang:inter_token_latency_seconds_bucket")
+_LINE = re.compile(
+    rb"^(%b)(?:\{([^}\n]*)\})? ([0-9eE.+-]{1,32})$" % b"|".join(re.escape(name) for name in [*_NAMES, *_BUCKETS]),
+    re.MULTILINE,
+)
+_EDGE = re.compile(rb'\ble="([0-9eE.+-]{1,24}|\+Inf)"')
+
+
+class Figures(msgspec.Struct):
+    """The gauges now and the counters since the instance's start; a name that its metrics lack is absent.
+
+    `itl`: the number of gaps between two tokens that were at most so many seconds long, by the edge in seconds.
+    """
+
+    values: dict[str, float] = {}
+    itl: dict[float, float] = {}
+
+
+def read_figures(metrics: bytes) -> Figures:
+    """The figures in a text of metrics; samples of one name with different labels are added up, the share of KV in use
+    is the largest."""
+    figures = Figures()
+    for name, labels, text in _LINE.findall(metrics[:MAX_METRICS_BYTES]):
+        try:
+            value = float(text)
+        except ValueError:
+            continue
+        if not isfinite(value):
+            continue
+        if name in _BUCKETS:
+            edge = _EDGE.search(labels)
+            if edge is not None:
+                seconds = float(edge[1])
+                figures.itl[seconds] = figures.itl.get(seconds, 0.0) + value
+            continue
+        key = _NAMES[name]
+        before = figures.values.get(key, 0.0)
+        figures.values[key] = max(before, value) if key == "kv_used" else before + value
+    return figures
+
+
+def gauges(figures: Figures) -> dict[str, float]:
+    """The gauges among these figures."""
+    return {name: figures.values[name] for name in _GAUGES if name in figures.values}
+
+
+def increase(before: Figures, after: Figures) -> Figures:
+    """What the counters grew by; all of `after` where the process is another one, as its counters began anew."""
+    restarted = any(value < before.values.get(name, 0.0) for name, value in after.values.items() if name not in _GAUGES)
+    if restarted:
+        before = Figures()
+    values = {name: value - before.values.get(name, 0.0) for name, value in after.values.items() if name not in _GAUGES}
+    return Figures(values, {edge: max(0.0, value - before.itl.get(edge, 0.0)) for edge, value in after.itl.items()})
+
+
+def total(parts: list[Figures]) -> Figures:
+    """The sum of several instances' figures."""
+    result = Figures()
+    for part in parts:
+        for name, value in part.values.items():
+            result.values[name] = result.values.get(name, 0.0) + value
+        for edge, count in part.itl.items():
+            result.itl[edge] = result.itl.get(edge, 0.0) + count
+    return result
+
+
+def quantile(buckets: dict[float, float], share: float) -> float | None:
+    """The quantile of a histogram with cumulative buckets, in seconds, by linear interpolation within a bucket, as
+    Prometheus' `histogram_quantile`; None: it is empty. In the last bucket, the edge below it."""
+    edges = sorted(buckets)
+    if not edges or buckets[edges[-1]] <= 0.0:
+        return None
+    rank = share * buckets[edges[-1]]
+    for low, high in pairwise([0.0, *edges]):
+        below, upto = buckets.get(low, 0.0) if low else 0.0, buckets[high]
+        if upto >= rank and upto > below:
+            return low if high == float("inf") else low + (high - low) * (rank - below) / (upto - below)
+    return edges[-1] if isfinite(edges[-1]) else None

@@ -1,0 +1,268 @@
+"""The page in a real browser: what it shows, for whom, and what it does not let others do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.messages.traffic import RequestObservation
+from kvferry.dashboard.feed import Feed, Settings
+from kvferry.dashboard.routes import PageRoutes
+from kvferry.http.server.config import HttpConfig
+from kvferry.http.server.http_server import HttpServer
+from kvferry.http.server.keys import Guard
+from kvferry.http.server.request import HttpRequest
+from kvferry.http.server.response import Response
+from kvferry.http.server.routes import Route, Routes
+from support.browser import Browser, chromium, require_chromium
+from support.page_source import FakeSource, record, view
+
+AXE = Path(__file__).parents[2] / ".browser" / "axe.min.js"
+SERIOUS = """;
+const done = arguments[arguments.length - 1], serious = ["serious", "critical"];
+axe.run(document).then((found) => done(found.violations.filter((violation) => serious.includes(violation.impact))
+  .map((violation) => `${violation.id}: ${violation.nodes[0].html}`)));
+"""
+HOSTILE = "</script><script>window.attacked=1</script><img src=x onerror=window.attacked=1>{{7*7}}'\"&"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    require_chromium()
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+class Answers:
+    """A model behind the page, and the operators' calls that reach its server."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bytes, bool]] = []
+
+    async def chat(self, request: HttpRequest, response: Response) -> None:
+        await request.body.read()
+        response.start(200, [(b"content-type", b"text/event-stream")])
+        for word in ("Hello", " ", HOSTILE):
+            text = word.replace("\\", "\\\\").replace('"', '\\"')
+            response.write(b'data: {"choices":[{"delta":{"content":"%b"}}]}\n\n' % text.encode())
+            await asyncio.sleep(0.02)
+        response.end(b"data: [DONE]\n\n")
+
+    async def operate(self, request: HttpRequest, response: Response) -> None:
+        self.calls.append((request.path, await request.body.read(), request.caller.is_operator))
+        response.send_json(b"{}")
+
+
+@asynccontextmanager
+async def serving(
+    source: FakeSource,
+    answers: Answers | None = None,
+    *,
+    admin_key: str = "",
+    port: int = 0,
+    admin_port: int | None = None,
+) -> AsyncIterator[HttpServer]:
+    answers = answers or Answers()
+    keys = (admin_key,) if admin_key else ()
+    config = HttpConfig(port=port, admin_key=keys, admin_port=admin_port, shutdown_grace_s=1.0)
+    routes = [
+        *PageRoutes(Feed(source, SYSTEM_CLOCK, Settings(tick_s=0.1))).routes(),
+        Route("POST", "/v1/chat/completions", answers.chat),
+        Route("POST", "/kvferry/instances/drain", answers.operate, "operate"),
+    ]
+    server = HttpServer(Routes(routes), config, guard=Guard.from_config(config))
+    listening = asyncio.Event()
+    task = asyncio.create_task(server.run(lambda host, bound: listening.set()))
+    try:
+        async with asyncio.timeout(10):
+            await listening.wait()
+        yield server
+    finally:
+        server.stop()
+        async with asyncio.timeout(10):
+            await task
+
+
+def url_of(server: HttpServer) -> str:
+    return f"http://127.0.0.1:{server.ports[0]}"
+
+
+async def on(browser: Browser, what: str, *arguments: Any) -> Any:
+    """Call a method of the browser's in a thread: the page needs this event loop."""
+    return await asyncio.to_thread(getattr(browser, what), *arguments)
+
+
+async def shown(browser: Browser, server: HttpServer) -> None:
+    await on(browser, "open", "about:blank")
+    await on(browser, "open", url_of(server) + "/")
+    await on(browser, "wait", "return document.querySelector('#list-d b') !== null")
+
+
+async def test_it_shows_instances_their_changes_and_requests(browser: Browser) -> None:
+    source = FakeSource(SYSTEM_CLOCK)
+    now = time.time()
+    source.requests = [
+        RequestObservation(now - 1, 100, 80, "done", True, "prefill-0", "decode-0", 0.1, 80, 0.2, 0.05, 1.0, 20)
+    ]
+    source.records = [record("request-1", now - 1)]
+    async with serving(source) as server:
+        await shown(browser, server)
+        assert "1 P · 1 D" in await on(browser, "text", "#about")
+        source.views[1] |= {"state": "down", "alive": False}
+        await on(browser, "wait", "return document.querySelector('#list-d .state').innerText === 'down'")
+        await on(
+            browser, "wait", "return document.querySelector('#events').innerText.includes('error: decode-0 is down')"
+        )
+        await on(browser, "run", "document.querySelector('#tab-requests').click()")
+        await on(browser, "wait", "return document.querySelector('#rows tr') !== null")
+        await on(browser, "run", "document.querySelector('#rows tr').click()")
+        detail = await on(browser, "text", "#detail")
+        assert "prefill on prefill-0, decode on decode-0" in detail
+        assert "prefill prefill-0: 0.25" in detail
+        await on(browser, "open", url_of(server) + "/?again#request=request-1")
+        await on(browser, "wait", "return document.querySelector('#detail').innerText.includes('request-1')")
+        assert await on(browser, "log") == []
+
+
+async def test_a_chat_shows_each_gap_and_the_request_as_code(browser: Browser) -> None:
+    async with serving(FakeSource(SYSTEM_CLOCK)) as server:
+        await shown(browser, server)
+        await on(
+            browser, "run", "document.querySelector('#tab-chat').click(); document.querySelector('#prompt').value='Hi'"
+        )
+        await on(browser, "run", "document.querySelector('#ask').requestSubmit()")
+        await on(browser, "wait", "return document.querySelector('#log').innerText.includes('{{7*7}}')")
+        assert "TTFT" in await on(browser, "text", "#log")
+        assert "/v1/chat/completions" in await on(browser, "run", "return document.querySelector('#curl').textContent")
+        assert not await on(browser, "run", "return window.attacked")
+
+
+async def test_names_and_texts_of_others_run_no_script(browser: Browser) -> None:
+    source = FakeSource(SYSTEM_CLOCK)
+    source.names = [HOSTILE]
+    source.views = [
+        view(HOSTILE, "prefill", no_hand_off=HOSTILE),
+        view(HOSTILE + "2", HOSTILE, state=HOSTILE, engine=HOSTILE),
+    ]
+    source.records = [record(HOSTILE, 1.0, model=HOSTILE, reason=HOSTILE, path=HOSTILE, decode=HOSTILE, policy=HOSTILE)]
+    async with serving(source) as server:
+        await shown(browser, server)
+        await on(browser, "run", "document.querySelector('#tab-requests').click()")
+        await on(browser, "wait", "return document.querySelector('#rows tr') !== null")
+        await on(browser, "run", "document.querySelector('#rows tr').click()")
+        assert HOSTILE in await on(browser, "text", "#detail")
+        await on(browser, "run", "document.querySelector('#tab-fleet').click()")
+        assert not await on(browser, "run", "return window.attacked")
+        injected = (
+            "const s = document.createElement('script'); s.textContent = 'window.attacked = 1'; document.body.append(s)"
+        )
+        await on(browser, "run", injected)
+        assert not await on(
+            browser, "run", "return window.attacked"
+        )  # the policy holds for what gets in some other way
+        await on(browser, "log")
+
+
+async def test_a_stranger_sees_nothing_and_a_key_opens_it(browser: Browser) -> None:
+    source, answers = FakeSource(SYSTEM_CLOCK), Answers()
+    async with serving(source, answers, admin_key="secret-key") as server:
+        await on(browser, "open", url_of(server) + "/")
+        await on(browser, "wait", "return !document.querySelector('#login').hidden")
+        page = await on(browser, "run", "return document.documentElement.outerHTML")
+        assert "decode-0" not in page
+        enter = "document.querySelector('#key').value = arguments[0]; document.querySelector('#login').requestSubmit()"
+        await on(browser, "run", enter, "wrong")
+        await on(browser, "wait", "return document.querySelector('#login-error').innerText.includes('not valid')")
+        await on(browser, "run", enter, "secret-key")
+        await on(browser, "wait", "return document.querySelector('#list-d b') !== null")
+        assert "secret-key" not in await on(browser, "run", "return document.documentElement.outerHTML + location.href")
+        await on(browser, "run", "window.confirm = () => true; document.querySelector('#list-d .row button').click()")
+        async with asyncio.timeout(10):
+            while not answers.calls:
+                await asyncio.sleep(0.02)
+        assert answers.calls == [("/kvferry/instances/drain", b'{"instance":"decode-0"}', True)]
+        await on(browser, "run", "sessionStorage.clear()")
+        await on(browser, "log")
+
+
+async def test_another_page_cannot_use_it(browser: Browser) -> None:
+    answers = Answers()
+    async with serving(FakeSource(SYSTEM_CLOCK), answers) as server, serving(FakeSource(SYSTEM_CLOCK)) as other:
+        await shown(browser, other)
+        script = (
+            "const done = arguments[arguments.length - 1];"
+            "fetch(arguments[0], {headers: {authorization: 'Bearer x'}})"
+            ".then((answer) => answer.text()).then(done, () => done('refused'))"
+        )
+        assert await on(browser, "run_async", script, url_of(server) + "/kvferry/page/feed") == "refused"
+        await on(browser, "log")
+
+
+async def test_with_an_admin_listener_it_is_there_only() -> None:
+    async with (
+        serving(FakeSource(SYSTEM_CLOCK), admin_key="k", admin_port=0) as server,
+        aiohttp.ClientSession() as session,
+    ):
+        async with session.get(url_of(server) + "/") as answer:
+            assert answer.status == 404
+        async with session.get(f"http://127.0.0.1:{server.ports[1]}/") as answer:
+            assert answer.status == 200
+        async with session.get(f"http://127.0.0.1:{server.ports[1]}/kvferry/page/feed") as answer:
+            assert answer.status == 401
+
+
+async def test_it_comes_back_with_its_server(browser: Browser) -> None:
+    source = FakeSource(SYSTEM_CLOCK)
+    async with serving(source) as server:
+        await shown(browser, server)
+        port = server.ports[0]
+    await on(browser, "wait", "return document.querySelector('#banner').innerText.includes('Not connected since')")
+    source.views[1] |= {"in_flight": 7}
+    async with serving(source, port=port):
+        await on(browser, "wait", "return document.querySelector('#banner').hidden")
+        await on(browser, "wait", "return document.querySelector('#list-d').innerText.includes('7 running')")
+        await on(browser, "log")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_can_be_used_by_keyboard_on_a_narrow_screen(browser: Browser, scheme: str) -> None:
+    source = FakeSource(SYSTEM_CLOCK)
+    source.records = [record(f"request-{index}", time.time() - index) for index in range(30)]
+    source.views += [view(f"decode-{index}", "decode", no_hand_off="another model") for index in range(1, 5)]
+    async with serving(source) as server:
+        await on(browser, "prefer", scheme)
+        await on(browser, "resize", 360, 740)
+        await shown(browser, server)
+        for tab in ("fleet", "requests", "chat"):
+            await on(browser, "run", f"document.querySelector('#tab-{tab}').focus()")
+            await on(browser, "press", "\ue007")
+            await on(browser, "wait", f"return !document.querySelector('#view-{tab}').hidden")
+            await asyncio.sleep(0.2)
+            assert await on(browser, "run", "return document.documentElement.scrollWidth") == 360
+            if AXE.exists():
+                script = AXE.read_text() + SERIOUS
+                assert await on(browser, "run_async", script) == []
+        await on(browser, "run", "document.querySelector('#tab-fleet').focus()")
+        await on(browser, "press", "\ue014")
+        assert not await on(browser, "run", "return document.querySelector('#view-requests').hidden")
+        await on(browser, "run", "document.querySelector('#rows tr').focus()")
+        await on(browser, "press", "\ue007")
+        assert "prefill on prefill-0" in await on(browser, "text", "#detail")
+        await on(browser, "resize", 1200, 900)
+
+
+async def test_a_page_is_no_reason_to_stay_when_the_server_stops() -> None:
+    async with serving(FakeSource(SYSTEM_CLOCK)) as server, aiohttp.ClientSession() as session:
+        answer = await session.get(url_of(server) + "/kvferry/page/feed")
+        assert (await answer.content.readline()).startswith(b'data: {"type":"snapshot"')
+        server.stop()
+        async with asyncio.timeout(5):
+            await answer.content.read()  # the end of the stream, not a broken connection
