@@ -20,7 +20,7 @@ DYNAMO := $(if $(PART),dynamo,dynamo and not full)
 SGLANG := $(if $(PART),sglang,sglang and not full)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-media install-clients install-gateway install-triton demo test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
+.PHONY: help install install-media install-clients install-gateway install-triton demo pictures install-browser test test-all test-part test-fast test-vllm test-vllm-next test-dynamo test-sglang soak hunt check docs format bench gpu clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,12 @@ install-triton:  ## install Triton for `make gpu` without a GPU, in a folder of 
 
 demo: $(STAMP)  ## serve a model with prefill and decode apart, and watch it work (KEEP=1 leaves it serving)
 	@$(BIN)/kvferry demo $(if $(KEEP),--keep)
+
+pictures: $(STAMP)  ## make the pictures of the docs from a real run (needs scripts/install_browser.sh)
+	@$(BIN)/python scripts/pictures.py
+
+install-browser:  ## install Chromium and axe-core; without them the tests of the page are skipped
+	@scripts/install_browser.sh
 
 test: $(STAMP)  ## run the tests, but for long matrices: about 7 minutes (some: ARGS="tests/router -x")
 	@scripts/run_tests $(BIN)/python '$(SHORT)' $(ARGS)
