@@ -10,10 +10,10 @@ import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.messages.traffic import Decided, FleetPlan, RequestObservation, TrafficReport
-from kvferry.dashboard.feed import Feed, Settings
+from kvferry.dashboard.feed import Feed, FeedSettings
 from support.page_source import FakeSource, record, view
 
-FAST = Settings(tick_s=0.02, history_s=10.0)
+FAST = FeedSettings(tick_s=0.02, history_s=10.0)
 
 
 def content(event: bytes) -> dict[str, Any]:
@@ -97,7 +97,7 @@ async def test_ten_pages_cost_one_look_each_tick_and_none_costs_nothing() -> Non
 async def test_many_instances_are_scraped_more_rarely() -> None:
     source = FakeSource(SYSTEM_CLOCK)
     source.views = [view(f"decode-{index}", "decode") for index in range(100)]
-    feed = Feed(source, SYSTEM_CLOCK, Settings(tick_s=0.02, metrics_per_s=10.0))
+    feed = Feed(source, SYSTEM_CLOCK, FeedSettings(tick_s=0.02, metrics_per_s=10.0))
     page, _ = await feed.open()
     for _ in range(10):
         async with asyncio.timeout(10):
@@ -162,7 +162,7 @@ async def test_the_sentence_about_these_minutes() -> None:
 
 
 async def test_no_more_pages_than_the_limit() -> None:
-    feed = Feed(FakeSource(SYSTEM_CLOCK), SYSTEM_CLOCK, Settings(tick_s=0.02, max_pages=1))
+    feed = Feed(FakeSource(SYSTEM_CLOCK), SYSTEM_CLOCK, FeedSettings(tick_s=0.02, max_pages=1))
     page, _ = await feed.open()
     assert feed.is_full
     feed.close(page)

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.messages.traffic import RequestObservation
-from kvferry.dashboard.feed import Feed, Settings
+from kvferry.dashboard.feed import Feed, FeedSettings
 from kvferry.dashboard.routes import PageRoutes
 from kvferry.http.server.config import HttpConfig
 from kvferry.http.server.http_server import HttpServer
@@ -74,7 +74,7 @@ async def serving(
     keys = (admin_key,) if admin_key else ()
     config = HttpConfig(port=port, admin_key=keys, admin_port=admin_port, shutdown_grace_s=1.0)
     routes = [
-        *PageRoutes(Feed(source, SYSTEM_CLOCK, Settings(tick_s=0.1))).routes(),
+        *PageRoutes(Feed(source, SYSTEM_CLOCK, FeedSettings(tick_s=0.1))).routes(),
         Route("POST", "/v1/chat/completions", answers.chat),
         Route("POST", "/kvferry/instances/drain", answers.operate, "operate"),
     ]

@@ -22,7 +22,7 @@ from kvferry.dashboard.series import Point, history, make_point
 logger = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """A server's own view of itself: a router with its instances, or one instance."""
 
     kind: str
@@ -47,7 +47,7 @@ class Source(Protocol):
         """The names under which clients ask for models."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+class FeedSettings(msgspec.Struct, frozen=True):
     """How often pages are updated, and how much they are shown. Times in seconds."""
 
     tick_s: float = 2.0
@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True):
     verdict_s: float = 20.0
 
 
-class Event(msgspec.Struct, frozen=True):
+class PageEvent(msgspec.Struct, frozen=True):
     """One line of what happened. `at`: seconds since 1970; `level`: `info`, `warn` or `error`."""
 
     at: float
@@ -94,9 +94,9 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        source: PageSource,
         clock: Clock,
-        settings: Settings = Settings(),  # noqa: B008, frozen
+        settings: FeedSettings = FeedSettings(),  # noqa: B008, frozen
         judge: Callable[[TrafficReport, list[dict[str, Any]], FleetPlan | None], str] | None = None,
     ) -> None:
         """`judge`: one sentence about whether to disaggregate, from requests, instances and plan; called in a
@@ -110,7 +110,7 @@ class Feed:
         self._points: deque[Point] = deque(maxlen=max(1, round(settings.history_s / settings.tick_s)))
         self._requests: dict[str, dict[str, Any]] = {}
         self._sent: dict[str, bytes] = {}
-        self._events: deque[Event] = deque(maxlen=settings.max_events)
+        self._events: deque[PageEvent] = deque(maxlen=settings.max_events)
         self._plan: FleetPlan | None = None
         self._models: list[str] = []
         self._verdict = ""
@@ -229,10 +229,10 @@ class Feed:
 
     def _compare(
         self, views: list[dict[str, Any]], now: float, *, is_first: bool
-    ) -> tuple[dict[str, Any], list[Event]]:
+    ) -> tuple[dict[str, Any], list[PageEvent]]:
         """The changed fields of each instance by name (None: it is gone), and what that means in words."""
         changed: dict[str, Any] = {}
-        events: list[Event] = []
+        events: list[PageEvent] = []
         current: dict[str, dict[str, Any]] = {}
         self._views = views
         for view in views:
@@ -251,7 +251,7 @@ class Feed:
                 events += _events_of(name, before, shown, now)
         for name in self._instances.keys() - current.keys():
             changed[name] = None
-            events.append(Event(now, f"{name} was removed"))
+            events.append(PageEvent(now, f"{name} was removed"))
         self._instances = current
         return changed, events
 
@@ -267,14 +267,14 @@ class Feed:
             del self._requests[oldest], self._sent[oldest]
         return True
 
-    async def _look_at_plan(self) -> list[Event]:
+    async def _look_at_plan(self) -> list[PageEvent]:
         plan = await self._source.plan()
         before, self._plan = self._plan, plan
         if plan is None or plan == before:
             return []
         known = set() if before is None else {(decided.at, decided.what) for decided in before.decisions}
         return [
-            Event(decided.at, f"scaling: {decided.what} ({decided.why})")
+            PageEvent(decided.at, f"scaling: {decided.what} ({decided.why})")
             for decided in plan.decisions
             if (decided.at, decided.what) not in known
         ]
@@ -309,18 +309,18 @@ class Feed:
         )
 
 
-def _events_of(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any], now: float) -> list[Event]:
+def _events_of(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any], now: float) -> list[PageEvent]:
     """What the change of an instance means, in words."""
     if before is None:
-        return [Event(now, f"{name} was added ({after.get('role')})")]
+        return [PageEvent(now, f"{name} was added ({after.get('role')})")]
     events = []
     if before.get("role") != after.get("role"):
-        events.append(Event(now, f"{name}: its role changed from {before.get('role')} to {after.get('role')}"))
+        events.append(PageEvent(now, f"{name}: its role changed from {before.get('role')} to {after.get('role')}"))
     if before.get("state") != after.get("state"):
         level = "info" if after.get("alive") or after.get("draining") else "error"
-        events.append(Event(now, f"{name} is {after.get('state')} (before: {before.get('state')})", level))
+        events.append(PageEvent(now, f"{name} is {after.get('state')} (before: {before.get('state')})", level))
     if before.get("no_hand_off") != after.get("no_hand_off") and after.get("no_hand_off"):
-        events.append(Event(now, f"{name} hands off nothing: {after.get('no_hand_off')}", "warn"))
+        events.append(PageEvent(now, f"{name} hands off nothing: {after.get('no_hand_off')}", "warn"))
     return events
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.core.errors import TransferError
 from kvferry.core.messages.traffic import FleetPlan, TrafficReport
-from kvferry.dashboard.feed import Feed, Settings
+from kvferry.dashboard.feed import Feed, FeedSettings
 from kvferry.dashboard.routes import PageRoutes
 from kvferry.http.server.routes import Route
 from kvferry.router.app import Router
@@ -89,6 +89,6 @@ def judge(report: TrafficReport, views: list[dict[str, Any]], plan: FleetPlan | 
 def page_of_router(router: Router, siblings: SiblingRouters) -> list[Route]:
     """The routes of a router's page."""
     services = router.services
-    settings = Settings(tick_s=services.config.page_tick_s)
+    settings = FeedSettings(tick_s=services.config.page_tick_s)
     feed = Feed(RouterSource(router, siblings), services.clock, settings, judge)
     return PageRoutes(feed).routes()

@@ -27,14 +27,14 @@ _ALIVE_S = 10.0
 """How long nothing is sent before a comment shows a proxy that the stream is in use."""
 
 
-class Document(NamedTuple):
+class PageDocument(NamedTuple):
     """The page's file and the content security policy under which it runs."""
 
     content: bytes
     policy: bytes
 
 
-def read_document() -> Document:
+def read_document() -> PageDocument:
     """The page as it lies in the package."""
     text = files("kvferry.dashboard").joinpath("page.html").read_text("utf-8")
     hashes: dict[str, list[str]] = {"script": [], "style": []}
@@ -53,7 +53,7 @@ def read_document() -> Document:
             "frame-ancestors 'none'",
         ]
     )
-    return Document(text.encode(), policy.encode())
+    return PageDocument(text.encode(), policy.encode())
 
 
 class PageRoutes:

@@ -18,7 +18,8 @@ the names of files."""
 
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 """The variable in which vLLM's servers read their key."""
-_VLLM_KEY_FLAG, _SHORTEST_KEY_FLAG = "--api-key", "--api-k"
+_VLLM_KEY_FLAG = "--api-key"
+_MIN_KEY_FLAG = _VLLM_KEY_FLAG.removesuffix("ey")
 """As vLLM's parser spells it, and the shortest that may mean it."""
 
 
@@ -31,7 +32,7 @@ def own_key_flag(argument: str) -> str:
 def vllm_key_flag(argument: str) -> str:
     """The flag for a server's key in an argument of `vllm serve`, which may be cut short; empty if it is another."""
     flag = argument.partition("=")[0].replace("_", "-")
-    return _VLLM_KEY_FLAG if _VLLM_KEY_FLAG.startswith(flag) and flag.startswith(_SHORTEST_KEY_FLAG) else ""
+    return _VLLM_KEY_FLAG if _VLLM_KEY_FLAG.startswith(flag) and flag.startswith(_MIN_KEY_FLAG) else ""
 
 
 def to_arguments(config: Any, without: Iterable[str] = ()) -> list[str]:
