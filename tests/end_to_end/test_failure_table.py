@@ -129,7 +129,7 @@ def test_what_prefill_refuses_is_the_clients(fleet: Fleet) -> None:
 
 def test_an_instance_is_drained_under_load_and_comes_back(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_AUTH_TOKEN", AUTH_TOKEN)
-    where = commands.Where(router=fleet.router.url)
+    where = commands.RouterAddress(router=fleet.router.url)
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(fleet.ask, f"drain {number}") for number in range(16)]
         for name in ("decode-1", "prefill-1"):

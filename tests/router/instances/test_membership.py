@@ -354,7 +354,7 @@ async def test_a_file_that_cannot_be_used_at_the_start(text: str | None, tmp_pat
 async def test_the_commands(capsys: Any, monkeypatch: Any) -> None:
     first, second = a_decode(), a_decode()
     async with instances(first, second), routing([], [first.url], HTTP, **SOON) as (_, url):
-        where = fleet.Where(router=url, admin_key=KEY)
+        where = fleet.RouterAddress(router=url, admin_key=KEY)
 
         async def said(function: Any, *arguments: Any, **flags: Any) -> tuple[int, str]:
             code = await asyncio.to_thread(function, *arguments, **flags, where=where)
@@ -367,7 +367,7 @@ async def test_the_commands(capsys: Any, monkeypatch: Any) -> None:
         assert await said(fleet.remove, "decode-0") == (0, f"decode-0 ({first.url}): removed\n")
         with pytest.raises(ConfigError, match="no instance is called"):
             await said(fleet.drain, "decode-0")
-        where = fleet.Where(router=url, admin_key="wrong")
+        where = fleet.RouterAddress(router=url, admin_key="wrong")
         with pytest.raises(ConfigError, match="401"):
             await said(fleet.drain, "decode-1")
     with pytest.raises(ConfigError, match="did not answer"):
@@ -389,7 +389,7 @@ async def test_the_commands_at_what_is_no_router(status: int) -> None:
 
     told = "no router of kvferry's" if status == 200 else f"answer(s|ed) {status}"
     async with serving(garbage) as url:
-        where = fleet.Where(router=url)
+        where = fleet.RouterAddress(router=url)
         for content in GARBAGE:  # noqa: B007 - it is what is answered
             for command in (fleet.show, partial(fleet.drain, "x"), partial(fleet.add, "decode", "http://d:1")):
                 with pytest.raises(ConfigError, match=told):
@@ -399,7 +399,7 @@ async def test_the_commands_at_what_is_no_router(status: int) -> None:
 async def test_the_commands_do_not_wait_for_ever_for_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "_ASK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
-        where = fleet.Where(router=f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        where = fleet.RouterAddress(router=f"http://127.0.0.1:{hanging.getsockname()[1]}")
         for command in (fleet.show, partial(fleet.drain, "x", wait_s=60)):
             with pytest.raises(ConfigError, match="did not answer"):
                 await asyncio.to_thread(command, where=where)
@@ -411,7 +411,7 @@ async def test_the_command_waits_for_one_that_leaves_by_itself(capsys: Any, monk
         running = asyncio.create_task(post(url, stream=True))
         await both.called.wait()
         await change(url, "role", instance="decode-0", role="prefill")
-        where, looked = fleet.Where(router=url, admin_key=KEY), asyncio.Event()
+        where, looked = fleet.RouterAddress(router=url, admin_key=KEY), asyncio.Event()
         loop, sleep = asyncio.get_running_loop(), fleet.time.sleep
         monkeypatch.setattr(fleet.time, "sleep", lambda s: (loop.call_soon_threadsafe(looked.set), sleep(s)))
         draining = asyncio.create_task(asyncio.to_thread(fleet.drain, "decode-0", wait_s=60, where=where))
