@@ -241,7 +241,7 @@ class Simulation:
 
         def ended() -> None:
             work.end()
-            router.estimates.decoded(work.num_beside, arrival.num_answer, end - first)
+            router.estimates.decoded(work.num_concurrent, arrival.num_answer, end - first)
 
         self._at(first, answered)
         self._at(end, ended)

@@ -21,7 +21,7 @@ from kvferry.core.messages.traffic import RequestObservation, TrafficReport
 from kvferry.fleet.scaling.predictor import LatencyTargets
 from kvferry.fleet.scaling.scaling_rules import Counts
 from kvferry.router.choice.cost import LinearFit
-from kvferry.router.choice.disaggregation import keeps_itl
+from kvferry.router.choice.disaggregation import meets_itl
 from kvferry.sim.engine import SimInstanceSpec
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
 from scaled_rules import DRAIN_S, INSTANCE, INTERVAL_S, START_S, Clairvoyant, Rule, Seen
@@ -345,7 +345,7 @@ class ScaledModel:
                 first_s = token_s * (decode.queued_tokens + whole_left)
                 step_s = self._decode.at(decode.num_answers + 1)
                 is_whole = is_whole or first_s <= self._rule.targets.ttft_s < apart
-                is_whole = is_whole and keeps_itl(
+                is_whole = is_whole and meets_itl(
                     self._rule.targets.itl_s, step_s, self._answer_tokens, decode.num_answers, first_s
                 )
             is_whole = is_whole and len(self._requests) >= MIN_HAND_OFFS
@@ -382,7 +382,7 @@ class ScaledModel:
         one = self._least_busy(prefills)
         first_s = token_s * (one.queued_tokens + arrival.prompt_tokens - one.cached(arrival))
         step_s = step.at(one.num_answers + 1)
-        keeps = keeps_itl(targets.itl_s, step_s, self._answer_tokens, one.num_answers, first_s)
+        keeps = meets_itl(targets.itl_s, step_s, self._answer_tokens, one.num_answers, first_s)
         return one if keeps and first_s <= targets.ttft_s else None
 
     # Members.

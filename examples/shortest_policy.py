@@ -30,6 +30,6 @@ class Shortest(LegPolicy):
         super().__init__(context, settings)
         self._decode_tokens = settings.decode_tokens
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """Tokens before this request, on each."""
         return targets.weighed(prefill_tokens=1, num_decodes=self._decode_tokens)

@@ -54,7 +54,7 @@ def test_names_of_public_classes_are_unique() -> None:
     assert shared == {}, "choose a name that no other module has"
 
 
-PLAIN_ROOMS = ("core/", "kv_events/", "models/", "observe/", "store/", "testing/")
+PLAIN_ROOMS = ("core/", "kv_events/", "models/", "observe/", "store/", "testing/", "router/", "http/", "api/")
 DIALECT = {
     "one",
     "found",

@@ -98,7 +98,7 @@ async def test_a_prefill_instance_answers_where_decode_would_miss_the_target_bet
     async with routing(*urls, http, policy="cost") as (router, url), aiohttp.ClientSession(url) as session:
         services = router.services
         chooser, decode = services.chooser, services.pools.decode.instances[0]
-        router.membership.take_plan(msgspec.json.encode(FleetPlan({}, ttft_s=1e3, itl_s=10.0)).decode())
+        router.membership.set_plan(msgspec.json.encode(FleetPlan({}, ttft_s=1e3, itl_s=10.0)).decode())
         chooser.estimates.hand_off.num_measured = MIN_HAND_OFFS
         for number, others in enumerate((0, 1)):
             chooser.estimates.decode = LinearFit(base=0.0, slope=6.0, reach=32)

@@ -155,7 +155,7 @@ class Seen:
     def pattern(self) -> Pattern | None:
         return self._pattern
 
-    def passed(self, kept: bytes) -> None:
+    def on_forwarded(self, kept: bytes) -> None:
         self.kept += kept
 
 

@@ -83,7 +83,7 @@ async def test_who_waits_to_be_let_in_at_the_end_gets_an_answer() -> None:
 async def test_who_had_connected_before_the_end_and_sends_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "_ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(connection, "_FIRST_REQUEST_S", 0.0)
     async with running(Handlers(), shutdown_grace_s=600.0) as served, wire(served.port) as client:
         served.server.stop()
         assert await client.to_end() == b""
@@ -173,7 +173,7 @@ class Endless:
 async def test_what_is_to_be_done_last_has_no_longer_than_requests_have(
     by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "_LAST_S", 0.0)
+    monkeypatch.setattr(http_server, "_MIN_CLEANUP_S", 0.0)
     async with running(Handlers(), shutdown_grace_s=0.1 if by == "grace" else 600.0) as served:
         pass
     if by == "signal before":

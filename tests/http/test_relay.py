@@ -68,7 +68,7 @@ class Unmarked:
     def pattern(self) -> Pattern | None:
         return None if self._partial else MARKS
 
-    def passed(self, kept: bytes) -> None:
+    def on_forwarded(self, kept: bytes) -> None:
         lines = kept.splitlines(keepends=True)
         self.num_unread += len(lines)
         self.marks += lines
@@ -344,7 +344,7 @@ async def test_what_cannot_be_told_to_the_reader_ends_that_stream_and_leaves_not
     """Also when it is only found out as the client leaves, whose socket is closed next."""
 
     class Raising(Unmarked):
-        def passed(self, kept: bytes) -> None:
+        def on_forwarded(self, kept: bytes) -> None:
             raise RuntimeError("boom")
 
     over, ended = asyncio.Event(), asyncio.Event()

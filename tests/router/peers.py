@@ -370,7 +370,7 @@ async def routing(
     async with router.running(), asyncio.TaskGroup() as group:
         running = group.create_task(server.run(lambda host, port: ready.set()))
         await ready.wait()
-        await router.health.first_look()
+        await router.health.probe_all()
         try:
             yield router, f"{http.scheme}://127.0.0.1:{server.ports[0]}"
         finally:

@@ -178,7 +178,7 @@ async def joined(router: Any, *peers: Peer) -> None:
     """They are behind the router too, and known."""
     for peer in peers:
         router.membership.add("decode", peer.url)
-    await router.health.look(router.services.pools)
+    await router.health.probe(router.services.pools)
 
 
 async def test_one_that_asked_to_be_left_alone_is_asked_once_while_the_answer_waits() -> None:

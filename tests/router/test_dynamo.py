@@ -21,9 +21,9 @@ from kvferry.router.instances.connections import Connections
 from kvferry.router.instances.dynamo import DynamoWorkers, dynamo_endpoints
 from kvferry.router.instances.instance import Instance
 from kvferry.router.instances.membership import Membership
-from kvferry.router.instances.pools import Pools, given_instances
+from kvferry.router.instances.pools import Pools, configured_instances
 from kvferry.router.instances.shared_state import SharedState
-from kvferry.router.protocols.choose import alike, can_pair, choose_form
+from kvferry.router.protocols.choose import are_compatible, can_pair, choose_form
 from support.processes import is_running, until
 
 HELPER = """#!{python}
@@ -119,7 +119,7 @@ async def test_one_router_of_a_port_runs_the_helper(helper: Path, tmp_path: Path
 def test_endpoints_are_no_urls_of_instances(helper: Path) -> None:
     config = config_of(helper)
     assert [one.path for one in dynamo_endpoints(config)] == ["dynamo.prefill.generate", "dynamo.backend.generate"]
-    assert [url for _, url, _ in given_instances(config)] == ["http://127.0.0.1:4010"]
+    assert [url for _, url, _ in configured_instances(config)] == ["http://127.0.0.1:4010"]
     with pytest.raises(ConfigError, match="twice"):
         dynamo_endpoints(RouterConfig(prefill_url=("dynamo://a/b",), decode_url=("dynamo://a/b",)))
 
@@ -138,9 +138,9 @@ def facts(role: str, stack: str = "dynamo", layout: str = "x") -> InstanceFacts:
 def test_they_hand_off_among_themselves_only() -> None:
     assert can_pair(facts("prefill"), facts("decode"))
     assert not can_pair(facts("prefill"), facts("decode", layout="another model"))
-    assert not alike(facts("prefill"), facts("decode", stack="kvferry"))
+    assert not are_compatible(facts("prefill"), facts("decode", stack="kvferry"))
     instance = Instance("prefill", "http://127.0.0.1:1")
-    instance.learn(facts("prefill"))
+    instance.set_facts(facts("prefill"))
     form = choose_form(RouterConfig(decode_url=("http://127.0.0.1:2",)), instance, [facts("decode")])
     assert form is not None
     made = form("0" * 32)

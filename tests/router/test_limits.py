@@ -395,7 +395,7 @@ async def test_an_instance_that_does_not_answer_for_its_health_is_avoided_and_ta
     async with instances(p, bad, good), routing([p.url], [bad.url, good.url], **settings) as (router, url):
         first, _ = router.services.pools.decode.instances
         bad.hangs = True
-        await holds(lambda: first.looks.num_late > 0)
+        await holds(lambda: first.checks.num_late > 0)
         num_before = len(bad.calls)
         for _ in range(4):
             assert (await post(url))[0] == 200
@@ -451,15 +451,15 @@ async def test_who_answers_for_its_health_and_nothing_else_is_not_asked() -> Non
         "choice.placement.Placement.form",
         "request.request_legs.prefill_body",
         "request.request_legs.decode_body",
-        "request.request_legs.LegHeaders.with_own",
+        "request.request_legs.LegHeaders.with_extra",
         "request.exchange.Exchange._hand_off",
         "request.record.RequestRecord.prefilled",
         "request.delivery.Delivery.send",
         "request.hand_off.prefill_usage",
         "choice.chooser.Chooser.choose",
         "choice.placement.Placement.next_prefill",
-        "request.hand_off.HandOff._look",
-        "request.hand_off.about_ticket",
+        "request.hand_off.HandOff._on_leg_change",
+        "request.hand_off.inspect_ticket",
         "request.relay.for_client",
         "request.relay.Relay.send",
         "request.leg.verdict",

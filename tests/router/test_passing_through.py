@@ -503,7 +503,7 @@ async def test_health_follows_decode() -> None:
             assert response.status == 200
             assert await response.json() == {"status": "ok", "alive": {"prefill": 0, "decode": 1}}
         d.healthy = False
-        await router.health.look(router.services.pools)
+        await router.health.probe(router.services.pools)
         async with session.get(url + "/health") as response:
             assert response.status == 503
 

@@ -31,7 +31,7 @@ class Place:
         [self.decode], self.num_requests = self.pools.decode.instances, 0
 
     async def look(self) -> None:
-        await self.health.look(self.pools)
+        await self.health.probe(self.pools)
 
     def cached_tokens(self) -> dict[str, int]:
         """What a request that comes now finds cached, as its decision says; it is placed then."""
@@ -110,8 +110,8 @@ async def test_speed_and_pauses_end_with_the_process() -> None:
             estimates.prefilled("another", 1000.0 * number, 0.1 * number)
             estimates.prefilled("decode-0", 1000.0 * number, 10.0 * number)
         assert estimates.prefill_s("decode-0", 9000) > 1.2 * estimates.any_prefill.at(9000)
-        place.decode.pauses(100.0)
-        prefill.leave_out(prefill.instances[0], 100.0)
+        place.decode.pause_until(100.0)
+        prefill.exclude_from_hand_off(prefill.instances[0], 100.0)
         await place.go_down()
         await place.look()
         place.cached_tokens()
@@ -124,8 +124,8 @@ async def test_a_prefill_instance_that_was_left_out_is_used_again_in_its_next_pr
     async with remembered(Peer("decode", answer, vllm="0.32.0")) as place:
         pool = place.pools.prefill
         [prefill] = pool.instances
-        pool.leave_out(prefill, 100.0)
-        prefill.is_down("killed")
+        pool.exclude_from_hand_off(prefill, 100.0)
+        prefill.mark_down("killed")
         await place.look()
         assert pool.hand_off([prefill]) == [prefill]
 
@@ -135,7 +135,7 @@ async def test_an_instance_that_takes_the_name_of_one_that_left_starts_without_i
         estimates, pool = place.chooser.estimates, place.pools.decode
         estimates.prefilled("decode-0", 100.0, 100.0)
         place.pools.retire(place.decode)
-        place.decode.is_drained(True)
+        place.decode.set_drained(True)
         place.pools.forget(place.decode)
         pool.add("http://127.0.0.1:1", name="decode-0")
         place.cached_tokens()

@@ -189,7 +189,7 @@ async def test_a_restarted_server_tells_anew(hand_off: Literal["auto", "sequenti
         assert (await post(url))[0] == 200
         pair.engine_ids = ["engine-after-restart"]
         router.services.pools.prefill.instances[0].invalidate()
-        await router.health.look(router.services.pools)
+        await router.health.probe(router.services.pools)
         assert [(await post(url))[0] for _ in range(2)] == [200] * 2
     assert pair.early == (["engine-after-restart"] if hand_off == "concurrent" else [])
 
@@ -240,7 +240,7 @@ async def test_a_p_that_was_restarted_is_asked_for_its_new_engine() -> None:
         async with routing([p.peer.url], [d.url], **settings) as (router, url):
             p.engine_ids[0] = "engine-after-restart"
             assert (await post(url))[0] == 500
-            await router.health.look(router.services.pools)
+            await router.health.probe(router.services.pools)
             assert (await post(url))[0] == 200
 
 
@@ -249,9 +249,9 @@ async def test_a_p_that_was_restarted_is_asked_for_its_new_engine() -> None:
 
 def test_a_data_parallel_engine_in_turn_and_its_header() -> None:
     bootstrap = Bootstrap(url="http://p:8998", engines={0: "a", 1: "b", 2: "c"})
-    seen = {mooncake(f"{number:08x}", bootstrap, at_once=True).prefill_headers[0][1] for number in range(3)}
+    seen = {mooncake(f"{number:08x}", bootstrap, concurrent=True).prefill_headers[0][1] for number in range(3)}
     assert seen == {b"0", b"1", b"2"}
-    alone = mooncake("0" * 32, Bootstrap(url="u", engines={0: "a"}), at_once=True)
+    alone = mooncake("0" * 32, Bootstrap(url="u", engines={0: "a"}), concurrent=True)
     assert alone.prefill_headers == []
 
 

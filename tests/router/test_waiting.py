@@ -29,7 +29,7 @@ async def waiting(clock: Clock, silence_s: float) -> AsyncIterator[tuple[Legs, L
         head = b"content-type: application/json\r\n"
         leg = legs.send(instance, "POST", "/v1/completions", head, BODY, LegChanges())
         await peer.called.wait()
-        legs.look()  # that it was connected
+        legs.check_timeouts()  # that it was connected
         try:
             yield legs, leg, peer
         finally:
@@ -42,10 +42,10 @@ async def test_who_is_silent_for_too_long_is_given_up() -> None:
     clock = ManualClock()
     async with waiting(clock, 10.0) as (legs, leg, peer):
         clock.advance(9.0)
-        legs.look()
+        legs.check_timeouts()
         assert leg.error is None
         clock.advance(2.0)
-        legs.look()
+        legs.check_timeouts()
         assert isinstance(leg.error, LegTimedOut)
         assert leg.instance.state is InstanceState.UNRESPONSIVE
         await peer.disconnected.wait()
@@ -57,13 +57,13 @@ async def test_time_that_this_process_stood_still_is_nobodys_silence() -> None:
         clock.advance(4.0)
         leg.instance.last_sign = clock.monotonic()
         clock.advance(500.0)
-        legs.look(missed_s=497.0)
+        legs.check_timeouts(missed_s=497.0)
         assert leg.error is None
         clock.advance(6.9)
-        legs.look()
+        legs.check_timeouts()
         assert leg.error is None
         clock.advance(0.2)
-        legs.look()
+        legs.check_timeouts()
         assert leg.error is not None
 
 
@@ -72,13 +72,13 @@ async def test_an_answer_that_came_while_the_process_stood_still_is_read() -> No
     async with waiting(SystemClock(), 0.2) as (legs, leg, _):
         running = asyncio.create_task(legs.watch())
         await asyncio.sleep(0)  # it has begun to wait for its next look
-        looked, look = asyncio.Event(), legs.look
+        looked, look = asyncio.Event(), legs.check_timeouts
 
         def look_and_tell(missed_s: float = 0.0) -> None:
             look(missed_s)
             looked.set()
 
-        legs.look = look_and_tell  # type: ignore[method-assign]
+        legs.check_timeouts = look_and_tell  # type: ignore[method-assign]
         time.sleep(1.0)  # noqa: ASYNC251 - the process stands still
         await looked.wait()
         assert leg.error is None

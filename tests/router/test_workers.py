@@ -400,6 +400,6 @@ async def test_two_routers_before_the_same_instances_do_not_disturb_each_other()
         statuses = await asyncio.gather(*(ask(url) for url in (one_url, other_url) * 16))
         assert Counter(statuses) == {200: 32}
         for router in (one, other):
-            assert not any(instance.is_held for instance in router.services.pools)
+            assert not any(instance.is_in_use for instance in router.services.pools)
     named = [call.body["kv_transfer_params"]["transfer_id"] for call in p.calls if call.path == "/v1/completions"]
     assert len(set(named)) == len(named) == 32

@@ -8,13 +8,13 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How many of the prompt's tokens did not have to be computed."""
+    """Number of the prompt's tokens that did not have to be computed."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens taken in and given out."""
+    """Numbers of prompt tokens and generated tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,7 +23,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """vLLM's form of one token's log-probability at one place of the prompt."""
+    """vLLM's form of a token's log-probability at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -44,7 +44,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens at a place."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -52,7 +52,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token of a chat answer, and the likeliest at its place."""
+    """A token of a chat answer, and the most likely ones at its position."""
 
     token: str
     logprob: float
@@ -67,7 +67,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One completion, or what one chunk brings of it."""
+    """A completion, or a chunk's part of it."""
 
     index: int
     text: str
@@ -80,7 +80,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer, or in a chunk what is new of it."""
+    """The answer, or in a chunk its new part."""
 
     role: str | None = None
     content: str | None = None
@@ -98,7 +98,7 @@ class ChatChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one chunk brings of a chat answer."""
+    """A chunk's part of a chat answer."""
 
     index: int
     delta: ChatMessage
@@ -109,7 +109,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ApiAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What all answers and chunks begin and end with. `timeline` has the stamps of the request's phases."""
+    """The common fields of all answers and chunks. `timeline`: timestamps of the request's phases."""
 
     id: str
     object: str
@@ -141,7 +141,7 @@ class ChatCompletionChunk(ApiAnswer, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A served name."""
+    """A served model name."""
 
     id: str
     created: int

@@ -1,8 +1,8 @@
-"""Decodes the bytes of a body into a request struct: strictly, within limits, and with errors that people can read.
+"""Decodes the bytes of a body into a request struct: strictly, within limits, and with readable errors.
 
-Everything that is refused here is refused before anything is built of it: other encodings, names that are there twice,
-too many values, too many levels, fields of a size that nobody needs. `decode_body` takes up to about 50 ms of the
-interpreter lock for the largest body it accepts; servers call it in a thread above `THREAD_ABOVE_BYTES`.
+Other encodings, duplicate names, too many values, too deep nesting and fields that are too large are refused before
+objects are created from them. `decode_body` holds the interpreter lock for up to about 50 ms, for the largest body that
+it accepts; servers call it in a thread above `THREAD_ABOVE_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvferry.core.errors import InvalidRequest
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 THREAD_ABOVE_BYTES = 64 * 1024
-"""Larger bodies take longer than an event loop should be held up."""
+"""Size above which decoding would block an event loop for too long."""
 
 MAX_VALUES = 1_000_000
-"""Most values in one body, counted by its commas; what a prompt of token ids needs."""
+"""Maximum number of values in a body, counted by its commas; enough for a prompt of token ids."""
 
 MAX_STRUCTURE = 100_000
-"""Most strings, arrays and objects in one body: building one takes about ten times as long as a number."""
+"""Maximum number of strings, arrays and objects in a body: each takes about ten times as long as a number."""
 
 MAX_FIELDS = 256
-"""Most fields of one body, because each unknown field is compared with all known ones."""
+"""Maximum number of fields of a body, because each unknown field is compared with all known ones."""
 
 _WORDS = {
     "int": "an integer",
@@ -46,7 +46,7 @@ _GOT_WORDS = {**_WORDS, "bool": "a boolean"}
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _UNITS = {"str": "characters", "array": "items", "object": "entries"}
 
-_PLACE = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_PROBLEM = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
 _OUT_OF_BOUNDS = re.compile(r"Expected `(?P<type>[^`]*)` (?P<length>of length )?(?P<sign>[<>]=?) (?P<bound>\S+)")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
@@ -57,16 +57,16 @@ _OTHER_ENCODINGS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class Decoded(Generic[Body]):
-    """A request, and the names of its fields that have no effect here."""
+    """A request, and the names of its fields that have no effect."""
 
     body: Body
     ignored: tuple[str, ...] = ()
 
 
 def require_json(content_type: str | None, content_encoding: str | None) -> None:
-    """Raise `InvalidRequest` unless the headers say that the body is JSON as it is.
+    """Raise `InvalidRequest` unless the headers declare the body as uncompressed JSON.
 
-    Web pages of strangers can send anything else to a local server without the browser asking it first.
+    Browsers let any web page send other content types to a local server without a preflight.
     """
     kind, _, parameters = (content_type or "").lower().partition(";")
     kind = kind.strip()
@@ -84,7 +84,7 @@ def require_json(content_type: str | None, content_encoding: str | None) -> None
 
 
 def decode_body(raw: bytes, body_type: type[Body]) -> Decoded[Body]:
-    """Read JSON into `body_type`. Raises `InvalidRequest` that names the field."""
+    """Decode JSON into `body_type`. Raises `InvalidRequest` that names the field."""
     fields = read_fields(raw)
     ignored = ignored_fields(fields, body_type)
     _require_sizes(fields)
@@ -97,22 +97,22 @@ def decode_body(raw: bytes, body_type: type[Body]) -> Decoded[Body]:
 
 
 def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object as their JSON texts, once it is known that it can be read in one way and in bounded
-    time. Raises `InvalidRequest`."""
+    """Read the fields of a JSON object as their JSON texts. Raises `InvalidRequest` unless it can be read in only one
+    way and in bounded time."""
     _require_utf8(raw)
     _require_countable(raw)
     fields: dict[str, msgspec.Raw] = {}
     try:
-        found = read_texts(raw)
-        if len(found) > MAX_FIELDS:
-            raise InvalidRequest(f"the body has {len(found)} fields; at most {MAX_FIELDS} are accepted")
-        for name, value in found:
+        texts = read_texts(raw)
+        if len(texts) > MAX_FIELDS:
+            raise InvalidRequest(f"the body has {len(texts)} fields; at most {MAX_FIELDS} are accepted")
+        for name, value in texts:
             if name in fields:
                 raise InvalidRequest(f"{_clip(name)} appears twice", param=_clip(name))
             fields[name] = value
         _require_shallow(raw)
         if raw.count(b"{") > 1:
-            read_object(msgspec.json.encode({name: one for name, one in fields.items() if b"{" in bytes(one)}))
+            read_object(msgspec.json.encode({name: text for name, text in fields.items() if b"{" in bytes(text)}))
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -123,7 +123,7 @@ def read_fields(raw: bytes) -> dict[str, msgspec.Raw]:
 
 
 def decode_value(raw: bytes) -> Any:
-    """Any JSON, within the same bounds. Raises `InvalidRequest`."""
+    """Decode any JSON within the same bounds. Raises `InvalidRequest`."""
     _require_countable(raw)
     try:
         _require_shallow(raw)
@@ -135,8 +135,8 @@ def decode_value(raw: bytes) -> Any:
 
 
 def explain(problem: str) -> InvalidRequest:
-    """Turn msgspec's words (Expected `int`, got `str` - at `$.n`) into a sentence about the field."""
-    match = _PLACE.match(problem)
+    """Turn msgspec's message (Expected `int`, got `str` - at `$.n`) into a sentence about the field."""
+    match = _PROBLEM.match(problem)
     assert match is not None  # every part of the pattern is optional
     field = (match["path"] or "").replace("[...]", "")
     subject = f"a key of {field}" if match["key"] else (field or "the body")
@@ -171,8 +171,8 @@ def _require_utf8(raw: bytes) -> None:
 
 
 def _require_countable(raw: bytes) -> None:
-    """Raise `InvalidRequest` for a body with too many values, before anything is built of it. They are counted by their
-    bytes: commas and brackets within strings count too, escaped quotes do not."""
+    """Raise `InvalidRequest` for a body with too many values, before it is decoded. They are counted by their bytes:
+    commas and brackets within strings count too, escaped quotes do not."""
     if raw.count(b",") > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES} values, the most accepted")
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
@@ -181,26 +181,30 @@ def _require_countable(raw: bytes) -> None:
 
 
 def _require_shallow(raw: bytes) -> None:
-    """Level by level, so that no depth exhausts the stack."""
+    """Raise `InvalidRequest` if the JSON is nested too deeply; level by level, so that no depth exhausts the stack."""
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return
     level = [msgspec.json.decode(raw)]
     for _ in range(MAX_DEPTH):
-        level = [inner for one in level for inner in _containers(one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner
+            for container in level
+            for inner in _containers(container.values() if isinstance(container, dict) else container)
+        ]
         if not level:
             return
     raise _too_deep()
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    return (one for one in values if isinstance(one, dict | list))
+    return (value for value in values if isinstance(value, dict | list))
 
 
 def _require_sizes(fields: dict[str, msgspec.Raw]) -> None:
     for name, value in fields.items():
-        most = MAX_FIELD_BYTES.get(name)
-        if most is not None and (size := len(memoryview(value))) > most:
-            raise InvalidRequest(f"{name} has {size} bytes; at most {most} are accepted", param=name)
+        max_bytes = MAX_FIELD_BYTES.get(name)
+        if max_bytes is not None and (size := len(memoryview(value))) > max_bytes:
+            raise InvalidRequest(f"{name} has {size} bytes; at most {max_bytes} are accepted", param=name)
 
 
 def _not_json(raw: bytes, error: Exception) -> InvalidRequest:

@@ -1,6 +1,6 @@
-"""The OpenAPI 3.1 document, made from the types that requests are read with and answers are written with.
+"""The OpenAPI 3.1 document, generated from the types of requests and answers.
 
-The engine's server and the router serve the same document, each with the routes it has (`openapi_document(paths=…)`).
+The engine's server and the router serve the same document, each with its own routes (`openapi_document(paths=…)`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ OPERATIONS = (
         "/kvferry/release",
         "post",
         "release",
-        "Nobody will fetch this hand-off: end its lease.",
+        "Release a hand-off that no instance will fetch.",
         (requests.ReleaseRequest,),
         _object(released={"type": "boolean"}),
         examples={"one": {"transfer_id": "cmpl-0123456789abcdef"}},
@@ -154,7 +154,7 @@ OPERATIONS = (
     ),
     Operation(OPENAPI_PATH, "get", "openapi", "This document.", answer={"type": "object"}),
 )
-"""Every route of the engine's server."""
+"""All routes of the engine's server."""
 
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
@@ -180,8 +180,8 @@ ERROR_EXAMPLE = {
 
 @cache
 def openapi_document(paths: frozenset[str] | None = None) -> bytes:
-    """The document as JSON, of these paths only if they are given."""
-    operations = [one for one in OPERATIONS if paths is None or one.path in paths]
+    """The document as JSON; `paths` restricts it to these paths."""
+    operations = [operation for operation in OPERATIONS if paths is None or operation.path in paths]
     document = {
         "openapi": "3.1.0",
         "info": {
@@ -231,7 +231,7 @@ def _operation(operation: Operation) -> Schema:
 
 
 def _request_body(operation: Operation) -> Schema:
-    schemas = [_schema(one) for one in operation.body]
+    schemas = [_schema(body_type) for body_type in operation.body]
     return {
         "required": True,
         "content": {
@@ -263,7 +263,7 @@ def _event(chunk: type[msgspec.Struct]) -> Schema:
         "required": ["data"],
         "properties": {"data": data},
         "description": "One server-sent event, where `stream` is true. Its data is a chunk as JSON, or the envelope of"
-        " an error; that of the last event is [DONE].",
+        " an error; the last event's data is [DONE].",
     }
 
 
@@ -298,8 +298,8 @@ def _schema(kind: type[msgspec.Struct] | Schema) -> Schema:
 def _schemas(operations: Collection[Operation]) -> Schema:
     kinds: list[Any] = [ErrorEnvelope]
     for operation in operations:
-        wanted = (*operation.body, operation.answer, operation.events)
-        kinds += [one for one in wanted if isinstance(one, type) and one not in kinds]
+        types = (*operation.body, operation.answer, operation.events)
+        kinds += [each_type for each_type in types if isinstance(each_type, type) and each_type not in kinds]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for kind in (requests.CompletionRequest, requests.ChatCompletionRequest):
         if kind in kinds:
@@ -309,7 +309,7 @@ def _schemas(operations: Collection[Operation]) -> Schema:
 
 
 def _add_ranges(properties: Schema) -> None:
-    """What sampling accepts, and what is counted from 1."""
+    """Add the ranges that sampling accepts, and the minimum of counts."""
     ranges = [(name, low, high) for name, _, low, high in SamplingParams().ranges() if name != "seed"]
     for name, low, high in [
         *ranges,
@@ -317,11 +317,11 @@ def _add_ranges(properties: Schema) -> None:
         ("n", 1, math.inf),
         ("max_completion_tokens", 1, math.inf),
     ]:
-        for one in properties.get(name, {}).get("anyOf", ()):
-            if one["type"] in ("number", "integer"):
-                one["minimum"] = low
+        for schema in properties.get(name, {}).get("anyOf", ()):
+            if schema["type"] in ("number", "integer"):
+                schema["minimum"] = low
                 if math.isfinite(high):
-                    one["maximum"] = high
+                    schema["maximum"] = high
     share = properties["top_p"]["anyOf"][0]
     share["exclusiveMinimum"] = share.pop("minimum")
     stop = properties["stop"]["anyOf"]

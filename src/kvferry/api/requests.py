@@ -1,7 +1,7 @@
 """The requests, as msgspec structs: OpenAI's fields, vLLM's extras and kvferry's own.
 
-A field of the wrong type is an error, and so is one that asks for what this server does not do.
-None means that the client was silent.
+A field of the wrong type is an error, and so is a field that requests an unsupported feature. None: the client did not
+set the field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvferry.core.errors import InvalidRequest
 
 
 class UnsupportedFields(msgspec.Struct, kw_only=True):
-    """Fields that change the answer, read only to be refused when they ask for something."""
+    """Unsupported fields that would change the answer; refused unless their value requests nothing."""
 
     allowed_token_ids: Any = None
     audio: Any = None
@@ -52,8 +52,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "use_beam_search": (False,),
 }
-"""Values that ask for nothing, beside null. An empty object is none of them: as a JSON schema it asks for JSON, as
-`web_search_options` for a search with defaults, and elsewhere it is an error."""
+"""Values that request nothing, beside null. An empty object is not one of them: as a JSON schema it requests JSON, as
+`web_search_options` a search with defaults, and elsewhere it is an error."""
 
 _REASONS = {
     "response_format": "only {'type': 'text'} is supported: this server does not constrain its output",
@@ -66,7 +66,7 @@ _REASONS = {
 
 
 def refuse_unsupported(body: UnsupportedFields) -> None:
-    """Raise `InvalidRequest` on the first field that asks for what the engine does not do."""
+    """Raise `InvalidRequest` for the first field that requests an unsupported feature."""
     for field in UnsupportedFields.__struct_fields__:
         value = getattr(body, field)
         if value is not None and value not in _HARMLESS.get(field, ()):
@@ -74,23 +74,23 @@ def refuse_unsupported(body: UnsupportedFields) -> None:
 
 
 def reason_of(field: str) -> str:
-    """Why one of `UnsupportedFields` is refused."""
+    """The reason for which one of `UnsupportedFields` is refused."""
     return _REASONS.get(field, "not supported by this server")
 
 
 def harmless_values(field: str) -> tuple[Any, ...]:
-    """Values with which one of `UnsupportedFields` asks for nothing, beside null."""
+    """Values with which one of `UnsupportedFields` requests nothing, beside null."""
     return _HARMLESS.get(field, ())
 
 
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""Python's integers have no end, the arithmetic behind them does."""
+"""Integers of 64 bits: Python's are unlimited, but the arithmetic that uses them is not."""
 
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""What names a model, a user, a tenant, a request."""
+"""Name of a model, a user, a tenant, or a request."""
 
 StopString = Annotated[str, msgspec.Meta(max_length=256)]
-"""Each piece of an answer is searched for it."""
+"""A stop string, for which each piece of an answer is searched."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)]
 
@@ -123,7 +123,7 @@ MAX_FIELD_BYTES = {
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents", "tools"), 2 * 1024**2),
     "kv_transfer_params": 8 * 1024**2,
 }
-"""Longest JSON texts of fields that are nothing like a prompt; what is not named here is as long as a body may be."""
+"""Maximum length of the JSON texts of fields; others are limited by the body's limit only."""
 
 
 KeyList = Annotated[
@@ -140,7 +140,7 @@ KeyList = Annotated[
         }
     ),
 ]
-"""Keys of KV, for one prompt or for each. What they may be is decided by `core.messages.kv_keys`, wherever they are."""
+"""KV keys, for one prompt or for each. `core.messages.kv_keys` validates them."""
 
 TokenList = Annotated[
     list[Any],
@@ -154,14 +154,14 @@ TokenList = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries beside the answer."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(UnsupportedFields, kw_only=True):
-    """What completions and chat completions have in common.
+    """The common fields of completions and chat completions.
 
     `spaces_between_special_tokens` is read and has no effect: fast tokenizers put no spaces there.
     """
@@ -209,7 +209,7 @@ class GenerationRequest(UnsupportedFields, kw_only=True):
     """Seconds after which the request ends with 400 and the code `deadline_exceeded`."""
 
     return_timeline: bool | None = None
-    """Send the stamps of the request's phases with the end of the answer."""
+    """Send the timestamps of the request's phases with the end of the answer."""
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -249,7 +249,7 @@ class TokenizeCompletionRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeChatRequest(ChatCompletionRequest, kw_only=True):
-    """`POST /tokenize` of messages: a chat request of which only what makes the prompt counts."""
+    """`POST /tokenize` of messages: a chat request of which only the fields that make the prompt count."""
 
     return_token_strs: bool | None = None
 
@@ -262,8 +262,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class KeptRequest(msgspec.Struct, kw_only=True):
-    """`POST /kvferry/kept`: what of this prompt's KV is kept for reuse. `pin` true: that is pinned; false: it is
-    unpinned."""
+    """`POST /kvferry/kept`: the KV of this prompt that is kept for reuse. `pin` true: pin it; false: unpin it."""
 
     tokens: list[Integer]
     cache_salt: Annotated[Name, msgspec.Meta(min_length=1)] | None = None
@@ -271,6 +270,6 @@ class KeptRequest(msgspec.Struct, kw_only=True):
 
 
 class ReleaseRequest(msgspec.Struct, kw_only=True):
-    """`POST /kvferry/release`: nobody will fetch this hand-off."""
+    """`POST /kvferry/release`: release a hand-off that no instance will fetch."""
 
     transfer_id: Annotated[Name, msgspec.Meta(min_length=1)]

@@ -1,5 +1,5 @@
-"""Strict JSON: an object in UTF-8 without duplicate names at any depth, parsed in bounded time. Where two parsers read
-the same body, such as a router's and an instance's, they must not interpret it differently.
+"""Strict JSON: an object in UTF-8 without duplicate names at any depth, parsed in bounded time. Two parsers of the same
+body, such as a router's and an instance's, must not interpret it differently.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.strict_json import STRICT, find_surrogate
 
 MAX_DEPTH = 64
-"""Most levels of arrays and objects, since code that walks through a body may recurse."""
+"""Maximum depth of arrays and objects, since code that walks through a body may recurse."""
 
 _ANYTHING = msgspec.json.Decoder()
 _SHAPE = bytes.maketrans(b"123456789- \t\r\n", b"0" * 9 + b"," * 5)
-"""Digits become zeros, and what is between integers becomes commas."""
+"""Digits become zeros, and separators of integers become commas."""
 _MAX_DIGITS = 18
-"""Most digits of an integer that every parser reads exactly."""
+"""Maximum number of digits of an integer that every parser reads exactly."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NAME_END = re.compile(rb'"[ \t\r\n]*:')
 
 
 class _Name:
-    """The name of a field. Equal only to itself, so that a name that appears twice is kept twice."""
+    """The name of a field. Equal only to itself, so that duplicate names are kept."""
 
     __slots__ = ("text",)
 
@@ -39,14 +39,14 @@ _FIELDS = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, text
 
 
 def read_texts(data: bytes) -> list[tuple[str, msgspec.Raw]]:
-    """The fields of an object as their JSON texts, those that appear twice too. Their syntax is checked, but neither
-    whether strings are UTF-8 nor what nested objects contain. Raises msgspec's errors, and `RecursionError`."""
+    """The fields of an object as their JSON texts, including duplicates. Checks their syntax, but neither the encoding
+    of strings nor nested objects. Raises msgspec's errors, and `RecursionError`."""
     return [(name.text, value) for name, value in _FIELDS.decode(data).items()]
 
 
 def is_integers(text: bytes) -> bool:
-    """Whether a JSON text whose syntax is right is one list of short integers, such as a prompt of token ids: there is
-    nothing in it that two parsers could read differently."""
+    """True if a valid JSON text is a list of short integers, such as a prompt of token ids, which all parsers read
+    alike."""
     shape = text.translate(_SHAPE)
     return text[:1] == b"[" and not shape[1:-1].translate(None, b"0,") and b"0" * (_MAX_DIGITS + 1) not in shape
 
@@ -55,14 +55,14 @@ def read_object(data: bytes, refused_within: Iterable[str] = ()) -> dict[str, An
     """Parse the object. Raises `InvalidRequest` unless `data` is strict JSON, and none of these names occurs in a
     nested object."""
     refused = frozenset(refused_within)
-    found = _read_quickly(data, refused)
-    return _read_strictly(data, refused) if found is None else found
+    parsed = _read_fast(data, refused)
+    return _read_strictly(data, refused) if parsed is None else parsed
 
 
-def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any] | None:
+def _read_fast(data: bytes, refused_within: frozenset[str]) -> dict[str, Any] | None:
     """Parse the object with a C parser, which keeps the last of duplicate fields. There are no duplicates if the result
     has as many names as the text has possible ends of names. None if this cannot decide or the text is invalid;
-    `_read_strictly` then finds the reason. Raises `InvalidRequest` for what `_look_through` refuses."""
+    `_read_strictly` then finds the reason. Raises `InvalidRequest` as `_check_nested`."""
     try:
         if not data.isascii():
             data.decode()
@@ -71,8 +71,8 @@ def _read_quickly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any]
         return None
     if not isinstance(value, dict) or (b"\\" in data and _SURROGATE.search(data)):
         return None
-    num_names = len(value) + _look_through(value, refused_within)
-    # Where no text has a colon, colons are names' ends, and are counted several times as fast.
+    num_names = len(value) + _check_nested(value, refused_within)
+    # Without colons in strings, each colon ends a name, and counting them is several times as fast.
     if num_names == data.count(b":"):
         return value
     return value if num_names == len(_NAME_END.findall(data)) else None
@@ -91,13 +91,12 @@ def _read_strictly(data: bytes, refused_within: frozenset[str]) -> dict[str, Any
         raise surrogate
     if not isinstance(value, dict):
         raise InvalidRequest("the request body must be a JSON object")
-    _look_through(value, refused_within)
+    _check_nested(value, refused_within)
     return value
 
 
 def unpaired_surrogate(data: bytes) -> InvalidRequest | None:
-    """The error for JSON in which half of a surrogate pair stands alone; None if there is none, or `data` is no
-    JSON."""
+    """The error for JSON with an unpaired surrogate; None if there is none, or `data` is no JSON."""
     try:
         return _refusal(json.loads(data))
     except (ValueError, RecursionError):
@@ -105,38 +104,38 @@ def unpaired_surrogate(data: bytes) -> InvalidRequest | None:
 
 
 def _refusal(value: Any) -> InvalidRequest | None:
-    found = find_surrogate(value)
-    if found is None:
+    surrogate = find_surrogate(value)
+    if surrogate is None:
         return None
-    path, escape = found
-    where = path if len(path) <= _MOST_PATH else path[: _MOST_PATH - 1] + "…"
+    path, escape = surrogate
+    location = path if len(path) <= _MAX_PATH else path[: _MAX_PATH - 1] + "…"
     return InvalidRequest(
-        f"{where or 'the body'} has the character {escape}, half of a surrogate pair, which is no text by itself",
-        param=where or None,
+        f"{location or 'the body'} has the character {escape}, half of a surrogate pair, which is no text by itself",
+        param=location or None,
     )
 
 
-_MOST_PATH = 80
+_MAX_PATH = 80
 _TOO_DEEP = f"the request body is nested more than {MAX_DEPTH} levels deep"
 
 
-def _look_through(body: dict[str, Any], refused: frozenset[str]) -> int:
-    """Check nested values level by level, so that no depth exhausts the stack; returns the number of names in nested
+def _check_nested(body: dict[str, Any], refused: frozenset[str]) -> int:
+    """Check nested values level by level, so that no depth exhausts the stack; return the number of names in nested
     objects."""
     level, num_names = _containers(body.values()), 0
     for _ in range(MAX_DEPTH):
         if not level:
             return num_names
-        below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                num_names += len(one)
-                if not refused.isdisjoint(one):
-                    name = min(refused & one.keys())
+        next_level: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                num_names += len(container)
+                if not refused.isdisjoint(container):
+                    name = min(refused & container.keys())
                     raise InvalidRequest(f"{name} is not accepted from clients", param=name)
-                one = one.values()
-            below += _containers(one)
-        level = below
+                container = container.values()
+            next_level += _containers(container)
+        level = next_level
     raise InvalidRequest(_TOO_DEEP)
 
 
@@ -146,4 +145,4 @@ _CONTAINERS = frozenset((dict, list))
 def _containers(values: Collection[Any]) -> list[Any]:
     if _CONTAINERS.isdisjoint(map(type, values)):  # a prompt of token ids is one long list
         return []
-    return [one for one in values if isinstance(one, (dict, list))]
+    return [value for value in values if isinstance(value, (dict, list))]

@@ -39,7 +39,7 @@ from kvferry.http.server.config import HttpAccess, HttpConfig
 from kvferry.http.server.limits import HttpLimits
 from kvferry.observe.logs import LogConfig
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.pools import given_instances
+from kvferry.router.instances.pools import configured_instances
 
 
 def router(
@@ -66,7 +66,7 @@ def router(
     if config.registration:
         shared_token("--registration")
     if config.workers is not None and config.workers > 1 and group is None:
-        given_instances(config)
+        configured_instances(config)
         return _run_several(config, where, keys, most, instances, logs, ready_fd)
     from kvferry.dashboard.router_page import page_of_router
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.

@@ -52,7 +52,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """True if a driver has made a device for GPUs: NVIDIA's, AMD's, or that of a Linux within Windows."""
+    """True if a driver has made a device for GPUs: NVIDIA's, AMD's, or WSL's (Linux within Windows)."""
     return any((devices / name).exists() for name in ("nvidiactl", "kfd", "dxg"))
 
 

@@ -1,19 +1,19 @@
-"""Errors that only HTTP has: what a client is refused with, and how a leg to an instance fails.
+"""Errors of HTTP only: refusals of clients' requests, and failures of calls to instances.
 
 RequestError                  (core)
 ├── InvalidRequest            (core)
 │   └── BadHttp               400: not HTTP/1.1 as it should be; the connection is closed after it
 └── HttpRefusal               carries headers of its own
     ├── MethodNotAllowed      405, with Allow
-    ├── Unauthorized          401: no key, or none that is known here
+    ├── Unauthorized          401: no key, or an unknown one
     ├── RequestTimeout        408: the request did not arrive in time
     ├── HeadersTooLarge       431
     └── NotImplementedHere    501: a transfer coding, a method or an expectation that the server does not know
 TransferError                 (core)
 ├── PeerLost                  (core) the connection broke after the request was sent
-│   └── Unreachable           no connection could be made: the instance has seen nothing of the request
-│       ├── Overloaded        who listens there has no time for another connection
-│       └── Unproven          another server listens there than the one that has proved to hold the token
+│   └── Unreachable           no connection could be made: the instance has received nothing of the request
+│       ├── Overloaded        the server accepts no further connection now
+│       └── IdentityLost      another server answers at the address of one that has proved to hold the token
 └── TransferTimeout           (core)
     └── AnswerTimeout         a deadline passed: to a connection, to the first byte, or between bytes
 """
@@ -46,7 +46,7 @@ class HttpRefusal(RequestError):
 
 
 class MethodNotAllowed(HttpRefusal):
-    """405: the path is there, but not for this method."""
+    """405: the path exists, but not for this method."""
 
     status = 405
     code = "method_not_allowed"
@@ -69,7 +69,7 @@ class Unauthorized(HttpRefusal):
 
     @property
     def headers(self) -> RawHeaders:
-        """How to send a key."""
+        """The authentication scheme."""
         return [(b"www-authenticate", b"Bearer")]
 
 
@@ -96,7 +96,7 @@ class NotImplementedHere(HttpRefusal):
 
 
 class Unreachable(PeerLost):
-    """No connection could be made, so the instance has seen nothing of the request."""
+    """No connection could be made, so the instance has received nothing of the request."""
 
 
 class Overloaded(Unreachable):
@@ -104,11 +104,11 @@ class Overloaded(Unreachable):
 
 
 class IdentityLost(Unreachable):
-    """Where an instance has proved to hold the deployment's token, somebody answers who does not."""
+    """A server that does not hold the deployment's token answers at the address of an instance that has proved it."""
 
 
 class AnswerTimeout(TransferTimeout):
-    """An instance did not do its next step in time; `phase` names the step. The connection is cut."""
+    """An instance exceeded a deadline; `phase` names the step. The connection is cut."""
 
     def __init__(self, message: str, phase: Phase) -> None:
         super().__init__(message)

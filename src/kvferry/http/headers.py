@@ -15,7 +15,7 @@ RawHeaders = list[tuple[bytes, bytes]]
 """Headers in order, duplicates kept, names in lower case."""
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
-"""Where a client sends a key: OpenAI's clients in the first one, Anthropic's in the second one."""
+"""Headers with a client's key: OpenAI's clients use the first, Anthropic's the second."""
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -24,7 +24,7 @@ _REQUEST_LINE = re.compile(rb"[^\r\n\0 ]* [^\r\n\0 ]* HTTP/1\.1\r\n").fullmatch
 
 
 def first_values(headers: RawHeaders) -> dict[bytes, bytes]:
-    """The first value of each name, for callers that look for several."""
+    """The first value of each name, for several look-ups."""
     return dict(reversed(headers))
 
 
@@ -37,14 +37,14 @@ def find_header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | 
 
 
 def as_raw(headers: Mapping[str, str]) -> RawHeaders:
-    """Headers written as text, for the wire."""
+    """Encode text headers for the wire."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def header_lines(headers: RawHeaders) -> bytes:
     """Headers as they are sent, without a blank line. Raises `ValueError` for one with a line break or a NUL."""
-    lines, most = b"\r\n".join([*map(b": ".join, headers), b""]), len(headers)
-    if lines.count(b"\n") != most or lines.count(b"\r") != most or b"\0" in lines:
+    lines, num_lines = b"\r\n".join([*map(b": ".join, headers), b""]), len(headers)
+    if lines.count(b"\n") != num_lines or lines.count(b"\r") != num_lines or b"\0" in lines:
         raise ValueError("a header holds a line break or a NUL")
     return lines
 
@@ -57,7 +57,7 @@ def response_head(status: int, headers: RawHeaders) -> bytes:
 
 def request_line(method: str, target: str) -> bytes:
     """The first line of a request. Raises `ValueError` for an invalid method or target."""
-    return _usual_line(method, target) if len(target) < _USUAL_TARGET else _request_line(method, target)
+    return _cached_line(method, target) if len(target) < _MAX_CACHED_TARGET else _request_line(method, target)
 
 
 def _request_line(method: str, target: str) -> bytes:
@@ -67,9 +67,9 @@ def _request_line(method: str, target: str) -> bytes:
     return line
 
 
-_usual_line = lru_cache(64)(_request_line)
-_USUAL_TARGET = 256
-"""Characters: most requests are for one of a few short targets."""
+_cached_line = lru_cache(64)(_request_line)
+_MAX_CACHED_TARGET = 256
+"""Length limit of targets whose request lines are cached: most requests have one of a few short targets."""
 
 
 def date_header() -> tuple[bytes, bytes]:
@@ -83,6 +83,6 @@ def _date_of(second: int) -> tuple[bytes, bytes]:
 
 
 def require_key(key: str, flag: str) -> None:
-    """Raise `ConfigError` that names the flag for what no client can send."""
+    """Raise `ConfigError` that names the flag if no client could send the key."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty")

@@ -1,7 +1,7 @@
-"""Parses HTTP/1.1 messages: what requests and answers have in common. No I/O.
+"""Parses HTTP/1.1 messages, requests and answers alike. No I/O.
 
-The parser is llhttp in its strict form (httptools). What it accepts but two parsers might still interpret differently
-is refused here, and so is input without an end: a head, a chunk size or trailers that never finish.
+The parser is llhttp in its strict form (httptools). Input that it accepts but that two parsers might interpret
+differently is refused, and so is endless input: a head, a chunk size or trailers that never finish.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from kvferry.http.headers import RawHeaders
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
-def joined(kept: bytes | bytearray, piece: bytes) -> bytes | bytearray:
-    """Both, one after the other. A single piece, as most bodies are, is not copied."""
-    if not kept:
+def concat(buffer: bytes | bytearray, piece: bytes) -> bytes | bytearray:
+    """Append a piece to a buffer. A single piece, as most bodies are, is not copied."""
+    if not buffer:
         return piece
-    if isinstance(kept, bytes):
-        kept = bytearray(kept)
-    kept += piece
-    return kept
+    if isinstance(buffer, bytes):
+        buffer = bytearray(buffer)
+    buffer += piece
+    return buffer
 
 
 class MessageParser:
-    """httptools calls the methods `on_…`."""
+    """Base of the parsers; httptools calls the methods `on_…`."""
 
-    def __init__(self, parser: type[httptools.HttpRequestParser | httptools.HttpResponseParser], most: int) -> None:
+    def __init__(
+        self, parser: type[httptools.HttpRequestParser | httptools.HttpResponseParser], max_overhead: int
+    ) -> None:
         self._parser: Any = parser(self)
-        self._max_overhead = most
+        self._max_overhead = max_overhead
         self.headers: RawHeaders = []
         self.first: dict[bytes, bytes] = {}
         """The first value of each header."""
@@ -40,7 +42,7 @@ class MessageParser:
         """Bytes received since the last head, piece of a body, or end of a message."""
         self._replaying = False
         self._in_chunk = self.between_chunks = False
-        """`between_chunks`: whether a chunk would begin with the next byte."""
+        """`between_chunks`: a chunk would begin with the next byte."""
 
     def feed(self, data: bytes) -> None:
         """Parse received bytes. Raises `ProtocolError`, or the error with which a message was refused."""
@@ -59,12 +61,11 @@ class MessageParser:
             raise self._too_much()
 
     def stop_parsing(self) -> None:
-        """Nothing more is fed. The parser and this object refer to each other: without it, only the garbage collector
-        could free them."""
+        """Stop parsing, and break the reference cycle of the parser and this object."""
         self._parser = None
 
     def _upgrade(self, rest: bytes) -> None:
-        """The other side requests a change of protocol, and the parser has stopped before `rest`."""
+        """Handle a requested change of protocol; the parser has stopped before `rest`."""
         raise ProtocolError("it changes to another protocol")
 
     def _too_much(self) -> KvferryError:

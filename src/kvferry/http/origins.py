@@ -1,4 +1,4 @@
-"""Origins of web pages, as a setting names them."""
+"""Parses the origins of web pages in a setting."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9.-]+|\[[0-9a-f:]+\])(?::[0-
 
 
 def read_origins(texts: Iterable[str]) -> frozenset[str]:
-    """The origins that `--allowed-origins` names, each as itself or in a JSON list as vLLM reads it. Raises
+    """Parse `--allowed-origins`: each value an origin, or a JSON list of origins as vLLM reads it. Raises
     `ConfigError`."""
-    return frozenset(_origin(origin, text) for text in texts for origin in _listed(text))
+    return frozenset(_origin(origin, text) for text in texts for origin in _parse_list(text))
 
 
-def _listed(text: str) -> list[object]:
+def _parse_list(text: str) -> list[object]:
     if not text.lstrip().startswith("["):
         return [text]
     try:
-        found = json.loads(text)
+        origins = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--allowed-origins {text!r} is not a JSON list: {error}") from error
-    assert isinstance(found, list), "it begins with a bracket"
-    return found
+    assert isinstance(origins, list), "it begins with a bracket"
+    return origins
 
 
 def _origin(origin: object, text: str) -> str:

@@ -1,13 +1,11 @@
-"""Passes the body of an instance's answer on to a client: `relay(call, response, reader)`.
+"""Forwards the body of an instance's answer to a client: `relay(call, response, reader)`.
 
-A router passes a chunk on for each token. The reader says by a `Pattern` which chunks may go on without being looked
-at, and is told later what was kept of them: these go from one socket to the other in compiled code. Each other chunk,
-and whatever is not exactly a chunk, is parsed, and written by the response. So is everything where there is no C++
-compiler, or with TLS.
+A router forwards a chunk for each token. Chunks that match the reader's `Pattern` go from one socket to the other in
+compiled code, which later passes their captured parts to the reader. All other bytes are parsed, and written by the
+response. So is everything without a C++ compiler, or with TLS.
 
 While compiled code reads a stream, the transports of both sockets are idle: the instance's is paused, and the client's
-has nothing to write. A transport that is closing is asked before each step, as its socket's number may soon be
-another's.
+has nothing to write. Before each step both are checked for closing, as the descriptor of a closed socket may be reused.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ _FLAGS = ("-std=c++17", "-O2")
 
 
 class Pattern(NamedTuple):
-    """Which chunks may be passed on unread: those whose payload begins with `prefix` and contains none of `stops`.
+    """Chunks that may be forwarded unread: their payload begins with `prefix` and contains none of `stops`.
 
-    `keep`: what is kept of them. "first line": that line is not passed on, and alone is searched for `stops`. If
-    anything is kept, the payload must be one server-sent event, with nothing before or after it.
+    `keep`: the captured part. "first line": this line is not forwarded, and only it is searched for `stops`. If
+    anything is captured, the payload must be exactly one server-sent event.
     """
 
     prefix: bytes = b""
@@ -47,46 +45,46 @@ class Pattern(NamedTuple):
 
 
 class Reader(Protocol):
-    """Turns a body into what the client gets."""
+    """Transforms a body for the client."""
 
     def take(self, payload: bytes) -> bytes:
-        """What is written for the next piece. Raises `TransferError`, which ends the call."""
+        """Transform the next piece of the body. Raises `TransferError`, which ends the call."""
 
     def pattern(self) -> Pattern | None:
-        """Which chunks may be passed on without `take`; None: none. Asked after each piece."""
+        """The chunks that may be forwarded without `take`; None: none. Called after each piece."""
 
-    def passed(self, kept: bytes) -> None:
-        """What was kept of chunks that were passed on without `take`. Called before the next piece is taken."""
+    def on_forwarded(self, captured: bytes) -> None:
+        """Called with the captured parts of chunks that were forwarded without `take`, before the next `take`."""
 
 
 async def relay(call: Call, response: Response, reader: Reader) -> None:
-    """Write what `reader` makes of the body to a response that has begun, as it comes and no faster than its client
-    reads. The response is left open: call its `end`, or go on with another call. Raises what ended the call early."""
+    """Write the body, transformed by `reader`, to a response that has begun, no faster than its client reads. The
+    response is left open: call its `end`, or relay another call. Raises the error that ended the call early."""
 
     def write(payload: bytes) -> None:
         response.write(reader.take(payload))
 
-    if kept := call.take():
+    if buffered := call.take():
         try:
-            write(kept)
+            write(buffered)
         except TransferError as error:
             call.fail(error)
             raise
     if call.state == "complete":
         return
     stream = None
-    call.pass_to(write)
-    response.writer.pauses(call)
+    call.set_sink(write)
+    response.writer.set_producer(call)
     try:
         if isinstance(call.relays, Relays):
             stream = call.relays.add(call, response, reader)
         while not call.is_over:
             await call.changed()
     finally:
-        call.pass_to(None)
+        call.set_sink(None)
         if stream is not None:
             stream.stop()
-        response.writer.pauses(None)
+        response.writer.set_producer(None)
     if call.error is not None:
         raise call.error
 
@@ -128,31 +126,31 @@ class _Relay(ctypes.Structure):
 def library() -> ctypes.PyDLL | None:
     """The compiled code; None without a compiler. The first call may compile for a second."""
     try:
-        found = ctypes.PyDLL(str(compiled([_SOURCE], _FLAGS)))
-        found.relay_step.argtypes = [ctypes.c_void_p]
-    except (NotCompiled, OSError, AttributeError) as error:  # the last: another library, or a damaged one
+        compiled_library = ctypes.PyDLL(str(compiled([_SOURCE], _FLAGS)))
+        compiled_library.relay_step.argtypes = [ctypes.c_void_p]
+    except (NotCompiled, OSError, AttributeError) as error:  # AttributeError: another library, or a damaged one
         if str(error):
             log.warning("streams are passed on by Python, which takes 1.5 times the processor time: %s", error)
         return None
-    return found
+    return compiled_library
 
 
-def _in_background() -> asyncio.Future[ctypes.PyDLL | None]:
-    """`library`, called on a thread that is not joined at exit, because it may wait for another process's compiler."""
-    found: asyncio.Future[ctypes.PyDLL | None] = asyncio.get_running_loop().create_future()
+def _compile_in_background() -> asyncio.Future[ctypes.PyDLL | None]:
+    """Call `library` on a thread that is not joined at exit, because it may wait for another process's compiler."""
+    future: asyncio.Future[ctypes.PyDLL | None] = asyncio.get_running_loop().create_future()
 
     def find() -> None:
         result = library()
         with suppress(RuntimeError):  # the loop is closed
-            found.get_loop().call_soon_threadsafe(lambda: None if found.done() else found.set_result(result))
+            future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 
     Thread(target=find, name="compiles the relay", daemon=True).start()
-    return found
+    return future
 
 
 class Relays:
-    """The streams of one event loop that compiled code passes on: an asynchronous context manager. What must be
-    compiled first is compiled in the background; until then streams are passed on by Python."""
+    """The streams of an event loop that compiled code forwards: an asynchronous context manager. The code is compiled
+    in the background if necessary; until then Python forwards the streams."""
 
     def __init__(self) -> None:
         self.step: Any = None
@@ -163,7 +161,7 @@ class Relays:
         self._patterns: dict[Pattern, _Pattern] = {}
 
     async def __aenter__(self) -> Self:
-        self._opening = asyncio.create_task(self._open_with(_in_background()))
+        self._opening = asyncio.create_task(self._open_with(_compile_in_background()))
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -172,15 +170,15 @@ class Relays:
         self.close()
 
     async def opened(self) -> None:
-        """Wait until it is known whether there is compiled code."""
+        """Wait until the compiled code is loaded, or known to be missing."""
         if self._opening is not None:
             await self._opening
 
-    async def _open_with(self, found: asyncio.Future[ctypes.PyDLL | None]) -> None:
-        self.open(await found)
+    async def _open_with(self, future: asyncio.Future[ctypes.PyDLL | None]) -> None:
+        self.open(await future)
 
     def open(self, library: ctypes.PyDLL | None) -> None:
-        """Take streams from now on; none without the library."""
+        """Accept streams from now on; none without the library."""
         if library is None:
             return
         try:
@@ -192,7 +190,7 @@ class Relays:
         asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._run)
 
     def close(self) -> None:
-        """End it; streams are read in Python again."""
+        """Close the relay; its streams are read in Python again."""
         if self._epoll is None:
             return
         for stream in tuple(self._streams.values()):
@@ -203,12 +201,12 @@ class Relays:
 
     @property
     def num_streams(self) -> int:
-        """How many streams it has."""
+        """Number of streams."""
         return len(self._streams)
 
     def add(self, call: Call, response: Response, reader: Reader) -> _Stream | None:
-        """Pass on what comes for `call` from now on, both sides in chunks, wherever `reader` does not want to see it,
-        until the stream is stopped. None if this cannot be done."""
+        """Forward chunks of `call` that match the reader's pattern from now on, until the stream is stopped. None if
+        this is not possible, for instance because one side is not chunked."""
         connection = call.connection
         if (
             self._epoll is None
@@ -226,7 +224,7 @@ class Relays:
         return stream if stream.start() else None
 
     def watch(self, stream: _Stream, fd: int) -> bool:
-        """Read from this descriptor for a stream; False if there is no memory for that."""
+        """Read from this descriptor for a stream; False if there is no memory for it."""
         assert self._epoll is not None
         try:
             self._epoll.register(fd, select.EPOLLIN)
@@ -244,25 +242,25 @@ class Relays:
                 self._epoll.unregister(fd)
 
     def _run(self) -> None:
-        """Some streams have become readable. Each is read once in a turn of the event loop, so that one that never
-        pauses keeps the loop from nothing."""
+        """Read streams that have become readable, each once per turn of the event loop, so that a stream that never
+        pauses does not block the loop."""
         assert self._epoll is not None
         for fd, _ in self._epoll.poll(0):
             if (stream := self._streams.get(fd)) is not None:
                 stream.readable()
 
     def compiled_pattern(self, pattern: Pattern) -> _Pattern:
-        """A pattern, as the library reads it."""
-        found = self._patterns.get(pattern)
-        if found is None:
+        """The pattern in the library's form."""
+        compiled_pattern = self._patterns.get(pattern)
+        if compiled_pattern is None:
             stops = (ctypes.c_char_p * len(pattern.stops))(*pattern.stops)
-            found = _Pattern(pattern.prefix, stops, len(pattern.stops), _KEEP[pattern.keep])
-            self._patterns[pattern] = found
-        return found
+            compiled_pattern = _Pattern(pattern.prefix, stops, len(pattern.stops), _KEEP[pattern.keep])
+            self._patterns[pattern] = compiled_pattern
+        return compiled_pattern
 
 
 class _Stream:
-    """One of them; to its call, it is what reads from the instance in place of the paused transport."""
+    """A stream of the relay. For its call, it reads from the instance in place of the paused transport."""
 
     def __init__(
         self,
@@ -285,8 +283,8 @@ class _Stream:
         if not self._relays.watch(self, self._state.source):
             return False
         self._source.pause_reading()
-        self._call.read_by(self)
-        self._soon()
+        self._call.set_bypass(self)
+        self._set_pattern_soon()
         return True
 
     def pause_reading(self) -> None:
@@ -303,8 +301,8 @@ class _Stream:
         """Received bytes that the call has not counted yet."""
         return int(self._state.received)
 
-    def _soon(self) -> None:
-        """See whether chunks can be passed on unread, once what was written before is in the client's socket."""
+    def _set_pattern_soon(self) -> None:
+        """Set the pattern for unread chunks, once all earlier output is in the client's socket."""
         asyncio.get_running_loop().call_soon(self._set_pattern)
 
     def _set_pattern(self) -> None:
@@ -319,17 +317,17 @@ class _Stream:
         if self._source.is_closing() or self._target.is_closing():
             self.stop()
         elif self._relays.step(self._address):
-            self._take_over()
+            self._handle_rest()
 
-    def _take_over(self) -> None:
-        """Take over what the compiled code does not pass on."""
+    def _handle_rest(self) -> None:
+        """Handle the bytes that the compiled code did not forward."""
         state = self._state
         unsent = ctypes.string_at(state.unsent, state.unsent_bytes) if state.unsent_bytes else b""
         unread = ctypes.string_at(state.unread, state.unread_bytes) if state.unread_bytes else b""
-        kept = self._sync()
+        captured = self._sync()
         if unsent:
             self._response.writer.write(unsent)
-        self._pass(kept)
+        self._forward_captured(captured)
         if unread and not self._stopped:
             try:
                 self._connection.data_received(unread)
@@ -339,29 +337,29 @@ class _Stream:
         if state.ended:
             self.stop()
         elif not self._stopped:
-            self._soon()
+            self._set_pattern_soon()
 
     def _sync(self) -> bytes:
-        """Note what was passed on; returns what was kept of it."""
+        """Count the forwarded bytes; return the captured ones."""
         state = self._state
         if not state.received:
             return b""
         self._call.num_received += state.received
         self._response.forwarded(state.sent, ctypes.string_at(self._address + _Relay.last.offset, 4))
-        kept = ctypes.string_at(self._address + _Relay.kept.offset, state.kept_bytes)
+        captured = ctypes.string_at(self._address + _Relay.kept.offset, state.kept_bytes)
         state.received = state.sent = state.kept_bytes = 0
-        return kept
+        return captured
 
-    def _pass(self, kept: bytes) -> None:
+    def _forward_captured(self, captured: bytes) -> None:
         try:
-            if kept:
-                self._reader.passed(kept)
+            if captured:
+                self._reader.on_forwarded(captured)
         except Exception as error:
             log.exception("a stream cannot be read")
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Fail as a transport does: a fault in reading one stream ends that stream, and nothing else."""
+        """Fail as a transport does: a fault in reading a stream ends only this stream."""
         self._connection.close(ProtocolError(f"a stream cannot be read: {error}"))
 
     def stop(self) -> None:
@@ -370,10 +368,10 @@ class _Stream:
         if self._stopped:
             return
         self._stopped = True
-        kept = self._sync()
+        captured = self._sync()
         self._relays.unwatch(self, self._state.source)
-        self._call.read_by(None)
-        self._pass(kept)
+        self._call.set_bypass(None)
+        self._forward_captured(captured)
         if not (self._call.paused or self._source.is_closing()):
             self._source.resume_reading()
 

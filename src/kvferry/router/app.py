@@ -54,15 +54,15 @@ from kvferry.router.request.services import Services
 
 logger = logging.getLogger(__name__)
 
-_API_PATHS = frozenset(one.path for one in OPERATIONS if not one.path.startswith("/kvferry/"))
+_API_PATHS = frozenset(operation.path for operation in OPERATIONS if not operation.path.startswith("/kvferry/"))
 
 CLIENT_GONE = 499
-"""The status under which a request is counted whose client left before the answer began (nginx's number)."""
+"""Status for requests whose client left before the answer began, in metrics (nginx's number)."""
 
 
 DECISIONS_PATH = "/kvferry/decisions"
 DECISIONS, TRAFFIC_S = 100, 300
-"""How many decisions, and requests of how many seconds, are shown if nobody says."""
+"""Default number of decisions, and default seconds of traffic."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Router:
         response.send_json(msgspec.json.encode(RouterHealth(status, counts)), code)
 
     async def show_metrics(self, request: HttpRequest, response: Response) -> None:
-        """GET /metrics: the router's own metrics; with ?instances=all, those of all instances too."""
+        """GET /metrics: the router's own metrics; with ?instances=all, all instances' metrics too."""
         text = self.metrics_text() + await self.instances_metrics(request)
         response.send(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
     def metrics_text(self) -> bytes:
         """The router's own metrics, in Prometheus' text format."""
-        pools, chooser, plan = self.services.pools, self.services.chooser, self.services.pools.directions.plan
+        pools, chooser, plan = self.services.pools, self.services.chooser, self.services.pools.shared_plan.plan
         return self.services.metrics.expose(
             pools,
             threshold=chooser.threshold.tokens,
@@ -115,42 +115,44 @@ class Router:
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
         """GET /kvferry/instances: all instances. Operators also see their addresses and what they report about
         themselves."""
-        self.membership.catch_up()
+        self.membership.refresh()
         response.send_json(msgspec.json.encode({"instances": self.views(with_addresses=request.caller.is_operator)}))
 
     def views(self, *, with_addresses: bool = False) -> list[dict[str, Any]]:
-        """All instances as clients see them, or as operators do, with their addresses."""
+        """All instances as clients see them, or with their addresses as operators do."""
         view, pairing = _view_with_addresses if with_addresses else _view, self.services.chooser.pairing
-        return [view(instance) | {"no_hand_off": pairing.why_no_hand_off(instance)} for instance in self.services.pools]
+        return [
+            view(instance) | {"no_hand_off": pairing.no_hand_off_reason(instance)} for instance in self.services.pools
+        ]
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/decisions?limit=100: where the last requests went, why, and when; the newest first."""
+        """GET /kvferry/decisions?limit=100: the decisions of the last requests, the newest first."""
         response.send_json(self.services.chooser.decisions.encode(request.number("limit", DECISIONS)))
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/traffic?seconds=300: how many requests came, their lengths, and the times of their phases."""
-        most, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
-        response.send_json(self.services.chooser.traffic.encode(self.services.clock.wall(), seconds, most))
+        """GET /kvferry/traffic?seconds=300: number of requests, their lengths, and the durations of their phases."""
+        limit, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
+        response.send_json(self.services.chooser.traffic.encode(self.services.clock.wall(), seconds, limit))
 
     async def show_plan(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/plan: how many instances the fleet's controller wants, and its last decisions; {}: there is no
+        """GET /kvferry/plan: the desired instances of the fleet's controller, and its last decisions; {}: no
         controller."""
-        self.membership.catch_up()
-        response.send_json(self.services.pools.directions.text.encode() or b"{}")
+        self.membership.refresh()
+        response.send_json(self.services.pools.shared_plan.text.encode() or b"{}")
 
     async def show_api(self, request: HttpRequest, response: Response) -> None:
         """GET /openapi.json: the API of kvferry's engine, as available through this router; vLLM's servers describe
         themselves."""
-        if any(isinstance(one.facts, VllmFacts) for one in self.services.pools):
+        if any(isinstance(instance.facts, VllmFacts) for instance in self.services.pools):
             await self.serve(request, response)
         else:
             response.send_json(openapi_document(_API_PATHS))
 
     async def serve(self, request: HttpRequest, response: Response) -> None:
-        """Answer a request that is meant for the instances."""
+        """Serve a client's request on the instances."""
         services, arrived, begun = self.services, self.services.clock.wall(), self.services.clock.monotonic()
         path, _, query = request.target.partition("?")
-        slot, tenant = Slot(self.admission, request.client), None
+        slot, admitted = Slot(self.admission, request.client), None
         try:
             public = self.endpoints.admit(request.method, path, query)
             if request.body.complete:
@@ -158,39 +160,39 @@ class Router:
                 body = request.body.take()
             else:
                 body = await request.body.read(slot.grow)
-                slot.whole()
+                slot.mark_complete()
             headers = request.headers
-            if request.caller.is_known:  # a key of the router's opens no instance, and none is told it
+            if request.caller.is_known:  # the router's keys open no instance, and are not forwarded
                 headers = [header for header in headers if header[0] not in KEY_HEADERS]
-            asked = ClientRequest(
+            client_request = ClientRequest(
                 request.method, request.target, path, headers, request.first, body, request.id.encode(), arrived
             )
-            parsed = self.endpoints.read(asked, public)
-            if (named := self.endpoints.named(asked, parsed)) is not asked:
-                asked, request.id = named, named.request_id.decode()
+            parsed = self.endpoints.read(client_request, public)
+            if (renamed := self.endpoints.named(client_request, parsed)) is not client_request:
+                client_request, request.id = renamed, renamed.request_id.decode()
             if path in PROMPT_FIELDS:
                 services.chooser.traffic.arrive()
-            found = self.tenants.find(request.caller.name, request.headers, parsed)
-            if found.is_limited or not self.turns.begin(found):
-                await self.take_turn(found, path, parsed)
-            tenant = found
-            await self.endpoints.handle(asked, parsed, response)
+            tenant = self.tenants.find(request.caller.name, request.headers, parsed)
+            if tenant.is_limited or not self.turns.begin(tenant):
+                await self.take_turn(tenant, path, parsed)
+            admitted = tenant
+            await self.endpoints.handle(client_request, parsed, response)
         except RequestError as error:
             response.fail(error)
         except Exception:
-            # The edge: a fault in one request is that request's answer, and no other's concern.
+            # A fault in one request ends this request only.
             logger.exception("request %s failed", request.id)
             response.fail(internal_error(request.id))
         finally:
-            if tenant is not None:
-                self.turns.end(tenant)
+            if admitted is not None:
+                self.turns.end(admitted)
             slot.close()
             seconds = services.clock.monotonic() - begun
             services.metrics.request_done(path, response.status or CLIENT_GONE, seconds)
 
     async def take_turn(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> None:
-        """Count a request against its tenant's limits, and wait until it may be served, which is until `turns.end`.
-        Raises `QueueFull`, and charges nothing then; or `OverLimit`."""
+        """Charge a request to its tenant, and wait until it may be served; `turns.end` ends its turn. Raises
+        `OverLimit`, or `QueueFull`, which refunds the charge."""
         charge = self._charge(tenant, path, body) if tenant.is_limited else None
         if self.turns.begin(tenant):
             return
@@ -198,12 +200,11 @@ class Router:
             await self.turns.wait(tenant, priority_of(body))
         except QueueFull:
             if charge is not None:
-                charge.give_back()
+                charge.refund()
             raise
 
     def _charge(self, tenant: Tenant, path: str, body: RequestBody | bytes | None) -> Charge:
-        """Count a request against its tenant's limits. Raises `OverLimit`, and `InvalidRequest` if its tokens cannot be
-        counted."""
+        """Charge a request to its tenant. Raises `OverLimit`, and `InvalidRequest` if its tokens cannot be counted."""
         num_tokens = 0.0
         if tenant.tokens is not None:
             num_tokens = count_tokens(body, path, self.services.chooser.estimates.bytes_per_token)
@@ -224,17 +225,17 @@ class Router:
         ]
 
     def fallback(self) -> Route:
-        """Answers all other paths."""
+        """The route for all other paths."""
         return Route("*", "*", self.serve)
 
     def routes(self) -> Routes:
-        """What a server serves."""
+        """All routes, for a server."""
         return Routes(self.table(), fallback=self.fallback())
 
     async def leave(self) -> None:
-        """Have instances free what they keep for conversations, at a clean end of the last router of its port, while it
-        is still `running`. May take as long as they do."""
-        if self.services.next_turns is not None and not self.state.others():
+        """Let instances free the KV of conversations, at a clean end of the last router of its port, while it is still
+        `running`. Waits for the instances."""
+        if self.services.next_turns is not None and not self.state.siblings():
             await self.services.next_turns.release_all()
 
     @asynccontextmanager
@@ -249,7 +250,7 @@ class Router:
                 watching.append(self.dynamo)
                 if services.next_turns is not None:
                     watching.append(services.next_turns)
-                watchers = [group.create_task(one.watch()) for one in watching]
+                watchers = [group.create_task(owner.watch()) for owner in watching]
                 try:
                     yield group
                 finally:
@@ -257,7 +258,7 @@ class Router:
                         watcher.cancel()
                     if services.chooser.tracer is not None:
                         await asyncio.to_thread(services.chooser.tracer.close)
-        except ExceptionGroup as errors:  # The tasks beside it raise nothing: it is the one error of the body.
+        except ExceptionGroup as errors:  # background tasks raise nothing: this is the error of the body
             raise errors.exceptions[0] from None
 
 
@@ -270,9 +271,9 @@ def build_router(
     state: SharedState | None = None,
     fast_path: bool = True,
 ) -> Router:
-    """Build and connect all parts. `state`: what it shares with other routers; None: it is alone. `fast_path`: whether
-    compiled code passes streams on where it can. Raises `ConfigError` when the given instances are not enough for a
-    router, or a file cannot be used."""
+    """Build and connect all parts. `state`: shared with sibling routers; None: a single router. `fast_path`: compiled
+    code relays streams where it can. Raises `ConfigError` if the configured instances are not enough for a router, or a
+    file cannot be used."""
     http, access = http or HttpConfig(), access or InstanceAccess()
     clock = clock or SYSTEM_CLOCK
     state, pools = state or SharedState(), Pools.empty(clock)
@@ -331,5 +332,5 @@ def _view(instance: Instance) -> dict[str, Any]:
 
 def _view_with_addresses(instance: Instance) -> dict[str, Any]:
     facts = instance.facts
-    known = msgspec.to_builtins(facts, str_keys=True) if engine_of(facts) else None
-    return {**_view(instance), "url": instance.url, "facts": known}
+    shown = msgspec.to_builtins(facts, str_keys=True) if engine_of(facts) else None
+    return {**_view(instance), "url": instance.url, "facts": shown}

@@ -18,7 +18,7 @@ from kvferry.core.messages.hand_off import HAND_OFF_FIELD
 from kvferry.core.messages.kv_keys import KEY_FIELDS
 
 TICKET_FIELDS = frozenset({HAND_OFF_FIELD, "ec_transfer_params"})
-"""Fields that make an instance fetch from another: the router's to set, never a client's."""
+"""Fields that make an instance fetch from another; set by the router, never by a client."""
 
 _ADDRESS_FIELDS = frozenset(
     {
@@ -26,44 +26,44 @@ _ADDRESS_FIELDS = frozenset(
         *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
     }
 )
-"""The same in SGLang's form, and the data-parallel ranks that go with it. Meant only at the top of a body."""
+"""SGLang's fields with the same effect, and the data-parallel ranks. Only at the top of a body."""
 
-_NOT_FROM_CLIENTS = TICKET_FIELDS | _ADDRESS_FIELDS | frozenset(KEY_FIELDS)
+_ROUTER_FIELDS = TICKET_FIELDS | _ADDRESS_FIELDS | frozenset(KEY_FIELDS)
 
 _SCALARS = frozenset({bool, int, float, type(None)})
-_SHORT = 256
-"""Scalars and strings of fewer characters are kept as they were read; what else is asked for is read once more."""
+_MAX_DECODED_CHARS = 256
+"""Maximum length of strings that are kept decoded; longer values are decoded when they are needed."""
 
 _ENCODER = msgspec.json.Encoder()
 
 
 class RequestBody(msgspec.Struct, eq=False):
     """A JSON object's top-level fields, each as its own JSON text. `values` has the same fields: scalars and short
-    strings as they were read, and all else, which may be long, as text again (`msgspec.Raw`)."""
+    strings decoded, all others as JSON text (`msgspec.Raw`)."""
 
     _fields: dict[str, msgspec.Raw]
     _original: bytes
     values: dict[str, Any]
     kv_keys: dict[str, msgspec.Raw] = {}
-    """The fields about keys of KV, wherever the client has put them, if clients may have keys."""
+    """The KV key fields, from either position in the body, if clients may use keys."""
 
     @classmethod
     def parse(cls, data: bytes, *, trust_tickets: bool = False, takes_keys: bool = False) -> RequestBody:
-        """Raises `InvalidRequest` when `data` is not one JSON object in UTF-8 that every parser reads alike.
+        """Parse a body. Raises `InvalidRequest` unless `data` is a JSON object in UTF-8 that every parser reads alike.
 
-        Unless clients are trusted with tickets, those at the top are left out, and one further down is refused: there
-        it is no field that the API has, but some engines merge such objects into their own settings. Keys of KV are
-        left out too, unless they are accepted (`takes_keys`) or tickets are.
+        Unless clients are trusted with tickets, tickets at the top are removed, and nested ones are refused: the API
+        has no such fields, but some engines merge such objects into their own settings. KV keys are removed too, unless
+        keys (`takes_keys`) or tickets are accepted.
         """
         fields, values = _read(data, frozenset() if trust_tickets else TICKET_FIELDS)
         body = cls(fields, data, values)
-        if _NOT_FROM_CLIENTS.isdisjoint(fields):
+        if _ROUTER_FIELDS.isdisjoint(fields):
             return body
         for name in fields.keys() & TICKET_FIELDS:
             if bytes(fields[name])[:1] not in (b"{", b"n"):
                 raise InvalidRequest(f"{name} must be an object or null", param=name)
         keys = _read_keys(fields) if trust_tickets or takes_keys else {}
-        return cls(fields, data, values, keys) if trust_tickets else body._without(_NOT_FROM_CLIENTS, keys)
+        return cls(fields, data, values, keys) if trust_tickets else body._without(_ROUTER_FIELDS, keys)
 
     def __contains__(self, field: str) -> bool:
         return field in self._fields
@@ -74,58 +74,58 @@ class RequestBody(msgspec.Struct, eq=False):
         return json.loads(bytes(value)) if type(value) is msgspec.Raw else value
 
     def raw(self, field: str) -> bytes:
-        """A field's JSON text; empty when missing. For values too large to decode for a look."""
+        """A field's JSON text; empty when missing. For values too large to decode."""
         raw = self._fields.get(field)
         return b"" if raw is None else bytes(raw)
 
     def encode(self, *, without: Iterable[str] = (), **replaced: Any) -> bytes:
-        """The body with some fields left out and others set. The client's own bytes when that changes nothing."""
+        """The body with some fields removed and others replaced; the client's own bytes if that changes nothing."""
         if not replaced and self._fields.keys().isdisjoint(without):
             return self._original
-        kept: dict[str, Any] = self._fields.copy()
+        fields: dict[str, Any] = self._fields.copy()
         for name in without:
-            kept.pop(name, None)
-        kept.update(replaced)
-        return _ENCODER.encode(kept)
+            fields.pop(name, None)
+        fields.update(replaced)
+        return _ENCODER.encode(fields)
 
     def _without(self, names: frozenset[str], keys: dict[str, msgspec.Raw]) -> RequestBody:
-        """The body without these fields, and with the keys of KV in `kv_transfer_params`."""
+        """The body without these fields, and with the KV keys in `kv_transfer_params`."""
         fields = {name: raw for name, raw in self._fields.items() if name not in names}
-        values = {name: one for name, one in self.values.items() if name not in names}
+        values = {name: value for name, value in self.values.items() if name not in names}
         if keys:
             fields[HAND_OFF_FIELD] = values[HAND_OFF_FIELD] = msgspec.Raw(_ENCODER.encode(keys))
         return RequestBody(fields, _ENCODER.encode(fields), values, keys)
 
 
 def _read_keys(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The fields about keys of KV, at the top and in `kv_transfer_params`. Raises `InvalidRequest` for one that is
-    different in both."""
+    """The KV key fields, at the top and in `kv_transfer_params`. Raises `InvalidRequest` for a field that differs in
+    both."""
     params = fields.get(HAND_OFF_FIELD, msgspec.Raw(b"null"))
     within = msgspec.json.decode(params, type=dict[str, msgspec.Raw] | None) or {}
     keys: dict[str, msgspec.Raw] = {}
     for name in KEY_FIELDS:
-        given = [raw for raw in (within.get(name), fields.get(name)) if raw is not None and bytes(raw) != b"null"]
-        if len(given) == 2 and msgspec.json.decode(given[0]) != msgspec.json.decode(given[1]):
+        texts = [raw for raw in (within.get(name), fields.get(name)) if raw is not None and bytes(raw) != b"null"]
+        if len(texts) == 2 and msgspec.json.decode(texts[0]) != msgspec.json.decode(texts[1]):
             raise InvalidRequest(f"{name} is given twice, with different values", param=name)
-        if given:
-            keys[name] = given[0]
+        if texts:
+            keys[name] = texts[0]
     return keys
 
 
 def _read(data: bytes, refused_within: frozenset[str]) -> tuple[dict[str, msgspec.Raw], dict[str, Any]]:
-    """The fields as texts, and as `RequestBody.values`. Long lists of integers are not decoded for it."""
+    """The fields as JSON texts, and as `RequestBody.values`. Long lists of integers are not decoded."""
     try:
-        found = read_texts(data)
+        texts = read_texts(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        found = []  # `read_object` says what is wrong
-    fields = dict(found)
-    prompts = {name for name, text in found if len(memoryview(text)) > _SHORT and is_integers(bytes(text))}
-    if prompts and len(fields) == len(found) and data.isascii():
-        rest = _ENCODER.encode({name: text for name, text in found if name not in prompts})
+        texts = []  # `read_object` raises the error
+    fields = dict(texts)
+    prompts = {name for name, text in texts if len(memoryview(text)) > _MAX_DECODED_CHARS and is_integers(bytes(text))}
+    if prompts and len(fields) == len(texts) and data.isascii():
+        rest = _ENCODER.encode({name: text for name, text in texts if name not in prompts})
         values = read_object(rest, refused_within) | {name: fields[name] for name in prompts}
     else:
         values = read_object(data, refused_within)
-    for name, one in values.items():
-        if type(one) not in _SCALARS and not (type(one) is str and len(one) < _SHORT):
+    for name, value in values.items():
+        if type(value) not in _SCALARS and not (type(value) is str and len(value) < _MAX_DECODED_CHARS):
             values[name] = fields[name]
     return fields, values

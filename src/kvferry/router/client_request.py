@@ -8,8 +8,7 @@ from kvferry.http.headers import RawHeaders
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
-    """One request as it came. `target` is `path` and query, which are not decoded; `arrived` is in seconds since the
-    epoch."""
+    """A request as it arrived. `target`: `path` and query, not decoded; `arrived`: seconds since the epoch."""
 
     method: str
     target: str

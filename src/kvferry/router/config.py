@@ -71,12 +71,12 @@ class RouterConfig:
     Default: 8998."""
 
     instance_kv_events: tuple[str, ...] = ()
-    """Where a vLLM server publishes its KV events (--kv-events-config), and where it replays them, such as
-    http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
+    """Address at which a vLLM server publishes its KV events (--kv-events-config), and at which it replays them, such
+    as http://10.0.0.1:8000=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558; repeat it for more. Instances of kvferry's tell the
     router themselves. Needs kvferry[events]."""
 
     policy: str = field(default="cost", metadata={"heading": "Router: choice of instances"})
-    """How the instances of a request are chosen: cost (least predicted time), prefix, session, least_loaded,
+    """Policy that chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
     power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class."""
 
     policy_option: tuple[str, ...] = ()
@@ -132,8 +132,8 @@ class RouterConfig:
     `Retry-After` says. After that, the client gets that answer. 0: at once."""
 
     continuations: CountOrZero = 3
-    """How many times a streamed answer may continue on another instance after its instance was lost. 0: never; the
-    answer then ends with an error."""
+    """Number of times that a streamed answer may continue on another instance after its instance was lost. 0: never;
+    the answer then ends with an error."""
 
     continuation_timeout_s: Seconds = 30.0
     """Seconds to look for an instance that can continue an answer, if there is none at once."""
@@ -158,7 +158,7 @@ class RouterConfig:
     """Most bytes of request bodies in memory at the same time; further requests are answered with 429."""
 
     tenant_by: str = field(default="key", metadata={"heading": "Router: tenants"})
-    """What distinguishes tenants: key (the API key, or the client address if no keys are required), user (the `user`
+    """Distinction of tenants: key (the API key, or the client address if no keys are required), user (the `user`
     field of the body) or header:NAME. The last two are chosen by clients, so use them only for clients that you trust;
     a request without them counts by its key."""
 

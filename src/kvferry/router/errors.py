@@ -1,4 +1,4 @@
-"""Errors of one request that only a router has, and what a lost leg means to its client."""
+"""Errors of a request that only a router raises, and the client's error for a lost leg."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ class OverLimit(QueueFull):
 
 
 class UnreadableStream(ProtocolError):
-    """What a stream says cannot be followed, so that no other instance could continue it; its connection is well."""
+    """A stream cannot be parsed, so that no other instance could continue it; its connection is intact."""
 
 
 def failure(error: PeerLost) -> str:
-    """Why a leg has no answer, as a label for metrics."""
+    """Reason why a leg has no answer, as a label for metrics."""
     if isinstance(error, Unreachable):
         return "unreachable"
     return "silent" if isinstance(error, LegTimedOut) else "lost"
 
 
 def unanswered(lost: PeerLost | None, role: str = "decode") -> RequestError:
-    """The error for a client whose request no instance answered; `lost` is the error of the last decode instance tried,
-    `role` of which there is none otherwise."""
+    """The error for a client whose request no instance answered. `lost`: the error of the last decode instance tried;
+    `role`: the role without an instance otherwise."""
     if lost is None or isinstance(lost, Unreachable):
         return Unavailable(f"no {role} instance can be reached; try again later")
     if isinstance(lost, LegTimedOut):

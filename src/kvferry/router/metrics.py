@@ -1,7 +1,7 @@
-"""The router's Prometheus metrics. Each router has its own, so that two in one process do not meet.
+"""The router's Prometheus metrics. Each router has its own, so that two in one process are independent.
 
-Everything is counted by hand, because prometheus_client takes as long for one count as the router for a leg; it writes
-the text.
+The router counts itself, because a count of prometheus_client takes as long as a leg; prometheus_client formats the
+text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _LABELLED_PATHS = frozenset({*PROMPT_FIELDS, "/v1/models"})
-"""Paths come from clients, and there must be few labels."""
-_COUNTED_AT_ONCE = 512
-_OF_INSTANCE = ("role", "instance")
+"""Paths with a label of their own: paths come from clients, and the number of labels must be bounded."""
+_BATCH_SIZE = 512
+_INSTANCE_LABELS = ("role", "instance")
 
 
 class Metrics:
-    """What the router counts; each method counts one kind of event."""
+    """The router's counters; each method counts one kind of event."""
 
     def __init__(self) -> None:
         self._requests = _Counts("kvferry_router_requests", "Requests answered, by path and status.", "path", "status")
@@ -46,7 +46,7 @@ class Metrics:
             "kvferry_router_leg_errors",
             "Legs that failed: connections lost or refused (unreachable, lost), no answer in time (silent), a"
             " ticket of another hand-off (wrong_ticket), and statuses of load and fault.",
-            *_OF_INSTANCE,
+            *_INSTANCE_LABELS,
             "reason",
         )
         self._retries = _Counts("kvferry_router_retries", "Legs tried again on another instance.", "role")
@@ -56,11 +56,11 @@ class Metrics:
             "outcome",
         )
         self._releases = _Counts("kvferry_router_releases", "Abandoned hand-offs reported to prefill.", "outcome")
-        self._events = _Counts("kvferry_router_kv_events", "KV events received from an instance.", *_OF_INSTANCE)
+        self._events = _Counts("kvferry_router_kv_events", "KV events received from an instance.", *_INSTANCE_LABELS)
         self._events_missed = _Counts(
             "kvferry_router_kv_event_messages_missed",
             "Messages of KV events that were lost and not replayed.",
-            *_OF_INSTANCE,
+            *_INSTANCE_LABELS,
         )
         self._phases = _Seconds(
             "kvferry_router_phase_seconds",
@@ -69,13 +69,13 @@ class Metrics:
         )
 
     def request_done(self, path: str, status: int, seconds: float) -> None:
-        """Count a client that has its answer, or has disconnected."""
+        """Count a request whose client has its answer, or has disconnected."""
         label = path if path in _LABELLED_PATHS else "other"
         self._requests.counts[label, status] += 1
         self._seconds.add(((label, seconds),))
 
     def served(self, kind: str, reason: str = "") -> None:
-        """How a request is served: `sequential`, `concurrent`, `whole` (and why) or `local`."""
+        """Count a request by the way it is served: `sequential`, `concurrent`, `whole` (with a reason) or `local`."""
         self._hand_offs.counts[kind, reason] += 1
 
     def leg_failed(self, instance: Instance, reason: str) -> None:
@@ -87,18 +87,18 @@ class Metrics:
         self._retries.counts[role,] += 1
 
     def continued(self, outcome: str) -> None:
-        """An answer broke off and was continued elsewhere (`done`), or nowhere (`failed`)."""
+        """Count an answer that broke off and was continued on another instance (`done`), or on none (`failed`)."""
         self._continuations.counts[outcome,] += 1
 
     def released(self, outcome: str) -> None:
-        """An abandoned hand-off was reported: `done`, `failed` or `dropped`."""
+        """Count a release of an abandoned hand-off: `done`, `failed` or `dropped`."""
         self._releases.counts[outcome,] += 1
 
     def phases(self, phases: Iterable[tuple[str, float]]) -> None:
-        """Note the duration of each phase of a request that is over, in seconds."""
+        """Record the duration of each phase of a finished request, in seconds."""
         self._phases.add(phases)
 
-    def events_heard(self, instance: Instance, num_events: int) -> None:
+    def events_received(self, instance: Instance, num_events: int) -> None:
         """Count KV events that an instance published."""
         self._events.counts[instance.role, instance.name] += num_events
 
@@ -114,12 +114,12 @@ class Metrics:
         num_index_entries: int = 0,
         desired: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Everything in Prometheus' text format; metrics by instance only for `instances`, which are those that there
-        are. `threshold` and `num_index_entries`: of the choice, now; `desired`: how many instances of each role the
-        fleet's controller wants."""
-        here = list(instances)
-        self.keep_only(here)
-        counted: list[Collector] = [
+        """All metrics in Prometheus' text format; metrics by instance only for the current `instances`. `threshold` and
+        `num_index_entries`: current values of the choice; `desired`: number of instances by role that the fleet's
+        controller wants."""
+        current = list(instances)
+        self.keep_only(current)
+        collectors: list[Collector] = [
             self._requests, self._seconds, self._hand_offs, self._errors, self._retries, self._continuations,
             self._releases, self._events, self._events_missed, self._phases,
         ]  # fmt: skip
@@ -143,24 +143,26 @@ class Metrics:
             _gauge(
                 "kvferry_router_instance_in_flight",
                 "Legs that are running.",
-                {(one.role, one.name): one.load.num_legs for one in here},
-                *_OF_INSTANCE,
+                {(instance.role, instance.name): instance.load.num_legs for instance in current},
+                *_INSTANCE_LABELS,
             ),
             _gauge(
                 "kvferry_router_instance_up",
                 "Whether the instance may be given requests.",
-                {(one.role, one.name): one.usable for one in here},
-                *_OF_INSTANCE,
+                {(instance.role, instance.name): instance.usable for instance in current},
+                *_INSTANCE_LABELS,
             ),
         ]
-        return generate_latest(_Families([*(one for each in counted for one in each.collect()), *gauges]))
+        return generate_latest(
+            _Families([*(family for collector in collectors for family in collector.collect()), *gauges])
+        )
 
     def keep_only(self, instances: Iterable[Instance]) -> None:
-        """Forget what was counted of all other instances."""
-        names = {one.name for one in instances}
-        for each in (self._errors, self._events, self._events_missed):
-            for labels in [one for one in each.counts if one[1] not in names]:
-                del each.counts[labels]
+        """Forget the counts of all other instances."""
+        names = {instance.name for instance in instances}
+        for counter in (self._errors, self._events, self._events_missed):
+            for labels in [labels for labels in counter.counts if labels[1] not in names]:
+                del counter.counts[labels]
 
 
 class _Families(Collector):
@@ -174,66 +176,66 @@ class _Families(Collector):
         return self._families
 
 
-def _gauge(name: str, about: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-    family = GaugeMetricFamily(name, about, labels=labels)
-    for one, value in values.items():
-        family.add_metric(one, value)
+def _gauge(name: str, documentation: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, value)
     return family
 
 
 class _Counts(Collector):
     """A counter with labels."""
 
-    def __init__(self, name: str, about: str, *labels: str) -> None:
-        self._family = name, about, labels
+    def __init__(self, name: str, documentation: str, *labels: str) -> None:
+        self._family = name, documentation, labels
         self.counts: defaultdict[tuple[object, ...], int] = defaultdict(int)
         """Counts by the values of the labels."""
 
     def collect(self) -> Iterator[Metric]:
         """The counter in Prometheus' form."""
-        name, about, labels = self._family
-        family = CounterMetricFamily(name, about, labels=labels)
+        name, documentation, labels = self._family
+        family = CounterMetricFamily(name, documentation, labels=labels)
         for values, count in self.counts.items():
             family.add_metric([*map(str, values)], count)
         yield family
 
 
 class _Seconds(Collector):
-    """A histogram with one label; as `_Counts`. What is observed is noted first, and counted when it is enough or
-    somebody asks."""
+    """A histogram with one label; as `_Counts`. Observations are collected, and counted in batches and before
+    output."""
 
-    def __init__(self, name: str, about: str, label: str) -> None:
-        self._family = name, about, [label]
-        self._noted: list[tuple[str, float]] = []
+    def __init__(self, name: str, documentation: str, label: str) -> None:
+        self._family = name, documentation, [label]
+        self._pending: list[tuple[str, float]] = []
         self._counts: dict[str, list[int]] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def add(self, observed: Iterable[tuple[str, float]]) -> None:
-        """Note how long something took, by label; less than nothing counts as nothing."""
-        self._noted.extend(observed)
-        if len(self._noted) >= _COUNTED_AT_ONCE:
+    def add(self, durations: Iterable[tuple[str, float]]) -> None:
+        """Record durations in seconds, by label; negative ones count as 0."""
+        self._pending.extend(durations)
+        if len(self._pending) >= _BATCH_SIZE:
             self._count()
 
     def _count(self) -> None:
         by_label: defaultdict[str, list[float]] = defaultdict(list)
-        for label, seconds in self._noted:
+        for label, seconds in self._pending:
             by_label[label].append(seconds)
-        self._noted.clear()
-        for label, found in by_label.items():
-            found.sort()
-            # How many are at most as long as each edge, and all; then those of each bucket.
-            below = [*(bisect_right(found, edge) for edge in _SECONDS), len(found)]
-            counts = self._counts.get(label, [0] * len(below))
+        self._pending.clear()
+        for label, durations in by_label.items():
+            durations.sort()
+            # Number of durations up to each edge, and in all; then per bucket.
+            cumulative = [*(bisect_right(durations, edge) for edge in _SECONDS), len(durations)]
+            counts = self._counts.get(label, [0] * len(cumulative))
             self._counts[label] = [
-                count + high - low for count, high, low in zip(counts, below, [0, *below[:-1]], strict=True)
+                count + high - low for count, high, low in zip(counts, cumulative, [0, *cumulative[:-1]], strict=True)
             ]
-            self._sums[label] += sum(found[bisect_left(found, 0.0) :])
+            self._sums[label] += sum(durations[bisect_left(durations, 0.0) :])
 
     def collect(self) -> Iterator[Metric]:
         """The histogram in Prometheus' form."""
         self._count()
-        name, about, labels = self._family
-        family = HistogramMetricFamily(name, about, labels=labels)
+        name, documentation, labels = self._family
+        family = HistogramMetricFamily(name, documentation, labels=labels)
         edges = [*map(floatToGoString, _SECONDS), "+Inf"]
         for label, counts in self._counts.items():
             buckets = list(zip(edges, accumulate(counts), strict=True))

@@ -1,5 +1,5 @@
-"""The paths that clients may ask for. Everything else is 404, whatever the instances behind would answer: engines have
-administration beside their API (vLLM's /sleep, /v1/load_lora_adapter), which is not for clients."""
+"""The paths that clients may request. All others are 404, even if instances serve them: engines have administration
+paths beside their API (vLLM's /sleep, /v1/load_lora_adapter), which are not for clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.core.messages.openai import UnknownRoute
 from kvferry.http.errors import MethodNotAllowed
 
 PROMPT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-"""The paths that can be split over two instances, and where each has its prompt."""
+"""The paths whose requests can be split over two instances, and the field with the prompt."""
 
 JSON_PATHS = (
     *PROMPT_FIELDS,
@@ -38,45 +38,48 @@ READ_PATHS = ("/v1/models", "/v1/models/*", "/version", "/openapi.json")
 
 @dataclass(frozen=True)
 class PublicPath:
-    """One of them. `takes_forms`: multipart/form-data goes through beside JSON, undecoded."""
+    """A public path. `takes_forms`: multipart/form-data is forwarded undecoded, beside JSON."""
 
     methods: frozenset[str]
     takes_forms: bool = False
 
 
 class PublicPaths:
-    """Which requests are for the instances."""
+    """The paths whose requests are forwarded to instances."""
 
     def __init__(self, more: Iterable[str] = ()) -> None:
         """`more` are `--forward-path`s, as `parse_path` reads them. Raises `ConfigError`."""
-        known = {path: PublicPath(frozenset({"POST"})) for path in JSON_PATHS}
-        known |= {path: PublicPath(frozenset({"GET", "HEAD"})) for path in READ_PATHS}
+        paths = {path: PublicPath(frozenset({"POST"})) for path in JSON_PATHS}
+        paths |= {path: PublicPath(frozenset({"GET", "HEAD"})) for path in READ_PATHS}
         for method, path in map(parse_path, more):
-            before = known[path].methods if path in known else frozenset[str]()
-            known[path] = PublicPath(before | {method}, takes_forms=path not in JSON_PATHS)
+            methods = paths[path].methods if path in paths else frozenset[str]()
+            paths[path] = PublicPath(methods | {method}, takes_forms=path not in JSON_PATHS)
         self._exact: Mapping[str, PublicPath] = MappingProxyType(
-            {path: one for path, one in known.items() if not path.endswith("/*")}
+            {path: public_path for path, public_path in paths.items() if not path.endswith("/*")}
         )
-        self._below = {path.removesuffix("*"): one for path, one in known.items() if path.endswith("/*")}
+        self._by_prefix = {
+            path.removesuffix("*"): public_path for path, public_path in paths.items() if path.endswith("/*")
+        }
 
     def find(self, method: str, path: str) -> PublicPath:
-        """`path` as the client wrote it, still percent-encoded. Raises `UnknownRoute` and `MethodNotAllowed`."""
-        found = self._exact.get(path) or self._find_below(path)
-        if found is None:
+        """Find the public path. `path`: as the client wrote it, still percent-encoded. Raises `UnknownRoute` and
+        `MethodNotAllowed`."""
+        public_path = self._exact.get(path) or self._find_by_prefix(path)
+        if public_path is None:
             raise UnknownRoute(f"there is no {path[:200]!r} here")
-        if method not in found.methods:
-            raise MethodNotAllowed(method[:20], path[:200], tuple(sorted(found.methods)))
-        return found
+        if method not in public_path.methods:
+            raise MethodNotAllowed(method[:20], path[:200], tuple(sorted(public_path.methods)))
+        return public_path
 
-    def _find_below(self, path: str) -> PublicPath | None:
-        for prefix, found in self._below.items():
+    def _find_by_prefix(self, path: str) -> PublicPath | None:
+        for prefix, public_path in self._by_prefix.items():
             if path.startswith(prefix) and _is_plain(path.removeprefix(prefix)):
-                return found
+                return public_path
         return None
 
 
 def parse_path(text: str) -> tuple[str, str]:
-    """Method and path of a `--forward-path` such as `POST /v1/audio/transcriptions`. Raises `ConfigError`."""
+    """Parse a `--forward-path` such as `POST /v1/audio/transcriptions`. Raises `ConfigError`."""
     method, _, path = text.strip().partition(" ")
     path = path.strip()
     if method not in ("GET", "POST", "PUT", "PATCH", "DELETE") or not _is_path(path):
@@ -93,7 +96,7 @@ def _is_path(path: str) -> bool:
 
 
 def _is_plain(rest: str) -> bool:
-    """Whether it says the same to everyone: no empty segment, none that goes up, in any spelling."""
+    """True if every server reads it alike: no empty segment and no `.` or `..`, in any spelling."""
     decoded = unquote_to_bytes(rest)
     if any(byte < 33 or byte in b"\x7f\\?#" for byte in decoded) or b"%" in decoded:
         return False

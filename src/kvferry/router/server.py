@@ -1,4 +1,4 @@
-"""The router as a process: from settings to a server, until a signal. One of several on a port, or alone."""
+"""The router as a process: from settings to a server, until a signal. It may share its port with other routers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def run_router(
 ) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
 
-    `page`: makes the routes of the page at `/`, which is served unless `config.page` is off. `group`: the folder that
-    all `config.workers` routers of one port share; None: this one is alone. `on_ready` is
-    called with {"url": …} once requests are answered; a router of a group has a "health_url" of its own too. At the
-    end, running requests have the grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a
-    file cannot be read, or the given instances are not enough for a router.
+    `page`: creates the routes of the page at `/`, which is served unless `config.page` is off. `group`: the folder that
+    all `config.workers` routers of one port share; None: a single router. `on_ready` is called with {"url": …} once
+    requests are answered; a router of a group also has its own "health_url". At the end, running requests have the
+    grace period that `http` sets. Raises `ConfigError` if the address cannot be used, a file cannot be read, or the
+    configured instances are not enough for a router.
     """
     http = replace(http, max_body_bytes=config.max_body_bytes)
     with shutdown_deadline() as limit:
@@ -54,7 +54,7 @@ def run_router(
 
 def freeze_garbage_collector() -> None:
     """Exclude all current objects from garbage collection, and make it run rarely: requests leave hardly any cycles,
-    and looking for them every few hundred objects takes some percent of the CPU time."""
+    and a collection every few hundred objects takes some percent of the CPU time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -73,33 +73,33 @@ async def _serve(
     http = replace(http, name=state.fact("name", http.name))
     router = build_router(divided(config), http, access, state=state)
     freeze_garbage_collector()
-    others, about, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
-    shown = page(router, others) if page is not None and config.page else []
-    server = HttpServer(others.routes(shown), http, Lifecycle("router"), router.guard)
-    own = HttpServer(others.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
+    siblings, ready_fields, listening = SiblingRouters(router, state), dict[str, Any](), asyncio.Event()
+    page_routes = page(router, siblings) if page is not None and config.page else []
+    server = HttpServer(siblings.routes(page_routes), http, Lifecycle("router"), router.guard)
+    own = HttpServer(siblings.own_routes(), HttpConfig(port=0), Lifecycle("router"), router.guard)
 
     def serving(host: str, port: int) -> None:
         if group is not None:
-            state.join(about["health_url"])
-        on_ready({"url": f"{http.scheme}://{authority(http.host, port)}", **about})
+            state.join(ready_fields["health_url"])
+        on_ready({"url": f"{http.scheme}://{authority(http.host, port)}", **ready_fields})
 
     def reachable(host: str, port: int) -> None:
-        about.update(health_url=f"http://{host}:{port}")
+        ready_fields.update(health_url=f"http://{host}:{port}")
         listening.set()
 
     server.listen()
     with signals_end(server):
-        async with router.running() as tasks, others:
-            beside = []
+        async with router.running() as tasks, siblings:
+            background = []
             if group is not None:
-                beside.append(tasks.create_task(own.run(reachable)))
+                background.append(tasks.create_task(own.run(reachable)))
                 await listening.wait()
-            await router.health.first_look()
+            await router.health.probe_all()
             await server.run(serving)
             state.leave()
             await server.within_grace(router.leave())
             own.abort()
-            await asyncio.gather(*beside)
+            await asyncio.gather(*background)
             limit.begin()
     state.close()
     return 0

@@ -1,6 +1,6 @@
-"""The other routers of one port, which are asked for what operators want to know of all of them together.
+"""Answers operators' requests for all routers of a port together, by requests to the sibling routers.
 
-Each of them answers others on a listener of its own, on loopback, for whoever knows their secret.
+Each router answers its siblings, which share a secret, on a listener of its own on loopback.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvferry.router.metrics import CONTENT_TYPE
 
 _SECRET = b"x-kvferry-router"
 _TIMEOUT_S = 2.0
-_LONGEST = 64 * 2**20
+_MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class SiblingRouters:
-    """Wraps what one router answers about itself. Owns the connections to the others."""
+    """Merges a router's answers with its siblings'. Owns the connections to them."""
 
     def __init__(self, router: Router, state: SharedState) -> None:
         self._router, self._state, self._secret = router, state, state.secret()
@@ -50,8 +50,8 @@ class SiblingRouters:
         await self._client.__aexit__(None, None, None)
 
     def routes(self, page: Iterable[Route] = ()) -> Routes:
-        """The routes for clients and operators. `page`: those of the page, if one is served."""
-        of_all = {
+        """The routes for clients and operators. `page`: the page's routes, if it is served."""
+        merged = {
             "/metrics": self.show_metrics,
             DECISIONS_PATH: self.show_decisions,
             INSTANCES_PATH: self.show_instances,
@@ -60,31 +60,33 @@ class SiblingRouters:
         table = self._router.table()
         return Routes(
             [
-                replace(one, handler=of_all[one.path]) if one.path in of_all and one.method == "GET" else one
-                for one in [*table, *page]
+                replace(route, handler=merged[route.path]) if route.path in merged and route.method == "GET" else route
+                for route in [*table, *page]
             ],
             self._router.fallback(),
         )
 
     def own_routes(self) -> Routes:
-        """The routes for the other routers, and for whoever looks after this process: about this router alone, and what
-        the fleet's controller declares."""
+        """The routes for siblings and for the process's supervisor: this router's own state, and the declarations of
+        the fleet's controller."""
         table = self._router.table()
-        reads = [replace(one, handler=self._for_others(one), access="open") for one in table if one.method == "GET"]
-        return Routes([*reads, *(one for one in table if one.method == "PUT")])
+        reads = [
+            replace(route, handler=self._guarded(route), access="open") for route in table if route.method == "GET"
+        ]
+        return Routes([*reads, *(route for route in table if route.method == "PUT")])
 
-    def _for_others(self, route: Route) -> Handler:
+    def _guarded(self, route: Route) -> Handler:
         async def handle(request: HttpRequest, response: Response) -> None:
-            told = find_header(request.headers, _SECRET) or b""
-            if not (request.caller.is_operator or hmac.compare_digest(told, self._secret)):
+            secret = find_header(request.headers, _SECRET) or b""
+            if not (request.caller.is_operator or hmac.compare_digest(secret, self._secret)):
                 raise UnknownRoute(f"Invalid URL ({request.method} {request.path[:200]})")
             await route.handler(request, response)
 
         return route.handler if route.access == "open" else handle
 
     async def show_metrics(self, request: HttpRequest, response: Response) -> None:
-        """GET /metrics: of all routers together."""
-        texts = await self._ask_all("/metrics")
+        """GET /metrics: the sums over all routers."""
+        texts = await self._fetch_all("/metrics")
         text = self._router.metrics_text()
         if texts:
             text = await asyncio.to_thread(summed, [text, *texts])
@@ -93,22 +95,22 @@ class SiblingRouters:
         )
 
     async def show_decisions(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/decisions?limit=100: the last of all routers, the newest first."""
+        """GET /kvferry/decisions?limit=100: the last decisions of all routers, the newest first."""
         response.send_json(json.dumps({"decisions": await self.decisions(request.number("limit", DECISIONS))}).encode())
 
     async def decisions(self, limit: int) -> list[dict[str, Any]]:
         """The records of the last requests of all routers, the newest first."""
         own = self._router.services.chooser.decisions.encode(limit)
-        found = [
+        decisions = [
             decision
-            for text in (own, *await self._ask_all(f"{DECISIONS_PATH}?limit={limit}"))
+            for text in (own, *await self._fetch_all(f"{DECISIONS_PATH}?limit={limit}"))
             for decision in json.loads(text)["decisions"]
         ]
-        found.sort(key=lambda decision: decision["timings"].get("routed") or 0.0, reverse=True)
-        return found[:limit]
+        decisions.sort(key=lambda decision: decision["timings"].get("routed") or 0.0, reverse=True)
+        return decisions[:limit]
 
     async def show_traffic(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/traffic?seconds=300: of all routers together."""
+        """GET /kvferry/traffic?seconds=300: the traffic of all routers."""
         limit, seconds = request.number("limit", MAX_OBSERVED), request.number("seconds", TRAFFIC_S)
         response.send_json(msgspec.json.encode(await self.traffic(seconds, limit)))
 
@@ -116,9 +118,11 @@ class SiblingRouters:
         """The requests of all routers in the last `seconds`, at most `limit`, the oldest first."""
         services = self._router.services
         own = services.chooser.traffic.encode(services.clock.wall(), seconds, limit)
-        texts = [own, *await self._ask_all(f"{TRAFFIC_PATH}?seconds={int(seconds)}&limit={limit}")]
-        reports = [msgspec.json.decode(one, type=TrafficReport) for one in texts]
-        requests = sorted((one for each in reports for one in each.requests), key=lambda one: one.arrived)
+        texts = [own, *await self._fetch_all(f"{TRAFFIC_PATH}?seconds={int(seconds)}&limit={limit}")]
+        reports = [msgspec.json.decode(text, type=TrafficReport) for text in texts]
+        requests = sorted(
+            (request for report in reports for request in report.requests), key=lambda request: request.arrived
+        )
         return TrafficReport(
             now=reports[0].now,
             num_arrived=sum(report.num_arrived for report in reports),
@@ -127,27 +131,27 @@ class SiblingRouters:
         )
 
     async def show_instances(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/instances: as this router sees them, with the requests of all."""
+        """GET /kvferry/instances: this router's view, with the running requests of all routers."""
         views = await self.instances(with_addresses=request.caller.is_operator)
         response.send_json(json.dumps({"instances": views}).encode())
 
     async def instances(self, *, with_addresses: bool = False) -> list[dict[str, Any]]:
-        """All instances as this router sees them, with the requests of all routers."""
+        """All instances in this router's view, with the running requests of all routers."""
         in_flight = Counter[str]()
-        for text in await self._ask_all(INSTANCES_PATH):
-            in_flight.update({one["name"]: one["in_flight"] for one in json.loads(text)["instances"]})
-        self._router.membership.catch_up()
+        for text in await self._fetch_all(INSTANCES_PATH):
+            in_flight.update({view["name"]: view["in_flight"] for view in json.loads(text)["instances"]})
+        self._router.membership.refresh()
         views = self._router.views(with_addresses=with_addresses)
         for view in views:
             view["in_flight"] += in_flight[view["name"]]
         return views
 
-    async def _ask_all(self, target: str) -> list[bytes]:
-        """The bodies of those other routers that answer with 200 in time."""
-        answers = await asyncio.gather(*(self._ask(url, target) for url in self._state.others().values()))
-        return [one for one in answers if one is not None]
+    async def _fetch_all(self, target: str) -> list[bytes]:
+        """The bodies of the siblings that answer with 200 in time."""
+        answers = await asyncio.gather(*(self._fetch(url, target) for url in self._state.siblings().values()))
+        return [answer for answer in answers if answer is not None]
 
-    async def _ask(self, url: str, target: str) -> bytes | None:
+    async def _fetch(self, url: str, target: str) -> bytes | None:
         try:
             status, _, body = await self._client.ask(
                 Origin.parse(url),
@@ -155,7 +159,7 @@ class SiblingRouters:
                 target,
                 timeout_s=_TIMEOUT_S,
                 headers=[(_SECRET, self._secret)],
-                max_bytes=_LONGEST,
+                max_bytes=_MAX_ANSWER_BYTES,
             )
         except TransferError:
             return None

@@ -95,6 +95,6 @@ class SimRouter:
         listen: Any = lambda _, port: host.listen(process, port)  # noqa: E731 - in place of a socket's
         server.listen(listen)
         async with router.running():
-            await router.health.first_look()
+            await router.health.probe_all()
             self.router, self.server = router, server
             await server.run()

@@ -271,7 +271,7 @@ class World:
 
     async def _run_clients(self) -> None:
         self._stop_clients = asyncio.Event()
-        async with HttpClient(who="a client") as self._client:
+        async with HttpClient(client_name="a client") as self._client:
             await self._stop_clients.wait()
 
     async def _request(self, result: RequestResult) -> None:

@@ -75,7 +75,7 @@ class Fleet:
                 self.chosen[instance.name] += 1
         for instance in (choice.prefill, choice.decode):
             if instance is not None:
-                instance.load.note_taken(traits.num_tokens - cached.get(instance, 0), self.clock.now)
+                instance.load.add_recent(traits.num_tokens - cached.get(instance, 0), self.clock.now)
         self.policy.placed(traits, choice)
         return choice
 

@@ -46,7 +46,7 @@ def bootstrap() -> Iterator[Bootstrap]:
 
 @pytest.fixture
 def form(bootstrap: Bootstrap) -> Form:
-    return mooncake(TRANSFER, bootstrap, at_once=True)
+    return mooncake(TRANSFER, bootstrap, concurrent=True)
 
 
 def scheduler_side(role: str) -> Any:

@@ -13,7 +13,7 @@ from random import Random
 from kvferry.core.messages.traffic import RequestObservation
 from kvferry.fleet.scaling.predictor import LatencyTargets, Topology
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
-from kvferry.router.choice.disaggregation import keeps_itl
+from kvferry.router.choice.disaggregation import meets_itl
 
 
 @dataclass
@@ -144,7 +144,7 @@ def serve(
         stall_s = own_s + times.prefill_token_s * sum(each.uncomputed for each in d.prompts)
         late = wait_s(p, one.arrived) + own_s + times.first_token_s > overflow.ttft_s
         step_s = times.decode_base_s + times.decode_sequence_s * (d.num + 1)
-        return late and stall_s <= overflow.ttft_s and keeps_itl(overflow.itl_s, step_s, typical, d.num, stall_s)
+        return late and stall_s <= overflow.ttft_s and meets_itl(overflow.itl_s, step_s, typical, d.num, stall_s)
 
     for one in made:
         for each in (each for p in prefills for each in p.advance(one.arrived)):

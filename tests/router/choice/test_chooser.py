@@ -37,11 +37,11 @@ def test_who_turns_out_to_be_another_engine_is_paired_no_more_and_again_when_it_
     chooser, pools = parts(1)
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
     assert choose(chooser, pools).prefill is prefill
-    prefill.learn(VllmFacts())
-    decode.learn(SglangFacts())
+    prefill.set_facts(VllmFacts())
+    decode.set_facts(SglangFacts())
     assert not chooser.pairing.readers(prefill, [decode])
     assert (choose(chooser, pools).prefill, choose(chooser, pools).reason) == (None, "no_pair")
-    decode.learn(VllmFacts())
+    decode.set_facts(VllmFacts())
     assert chooser.pairing.readers(prefill, [decode]) == [decode]
     assert choose(chooser, pools).prefill is prefill
 
@@ -50,9 +50,9 @@ def test_who_leaves_while_it_computes_is_read_by_its_like_only() -> None:
     chooser, pools = parts(1)
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
     for one in (prefill, decode):
-        one.learn(SglangFacts())
+        one.set_facts(SglangFacts())
     for pool in (pools.prefill, pools.decode):
-        pool.add(f"http://new{pool.role}:1").learn(VllmFacts())
+        pool.add(f"http://new{pool.role}:1").set_facts(VllmFacts())
     for one in (prefill, decode):
         pools.retire(one)
     assert choose(chooser, pools).prefill in pools.prefill.instances
@@ -65,7 +65,7 @@ def test_each_goes_only_to_whom_can_read_it_when_engines_are_mixed() -> None:
     kinds: list[Facts] = [VllmFacts(), SglangFacts()]
     for pool in (pools.prefill, pools.decode):
         for one, facts in zip(pool.instances, kinds, strict=True):
-            one.learn(facts)
+            one.set_facts(facts)
     for _ in range(8):
         choice = choose(chooser, pools)
         assert type(choice.prefill.facts) is type(choice.decode.facts)
@@ -79,12 +79,12 @@ def test_who_has_the_model_is_chosen_and_anyone_if_nobody_says_so(learned_first:
     if not learned_first:
         choose(chooser, pools)
     first, second = pools.decode.instances
-    first.learn(InstanceFacts(model_names=["m"]))
-    second.learn(InstanceFacts(model_names=["other"]))
+    first.set_facts(InstanceFacts(model_names=["m"]))
+    second.set_facts(InstanceFacts(model_names=["other"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first}
     assert {choose(chooser, pools, PromptTraits(model="unheard of")).decode for _ in range(4)} == {first, second}
     added = pools.decode.add("http://d9:1")
-    added.learn(InstanceFacts(model_names=["m"]))
+    added.set_facts(InstanceFacts(model_names=["m"]))
     assert {choose(chooser, pools).decode for _ in range(4)} == {first, added}
 
 
@@ -92,12 +92,12 @@ def test_who_is_asked_again_and_says_the_same_or_fails_again_changes_nothing() -
     pools = parts(1)[1]
     (prefill,) = pools.prefill.instances
     before = pools.revision
-    prefill.is_down("it is off")
-    prefill.is_down("it is off")
+    prefill.mark_down("it is off")
+    prefill.mark_down("it is off")
     assert pools.revision == before
     for _ in range(3):
         facts = InstanceFacts(engine_id="one", model_names=["m"])
-        prefill.learn(facts)
+        prefill.set_facts(facts)
         assert prefill.facts is facts, "by which it is known that it was asked again"
     assert pools.revision == before + 1
     prefill.invalidate()
@@ -108,12 +108,12 @@ def test_the_same_ticket_origin_again_is_nothing_new() -> None:
     pools = parts(1)[1]
     (prefill,) = pools.prefill.instances
     origins = [KVSource(engine_id=name, host="h", port=1) for name in "ab"]
-    prefill.learn(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
+    prefill.set_facts(VllmFacts().with_origin(origins[0]).with_origin(origins[1]))
     before = pools.revision
     for origin in origins * 3:
-        prefill.amend(prefill.facts.with_origin(origin))
+        prefill.update_facts(prefill.facts.with_origin(origin))
     assert pools.revision == before
-    prefill.amend(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
+    prefill.update_facts(prefill.facts.with_origin(KVSource(engine_id="c", host="h", port=1)))
     assert [one.engine_id for one in prefill.facts.origins] == ["c", "b"]
     assert pools.revision > before
 
@@ -121,15 +121,15 @@ def test_the_same_ticket_origin_again_is_nothing_new() -> None:
 def test_a_new_process_at_an_address_has_an_empty_cache() -> None:
     chooser, pools = parts(1)
     (decode,) = pools.decode.instances
-    decode.learn(InstanceFacts(engine_id="one"))
+    decode.set_facts(InstanceFacts(engine_id="one"))
     asked = PromptTraits(model="m", prefix=Prefix((1, 2), (100, 200)))
     choose(chooser, pools, asked)
     assert chooser.index.match(asked.prefix)[decode] == 200
     decode.invalidate()
-    decode.learn(InstanceFacts(engine_id="one"))
+    decode.set_facts(InstanceFacts(engine_id="one"))
     choose(chooser, pools, PromptTraits(model="m"))
     assert chooser.index.match(asked.prefix)[decode] == 200, "it was only asked again"
-    decode.learn(InstanceFacts(engine_id="two"))
+    decode.set_facts(InstanceFacts(engine_id="two"))
     choose(chooser, pools, PromptTraits(model="m"))
     assert decode not in chooser.index.match(asked.prefix)
 
@@ -170,8 +170,8 @@ def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_
     chooser, pools = parts(1)
 
     def may_answer() -> bool:
-        options = chooser.pairing.options("m", pools.prefill.alive(), pools.decode.alive(), may_stay_whole=True)
-        return options.decode_places > 0
+        options = chooser.pairing.options("m", pools.prefill.alive(), pools.decode.alive(), may_aggregate=True)
+        return options.decode_max_num_seqs > 0
 
     (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
     ours = InstanceFacts(
@@ -179,10 +179,10 @@ def test_prefill_instances_answer_only_where_all_are_kvferrys_and_end_an_answer_
     )
     assert not may_answer(), "nothing is known of them yet"
     for one in (prefill, decode):
-        one.learn(ours)
+        one.set_facts(ours)
     assert may_answer()
-    prefill.learn(msgspec.structs.replace(ours, max_model_len=32))
+    prefill.set_facts(msgspec.structs.replace(ours, max_model_len=32))
     assert not may_answer()
     for one in (prefill, decode):
-        one.learn(VllmFacts(model_names=["m"]))
+        one.set_facts(VllmFacts(model_names=["m"]))
     assert not may_answer()

@@ -103,8 +103,8 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
         plan = FleetPlan({}, disaggregate_from, ttft_s=ttft_s, itl_s=itl_s)
         fleet.fleet_plan.follow(msgspec.json.encode(plan).decode())
 
-    def choose(number: int, *, places: int = 64, may_stay_whole: bool = True) -> tuple[str, str]:
-        options = Options(fleet.prefills, fleet.decodes, may_stay_whole, decode_places=places)
+    def choose(number: int, *, places: int = 64, may_aggregate: bool = True) -> tuple[str, str]:
+        options = Options(fleet.prefills, fleet.decodes, may_aggregate, decode_max_num_seqs=places)
         choice = fleet.policy.choose(prompt(*range(number, number + 80)), options)
         assert (choice.reason == "split") == (choice.prefill is not None)
         return choice.reason, choice.decode.name
@@ -116,7 +116,7 @@ def test_a_prefill_instance_answers_where_decode_would_miss_its_target_and_it_wo
     fleet.prefills[0].load.num_decodes = 5
     assert choose(1000) == ("decode_busy", "prefill-1")
     assert choose(1000, places=0) == ("split", "decode-1"), "it may be no instance that answers"
-    assert choose(1000, may_stay_whole=False) == ("split", "decode-1")
+    assert choose(1000, may_aggregate=False) == ("split", "decode-1")
     tell(0.0, 0.0)
     assert choose(1000) == ("split", "decode-1"), "there are no targets"
     tell(2.0, 0.020, disaggregate_from=50)

@@ -25,7 +25,7 @@ def sglangs() -> Pools:
     """Servers of SGLang's, one for each phase."""
     made = pools()
     for instance in (*made.prefill.instances, *made.decode.instances):
-        instance.learn(SglangFacts(mode=instance.role))
+        instance.set_facts(SglangFacts(mode=instance.role))
     return made
 
 
@@ -90,5 +90,5 @@ def test_sglangs_servers_meet_for_each_prompt_and_not_for_several_choices(body: 
 def test_without_prefill_instances_all_is_whole() -> None:
     assert plan({"prompt": "text"}, among=pools(0)) == Aggregated("no_prefill")
     down = pools()
-    down.prefill.instances[0].is_down("it is off")
+    down.prefill.instances[0].mark_down("it is off")
     assert plan({"prompt": "text"}, among=down) == Aggregated("no_prefill")

@@ -34,7 +34,7 @@ def test_halves_that_disagree_are_told_of_whatever_python_makes_of_asserts() -> 
     index = PrefixIndex()
     index.served("a", blocks(1, 2))
     index._holders[7] = 1
-    with pytest.raises(LeakError, match="3 prefixes have holders, who have 2"):
+    with pytest.raises(LeakError, match="3 prefixes have holders, which have 2"):
         index.check()
     del index._holders[7]
     index._caches["a"].num_tokens += 50

@@ -20,7 +20,7 @@ def test_bodies_that_are_not_whole_are_bounded_for_each_client() -> None:
             begun[2].grow(1)
         other = stack.enter_context(closing(Slot(admission, "b")))
         other.grow(40)
-        begun[0].whole()  # it still takes its bytes, but waits for nothing
+        begun[0].mark_complete()  # it still takes its bytes, but waits for nothing
         begun[2].grow(10)
         with pytest.raises(QueueFull, match="request bodies in the router use all"):
             other.grow(1)

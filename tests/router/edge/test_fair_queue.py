@@ -200,8 +200,8 @@ async def test_what_is_remembered_of_those_who_do_not_wait_is_bounded(monkeypatc
         turns.end(before)
         await waiting
         before, after = after, Tenant(b"%d" % number, Limits())
-    assert len(turns._ahead) < 200
-    assert turns._ahead[b"slow"] == 100
+    assert len(turns._served_ahead) < 200
+    assert turns._served_ahead[b"slow"] == 100
     turns.end(before)
     turns.check()
 
@@ -231,7 +231,7 @@ async def test_those_who_left_their_lines_block_nobody() -> None:
         (await crowd.ask(f"{'bcd'[number % 3]}{number}")).cancel()
         await asyncio.sleep(0)
     assert not turns.num_waiting
-    assert len(turns._next) < 200
+    assert len(turns._ready) < 200
     crowd.tasks[0].cancel()
     await asyncio.sleep(0)
     await crowd.ask("b")

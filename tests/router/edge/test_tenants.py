@@ -42,20 +42,20 @@ async def post(url: str, headers: dict[str, str] | None = None, **fields: Any) -
 
 def test_a_bucket_fills_up_steadily_and_not_beyond_a_minute() -> None:
     bucket = Bucket(60, now=0)
-    assert bucket.lacking_s(60, 0) == 0
+    assert bucket.seconds_until(60, 0) == 0
     bucket.take(60)
-    assert bucket.lacking_s(1, 0) == pytest.approx(1)
-    assert bucket.lacking_s(30, 10) == pytest.approx(20)
-    assert bucket.lacking_s(60, 1000) == 0
+    assert bucket.seconds_until(1, 0) == pytest.approx(1)
+    assert bucket.seconds_until(30, 10) == pytest.approx(20)
+    assert bucket.seconds_until(60, 1000) == 0
     bucket.take(1)
-    assert bucket.lacking_s(60, 1000) == pytest.approx(1)
+    assert bucket.seconds_until(60, 1000) == pytest.approx(1)
 
 
 def test_what_is_more_than_a_minute_has_is_let_through_by_a_full_bucket_and_paid_for() -> None:
     bucket = Bucket(60, now=0)
-    assert bucket.lacking_s(600, 0) == 0
+    assert bucket.seconds_until(600, 0) == 0
     bucket.take(600)
-    assert bucket.lacking_s(1, 0) == pytest.approx(541)
+    assert bucket.seconds_until(1, 0) == pytest.approx(541)
 
 
 def test_each_tenant_has_its_own() -> None:
@@ -71,7 +71,7 @@ def test_each_tenant_has_its_own() -> None:
     with pytest.raises(OverLimit, match="100 tokens per minute") as refused:
         tenants.charge(two, 20)
     assert refused.value.retry_after_s == 6
-    tenants.charge(two, 10).give_back()
+    tenants.charge(two, 10).refund()
     tenants.charge(two, 10)  # what was refused, or given back, was not counted
     clock.advance(60)
     tenants.charge(one, 100)
@@ -86,7 +86,7 @@ def test_no_number_of_tenants_fills_the_memory(monkeypatch: Any) -> None:
         with pytest.raises(OverLimit):
             tenants.charge(tenants.find(b"busy", [], None), 0)
         tenants.find(b"%d" % number, [], None)
-    assert len(tenants._known) == 3
+    assert len(tenants._tenants) == 3
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,18 @@ async def looking(config: RouterConfig, clock: Clock | None = None) -> AsyncIter
 async def test_who_cannot_be_reached_is_not_alive_and_is_asked_anew_when_back() -> None:
     p = Peer("prefill", ticket, facts=CONCURRENT)
     async with unused_address() as nowhere, instances(p), looking(a_config(p.url, nowhere)) as (health, pools):
-        await health.look(pools)
+        await health.probe(pools)
         (prefill,), (decode,) = pools.prefill.instances, pools.decode.instances
         assert (prefill.usable, decode.usable) == (True, False)
         assert isinstance(prefill.facts, InstanceFacts)
         assert isinstance(decode.facts, NotProbed)
         p.healthy = False
-        await health.look(pools)
+        await health.probe(pools)
         assert not prefill.usable
         assert isinstance(prefill.facts, InstanceFacts)
         assert isinstance(prefill.confirmed, NotProbed)
         p.healthy, p.facts = True, None
-        await health.look(pools)
+        await health.probe(pools)
         assert prefill.usable
         assert isinstance(prefill.facts, UnknownFacts)
 
@@ -60,12 +60,12 @@ async def test_who_is_another_process_is_asked_anew_though_it_was_never_down(now
     d = Peer("decode", answer, facts=DECODE, names_itself=True)
     async with unused_address() as nowhere, instances(d), looking(a_config(nowhere, d.url)) as (health, pools):
         for _ in range(3):
-            await health.look(pools)
+            await health.probe(pools)
         (decode,) = pools.decode.instances
         assert (d.num_asked, decode.state) == (1, InstanceState.UP)
         d.facts, d.vllm, d.names_itself = now, "" if now else "0.32.0", now is not None
         for _ in range(3):
-            await health.look(pools)
+            await health.probe(pools)
         assert decode.state is InstanceState.UP
         assert d.num_asked == 2
         if now is None:
@@ -122,14 +122,14 @@ async def test_who_is_late_is_busy_until_it_is_late_again_and_again() -> None:
         (prefill,) = pools.prefill.instances
         seen = []
         for _ in range(4):
-            await health.look([prefill])
+            await health.probe([prefill])
             seen.append(prefill.usable)
         assert seen == [True, True, False, False]
         p.hangs = False
-        await health.look([prefill])
+        await health.probe([prefill])
         assert prefill.usable
         p.hangs = True
-        await health.look([prefill])
+        await health.probe([prefill])
         assert prefill.usable
 
 
@@ -145,10 +145,10 @@ async def test_why_one_is_not_alive_is_told_once(caplog: pytest.LogCaptureFixtur
     async with instances(p, d), unused_address() as nowhere:
         async with looking(a_config(p.url, nowhere)) as (health, pools):
             for _ in range(3):
-                await health.look(pools)
+                await health.probe(pools)
         async with looking(a_config(p.url, d.url, health_timeout_s=0.1)) as (health, pools):
             for _ in range(5):
-                await health.look(pools.decode.instances)
+                await health.probe(pools.decode.instances)
     told = sorted(record.getMessage().partition("not alive: ")[2] for record in caplog.records)
     assert len(told) == 3
     assert "cannot be reached" in told[0]

@@ -7,18 +7,18 @@ import re
 import pytest
 
 from kvferry.core.messages.instance_facts import InstanceFacts
-from kvferry.router.instances.instance import UNASKED, Instance
+from kvferry.router.instances.instance import NOT_PROBED, Instance
 from kvferry.router.instances.instance import InstanceState as State
 
 OTHER = Instance("decode", "http://other:1", name="decode-1")
 EVENTS = {
     "well": lambda one: one.mark_healthy(),
-    "late": lambda one: one.is_late("it is late"),
-    "down": lambda one: one.is_down("it is off"),
-    "silent": lambda one: one.is_silent(),
+    "late": lambda one: one.mark_late("it is late"),
+    "down": lambda one: one.mark_down("it is off"),
+    "silent": lambda one: one.mark_unresponsive(),
     "speaks": lambda one: one.mark_responsive(),
-    "twin": lambda one: one.is_twin_of(OTHER),
-    "alone": lambda one: one.is_twin_of(None),
+    "twin": lambda one: one.mark_duplicate(OTHER),
+    "alone": lambda one: one.mark_duplicate(None),
     "drain": lambda one: one.drain(),
 }
 TABLE = """
@@ -52,11 +52,11 @@ def rows() -> list[tuple[State, str, State]]:
 
 def in_state(state: State) -> Instance:
     one = Instance("decode", "http://here:1", name="decode-0")
-    one.learn(InstanceFacts(engine_id="e"))
+    one.set_facts(InstanceFacts(engine_id="e"))
     if ROADS[state]:
         EVENTS[ROADS[state]](one)
     if state is State.DRAINED:
-        one.is_drained(True)
+        one.set_drained(True)
     assert one.state is state
     return one
 
@@ -73,7 +73,7 @@ def test_the_next_state(before: State, event: str, after: State) -> None:
 def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
     one = in_state(State.UP)
     for expected in (State.DEGRADED, State.DEGRADED, State.DOWN):
-        one.is_late("it is late")
+        one.mark_late("it is late")
         assert one.state is expected
 
 
@@ -81,10 +81,10 @@ def test_one_that_is_late_three_times_in_a_row_is_down() -> None:
 def test_what_it_is_stays_known_and_who_it_is_does_not_until_it_is_asked(failure: str) -> None:
     one, facts = in_state(State.UP), InstanceFacts(engine_id="e")
     {**EVENTS, "doubt": lambda one: one.invalidate()}[failure](one)
-    assert (one.facts, one.confirmed) == (facts, UNASKED)
-    one.amend(InstanceFacts(engine_id="e", stores_take_kv=False))
-    assert one.confirmed is UNASKED, "a request has shown that, and nobody has asked"
-    one.learn(facts)
+    assert (one.facts, one.confirmed) == (facts, NOT_PROBED)
+    one.update_facts(InstanceFacts(engine_id="e", stores_take_kv=False))
+    assert one.confirmed is NOT_PROBED, "a request has shown that, and nobody has asked"
+    one.set_facts(facts)
     assert one.confirmed is facts
 
 
@@ -94,12 +94,12 @@ def test_a_start_is_no_return_and_a_death_is_told_of_once(
 ) -> None:
     one = in_state(State.NEW)
     if began_before_it:  # the router
-        one.is_down("connection refused")
+        one.mark_down("connection refused")
     one.mark_healthy()
     assert "is back" not in caplog.text
     caplog.clear()
-    one.is_down("connection refused")  # met by a request
-    one.is_down("connection refused")  # and by the next look at its health
+    one.mark_down("connection refused")  # met by a request
+    one.mark_down("connection refused")  # and by the next look at its health
     one.mark_healthy()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == [

@@ -31,13 +31,13 @@ def test_the_weighed_load_of_each_is_the_sum_of_its_parts() -> None:
 
 def test_what_a_cache_took_in_counts_half_after_half_an_hour_however_long_the_router_runs() -> None:
     old, new = instances("decode", 2)
-    old.load.note_taken(1000, 0.0)
+    old.load.add_recent(1000, 0.0)
     assert recent(old, 1800.0) == pytest.approx(500)
     for hours in range(1, 1000):
-        new.load.note_taken(1000, 3600.0 * hours)
+        new.load.add_recent(1000, 3600.0 * hours)
     assert recent(new, 3600.0 * 999) == pytest.approx(4000 / 3)
     assert recent(old, 3600.0 * 999) == pytest.approx(0)
-    new.load.note_taken(1000, 1e9)
+    new.load.add_recent(1000, 1e9)
     assert recent(new, 1e9) == pytest.approx(1000)
 
 
@@ -58,7 +58,7 @@ def test_a_row_is_free_when_no_role_of_its_instance_is_left() -> None:
     table = LoadTable()
     before = InstanceLoad(table)
     work = Work(before, 100, 5.0, computes=True, decodes=True)
-    after = InstanceLoad(before=before)
+    after = InstanceLoad(predecessor=before)
     assert (after.num_decodes, after.prefill_tokens, after.num_legs) == (1, 100, 0)
     del before
     assert InstanceLoad(table).row != after.row

@@ -124,7 +124,7 @@ async def test_drained_means_that_the_instance_says_so_too(metric: str) -> None:
         assert await post(url) == 200
         assert not p.calls
         (leaving,) = router.services.pools.leaving
-        await router.membership._look_at(leaving)
+        await router.membership._check_drained(leaving)
         assert not leaving.drained
         kept = False
         await holds(lambda: leaving.drained)
@@ -187,7 +187,7 @@ async def test_only_what_says_so_is_drained(status: int, text: bytes, drained: b
             return status, text
 
         monkeypatch.setattr(Connections, "ask", asked)
-        await router.membership._look_at(leaving)
+        await router.membership._check_drained(leaving)
         assert leaving.drained is drained
 
 
@@ -202,18 +202,18 @@ async def test_one_that_changed_its_role_and_is_drained_works_until_it_says_othe
     async with instances(both, d), routing([], [both.url, d.url]) as (router, _):
         membership, before = router.membership, router.membership.find("decode-0")
         before.busy_until = 5.0
-        before.is_silent()
+        before.mark_unresponsive()
         after = membership.change_role("decode-0", "prefill")
         assert (after.busy_until, after.state) == (5.0, InstanceState.UNRESPONSIVE)
         membership.drain("prefill-0")
-        await membership._look_at(after)
+        await membership._check_drained(after)
         assert not after.drained
         running = False
         before.load.num_legs = 1
-        await membership._look_at(after)
+        await membership._check_drained(after)
         assert not after.drained
         before.load.num_legs = 0
-        await membership._look_at(after)
+        await membership._check_drained(after)
         assert after.drained
 
 
@@ -248,7 +248,7 @@ async def test_what_runs_on_an_instance_counts_in_its_new_role_too() -> None:
         router.membership.change_role("decode-0", "prefill")
         (after,) = router.services.pools.prefill.instances
         assert (after.load.num_decodes, after.load.num_prefills) == (1, 1)
-        assert not after.is_held, "it is the old role's answer, for which that waits"
+        assert not after.is_in_use, "it is the old role's answer, for which that waits"
         busy.go.set()
         assert await running == 200
         assert (after.load.num_decodes, after.load.num_prefills, after.load.prefill_tokens) == (0, 0, 0)
@@ -427,9 +427,9 @@ async def test_metrics_are_of_the_instances_that_are_here_and_may_be_given_reque
         pools, metrics = router.services.pools, router.services.metrics
         first, second = pools.decode.instances
         metrics.leg_failed(first, "lost")
-        metrics.events_heard(first, 3)
+        metrics.events_received(first, 3)
         first.mark_healthy()
-        second.is_silent()
+        second.mark_unresponsive()
         text = metrics.expose(pools).decode()
         assert 'kvferry_router_instance_up{instance="decode-0",role="decode"} 1.0' in text
         assert 'kvferry_router_instance_up{instance="decode-1",role="decode"} 0.0' in text
@@ -445,7 +445,7 @@ async def test_what_was_counted_of_an_instance_goes_with_it_though_nobody_asks_f
         metrics, first = router.services.metrics, router.services.pools.decode.instances[0]
         router.membership.remove("decode-0", force=True)
         metrics.leg_failed(first, "lost")  # of a request that was under way
-        metrics.events_heard(first, 3)
+        metrics.events_received(first, 3)
         await holds(lambda: not (metrics._errors.counts or metrics._events.counts))
 
 

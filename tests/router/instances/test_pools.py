@@ -27,7 +27,7 @@ def test_everyone_in_turn() -> None:
 def test_who_was_away_comes_first_and_nobody_is_skipped() -> None:
     pool = a_pool()
     first, second, third = pool.instances
-    second.is_down("it is off")
+    second.mark_down("it is off")
     assert [pool.pick() for _ in range(3)] == [first, third, first]
     second.mark_healthy()
     assert [pool.pick() for _ in range(4)] == [second, third, first, second]
@@ -46,10 +46,10 @@ def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> N
     pool.add("http://d0:1")
     pool.add("http://d1:1")
     first, second = pool.instances
-    first.pauses(107.0)
+    first.pause_until(107.0)
     assert pool.alive() == [second]
     assert pool.alive({second}) == [first]
-    second.pauses(103.0)
+    second.pause_until(103.0)
     assert pool.alive() == [first, second]
     clock.advance(3.0)
     assert pool.alive() == [second]
@@ -60,7 +60,7 @@ def test_who_asked_to_be_left_alone_is_passed_over_while_others_are_there() -> N
 def test_when_all_seem_dead_one_is_tried_all_the_same() -> None:
     pool = a_pool(2)
     for instance in pool.instances:
-        instance.is_down("it is off")
+        instance.mark_down("it is off")
     assert pool.alive() == []
     assert pool.pick() in pool.instances
     assert pool.num_alive == 0
@@ -120,13 +120,13 @@ def test_who_joins_has_taken_in_as_much_as_the_least_of_the_others() -> None:
     pool = a_pool(2)
     first, second = pool.instances
     for instance, num_tokens in ((first, 3e6), (second, 2e6)):
-        instance.load.note_taken(num_tokens, 0.0)
+        instance.load.add_recent(num_tokens, 0.0)
     assert list(pool.alive().weighed(recent_tokens=1.0)) == [3e6, 2e6], "they begin together"
     new = pool.add("http://new:1")
     assert list(pool.alive().weighed(recent_tokens=1.0)) == [3e6, 2e6, 2e6]
-    new.is_down("it is off")
+    new.mark_down("it is off")
     assert len(pool.alive()) == 2
     for instance in (first, second):
-        instance.load.note_taken(5e6, 0.0)
+        instance.load.add_recent(5e6, 0.0)
     new.mark_healthy()
     assert list(pool.alive().weighed(recent_tokens=1.0)) == [8e6, 7e6, 7e6]

@@ -166,11 +166,11 @@ async def test_who_is_not_heard_of_is_removed_and_may_come_back() -> None:
     async with a_router(d) as (router, sender):
         assert (await sender.say(d))[0] == 200
         now = router.services.clock.monotonic()
-        router.registrations.look(now + 59)
+        router.registrations.sweep(now + 59)
         assert urls(router) == [d.url]
-        router.registrations.look(now + 100, missed_s=100)  # the router itself stood still
+        router.registrations.sweep(now + 100, missed_s=100)  # the router itself stood still
         assert urls(router) == [d.url]
-        router.registrations.look(now + 200)
+        router.registrations.sweep(now + 200)
         assert urls(router) == []
         await holds(lambda: not list(router.services.pools))
         assert (await sender.say(d))[1]["state"] == "serving"
@@ -183,7 +183,7 @@ async def test_a_running_answer_is_finished_when_the_lease_ends() -> None:
         await sender.say(d)
         running = asyncio.create_task(post(sender.url, stream=True))
         await d.called.wait()
-        router.registrations.look(router.services.clock.monotonic() + 100)
+        router.registrations.sweep(router.services.clock.monotonic() + 100)
         (leaving,) = router.services.pools
         assert leaving.draining
         assert (await sender.say(d, process="a", state="draining"))[1]["state"] == "drained"  # it has no lease any more
@@ -217,7 +217,7 @@ async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypa
             await holds(lambda: urls(router) == [d.url])
             running = asyncio.create_task(post(sender.url, stream=True))
             await d.called.wait()
-            drain = router.registrations._draining
+            drain = router.registrations._on_draining
 
             def not_now(*arguments: Any) -> Any:
                 if not refused.is_set():
@@ -225,7 +225,7 @@ async def test_a_router_that_cannot_be_told_for_a_moment_is_asked_again(monkeypa
                     raise Unavailable("worker 0 of the router is starting")
                 return drain(*arguments)
 
-            monkeypatch.setattr(router.registrations, "_draining", not_now)
+            monkeypatch.setattr(router.registrations, "_on_draining", not_now)
             leaving = asyncio.create_task(telling.leave(within_s=30))
             await holds(lambda: refused.is_set() and not urls(router))
             assert not leaving.done()
@@ -396,7 +396,7 @@ async def test_who_was_named_by_flags_needs_no_lease() -> None:
         sender = Sender(url)
         assert (await sender.say(d))[0] == 200
         assert (await sender.say(d, state="gone"))[0] == 200
-        router.registrations.look(router.services.clock.monotonic() + 1000)
+        router.registrations.sweep(router.services.clock.monotonic() + 1000)
         assert urls(router) == [d.url]
 
 
@@ -408,7 +408,7 @@ async def test_who_the_file_names_later_is_kept_when_its_lease_ends(tmp_path: Pa
         await sender.say(d)
         file.write_text(f"decode {d.url}\n")
         await follow(router)
-        router.registrations.look(router.services.clock.monotonic() + 1000)
+        router.registrations.sweep(router.services.clock.monotonic() + 1000)
         assert urls(router) == [d.url]
         assert not router.state.num_leases()
 

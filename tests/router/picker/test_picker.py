@@ -64,7 +64,7 @@ async def picking(
         server, _ = picker_server.grpc_server(router, picker or PickerConfig(grpc_port=PICKER_PORT), http)
         server.add_insecure_port(f"127.0.0.1:{PICKER_PORT}")
         async with router.running():
-            await router.health.first_look()
+            await router.health.probe_all()
             await server.start()
             try:
                 yield router
@@ -218,7 +218,7 @@ async def test_no_instance_is_503_and_full_ones_are_429(gateway: Envoy) -> None:
         assert (full.status_code, full.headers["retry-after"]) == (429, "30")
         assert [len(one.calls) for one in peers] == [1, 1]
         for one in router.services.pools.decode.instances:
-            one.is_down("of a test")
+            one.mark_down("of a test")
         gone = await post(gateway.url)
         assert (gone.status_code, gone.json()["error"]["type"]) == (503, "unavailable_error")
 
@@ -272,7 +272,7 @@ async def test_an_instance_that_went_down_is_answered_for_by_the_next(tmp_path: 
             assert len(peers[1].calls) == 4
             for one in router.services.pools.decode.instances:
                 if one.url == peers[0].url:
-                    one.is_down("of a test")
+                    one.mark_down("of a test")
             before = gateway.counted("cluster.instances.upstream_rq_retry")
             assert (await post(gateway.url)).status_code == 200
             assert gateway.counted("cluster.instances.upstream_rq_retry") == before
@@ -286,7 +286,7 @@ async def test_only_the_endpoints_that_the_gateway_names(tmp_path: Path) -> None
             for _ in range(3):
                 assert (await post(gateway.url, {**BODY, "stream": True})).status_code == 200
             assert [len(one.calls) for one in peers] == [0, 0, 3]
-            next(one for one in router.services.pools if one.url == peers[2].url).is_down("of a test")
+            next(one for one in router.services.pools if one.url == peers[2].url).mark_down("of a test")
             assert (await post(gateway.url)).status_code == 503
 
 

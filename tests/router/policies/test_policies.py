@@ -91,7 +91,7 @@ def test_sessions_remembered_are_bounded() -> None:
     fleet = Fleet("session", 1, 4, "max_sessions=3")
     for number in range(10):
         fleet.choose(prompt(number, session=str(number)))
-    assert len(fleet.policy._where) == 3
+    assert len(fleet.policy._last_instances) == 3
 
 
 @pytest.mark.parametrize("name", ["cost", "prefix", "session"])

@@ -150,11 +150,11 @@ async def test_a_prefill_instance_whose_store_takes_nothing_is_left_out_until_it
         assert (await post(url))[0] == 200
         assert (len(p.calls), len(d.calls)) == (2, 1)
         stores.append("valkey")
-        await router.health.look(router.services.pools)
+        await router.health.probe(router.services.pools)
         assert (await post(url))[0] == 200
         assert len(p.calls) == 2
         p.facts["stores_take_kv"] = True
-        await router.health.look(router.services.pools)
+        await router.health.probe(router.services.pools)
         for _ in range(2):
             assert (await post(url))[0] == 200
     told = [one.body.get("kv_transfer_params", {}).get("remote_stores") for one in d.calls]
@@ -297,7 +297,7 @@ async def test_a_prefill_at_a_known_address_that_is_another_process_is_asked_aga
         p.facts = {**CONCURRENT, "engine_id": "engine-after-restart"}
         assert (await post(url))[0] == 200
         assert len(d1.calls) + len(d2.calls) == 3
-        await router.health.look(router.services.pools)
+        await router.health.probe(router.services.pools)
         assert p.num_asked == 2
         assert (await post(url))[0] == 200
         assert 'hand_offs_total{kind="concurrent",reason=""} 3.0' in (await get(url, "/metrics"))[1]
@@ -397,7 +397,7 @@ async def test_a_prefill_that_cannot_be_reached_is_left_out_until_it_is_back() -
         instance.address = address
         assert (await post(url))[0] == 200
         assert p.calls == []
-        await router.health.look([instance])
+        await router.health.probe([instance])
         assert (await post(url))[0] == 200
     assert len(p.calls) == 1
     assert [call.body.get("kv_transfer_params") is None for call in d.calls] == [True, True, False]

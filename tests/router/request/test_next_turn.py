@@ -123,11 +123,11 @@ async def test_what_cannot_be_taken_off_again_is_not_asked_for(fields: dict[str,
 async def test_an_instance_that_is_gone_keeps_no_other_from_keeping(
     alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.router.instances.health._NEW_ONES_S", 60.0)  # nobody looks at it meanwhile
+    monkeypatch.setattr("kvferry.router.instances.health._NEW_INSTANCE_POLL_S", 60.0)  # nobody looks at it meanwhile
     async with fleet(health_interval_s=60) as (router, url, _ps, d), unused_address() as nobody:
         other = router.services.pools.decode.add(nobody)  # nobody knows what it is
         if not alive:
-            other.is_down("it is off")
+            other.mark_down("it is off")
         await post(url)
         await post(url)
         assert told(d)["keep_for_next_turn"] is not alive
@@ -230,8 +230,8 @@ async def test_a_turn_fetches_from_an_instance_that_is_leaving_which_is_not_drai
             else:
                 router.membership.change_role(leaving.name, "prefill")
             for _ in range(3):
-                router.services.next_turns.look()
-                await router.membership._look_at(leaving)
+                router.services.next_turns.sweep()
+                await router.membership._check_drained(leaving)
             assert leaving in router.services.pools.leaving
             assert not leaving.drained
             await post(url, "a")
@@ -241,7 +241,7 @@ async def test_a_turn_fetches_from_an_instance_that_is_leaving_which_is_not_drai
             (row,) = router.state.tickets()
             assert row.engine_id == other.facts["engine_id"], "the conversation's KV has gone along"
             first.metrics = None
-            await router.membership._look_at(leaving)
+            await router.membership._check_drained(leaving)
             assert leaving.drained or leaving not in router.services.pools.leaving
 
 
@@ -251,7 +251,7 @@ async def test_what_nobody_fetches_from_an_instance_that_is_leaving_is_released_
         (decode,) = router.services.pools.decode.instances
         router.services.pools.retire(decode)
         turns = router.services.next_turns
-        turns.look()
+        turns.sweep()
         assert len(router.state.tickets()) == 1
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-1"
@@ -269,7 +269,7 @@ async def test_what_is_of_no_use_is_released() -> None:
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-1"
         router.services.pools.retire(router.services.pools.decode.instances[0])
-        turns.look()
+        turns.sweep()
         async with asyncio.timeout(30):
             assert await d.released.get() == "kept-2"
         assert not router.state.tickets()
@@ -309,12 +309,12 @@ async def test_what_an_instance_keeps_that_failed_once_is_not_forgotten() -> Non
             await post(url, session)
         facts = instance.facts
         instance.invalidate()
-        turns.look()
+        turns.sweep()
         assert len(router.state.tickets()) == 2
         assert turns.take(f"{BODY['model']} a", router.services.pools.prefill.instances[0]) is None
         async with asyncio.timeout(30):
             assert await _released(d, "kept-1")
-        instance.learn(facts)
+        instance.set_facts(facts)
         await post(url, "b")
         assert told(p)["remote_transfer_id"] == "kept-2"
 
@@ -325,7 +325,7 @@ async def test_what_another_process_kept_is_forgotten() -> None:
         d.facts = {**DECODE, "engine_id": "another"}
         (instance,) = router.services.pools.decode.instances
         instance.invalidate()
-        await router.health.look([instance])
+        await router.health.probe([instance])
         await post(url)
         assert "remote_transfer_id" not in told(p)
         assert d.released.empty()

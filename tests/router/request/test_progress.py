@@ -8,7 +8,7 @@ import pytest
 from kvferry.core.errors import ProtocolError
 from kvferry.core.messages.continuation import StreamMark
 from kvferry.router.instances.instance import VllmFacts
-from kvferry.router.request.progress import EventPassage, Progress
+from kvferry.router.request.progress import Progress, ResumableStream
 from kvferry.router.request.replay import Replay
 
 DONE = b"data: [DONE]\n\n"
@@ -70,7 +70,7 @@ def test_marks_that_are_none(mark: bytes) -> None:
 
 
 @pytest.mark.parametrize("passage", [Progress(), Replay(VllmFacts)])
-def test_nothing_is_held_without_end(passage: EventPassage) -> None:
+def test_nothing_is_held_without_end(passage: ResumableStream) -> None:
     with pytest.raises(ProtocolError):
         feed(passage, b"x" * 2**20)
 
@@ -82,7 +82,7 @@ def test_the_end_of_a_stream_has_an_end() -> None:
         feed(progress, b"data: " + b"x" * 2**20 + b"\n\n")
 
 
-def feed(passage: EventPassage, piece: bytes) -> None:
+def feed(passage: ResumableStream, piece: bytes) -> None:
     for _ in range(100):
         passage.take(piece)
 
@@ -95,7 +95,7 @@ def test_what_passed_unread_counts_as_if_it_had_been_read() -> None:
     pattern = one.pattern()
     assert pattern is not None
     assert body[1].startswith(pattern.prefix)
-    one.passed(b"".join(mark.encode() for mark, _ in STREAM[1:3]))
+    one.on_forwarded(b"".join(mark.encode() for mark, _ in STREAM[1:3]))
     other.take(body[1] + body[2])
     for passage in (one, other):
         passage.take(body[3] + b"data: {}\n\n" + DONE)
@@ -107,9 +107,9 @@ def test_what_passed_unread_counts_as_if_it_had_been_read() -> None:
 def test_a_stream_with_unreadable_marks_goes_on_and_cannot_be_continued(mark: bytes) -> None:
     progress = Progress()
     progress.take(STREAM[0][0].encode() + STREAM[0][1])
-    progress.passed(mark * 1000)
-    assert progress.hopeless
-    assert not progress.can_go_elsewhere
+    progress.on_forwarded(mark * 1000)
+    assert progress.is_unrecoverable
+    assert not progress.can_be_resumed
     assert progress.take(STREAM[1][0].encode() + STREAM[1][1]) == STREAM[1][1]
 
 
@@ -119,8 +119,8 @@ def test_events_of_vllm_that_are_not_json_go_on_and_are_not_kept(unread: bool) -
     events = [b"data: {}\n\n", *([b"data: nonsense\n\n"] * 1000)]
     assert replay.take(events[0]) == events[0]
     if unread:
-        replay.passed(b"".join(events[1:]))
+        replay.on_forwarded(b"".join(events[1:]))
     else:
         assert replay.take(b"".join(events[1:])) == b"".join(events[1:])
-    assert len(replay._unread) <= 256
-    assert replay.hopeless
+    assert len(replay._pending) <= 256
+    assert replay.is_unrecoverable

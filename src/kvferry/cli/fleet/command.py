@@ -204,7 +204,7 @@ async def _exchange(router: Origin, where: RouterAddress, method: str, path: str
     sent = None if body is None else msgspec.json.encode(body)
     tls = client_context(where.tls_ca) if router.tls else None
     key = where.admin_key
-    async with HttpClient(tls=tls, who="this command") as http:
+    async with HttpClient(tls=tls, client_name="this command") as http:
         client = SignedClient(http, http_secret([key] if key else []), key)
         status, _, content = await client.ask(router, method, path, purpose="operate", timeout_s=_ASK_S, body=sent)
     return status, content

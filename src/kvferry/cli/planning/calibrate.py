@@ -171,7 +171,7 @@ async def _running(url: str, engine: EngineConfig, seed: int, rounds: int) -> Ma
 async def _measured(
     url: str, prefill: str | None, router: str | None, engine: EngineConfig, seed: int, rounds: int, start_s: float
 ) -> MachineTimes:
-    async with HttpClient(who="this command") as client:
+    async with HttpClient(client_name="this command") as client:
         facts = await facts_of(Server(SignedClient(client, http_secret([])), url))
         instance = Endpoint(client, url)
         with progress("measuring") as on_progress:

@@ -125,7 +125,10 @@ class Registrar:
     async def run(self) -> None:
         """Report to all routers, until `leave` has been called and is done."""
         try:
-            async with HttpClient(tls=self._config.tls, who="the instance") as http, asyncio.TaskGroup() as group:
+            async with (
+                HttpClient(tls=self._config.tls, client_name="the instance") as http,
+                asyncio.TaskGroup() as group,
+            ):
                 client = SignedClient(http, self._config.secret)
                 for router in self._config.routers:
                     group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))
@@ -180,7 +183,7 @@ class Registrar:
     async def _ask(self, client: SignedClient, router: _Router, state: State) -> Registered:
         config = self._config
         url = config.url or await self._url_for(router)
-        if why := await client.why_stranger(router.origin, _ASK_S):
+        if why := await client.rejection_reason(router.origin, _ASK_S):
             raise AuthenticationFailed(f"nothing is sent to it: {why}")
         announcement = Announcement(
             process=self._process,

@@ -44,7 +44,7 @@ async def switch_server(
     body = msgspec.json.encode({"new_role": role, "decode_cuda_graph_memory_gb": 0.0})
     deadline = clock.monotonic() + within_s
     try:
-        async with HttpClient(who="the fleet's controller") as client:
+        async with HttpClient(client_name="the fleet's controller") as client:
             while True:
                 status, _, content = await client.ask(
                     Origin.parse(url), "POST", _PATH, timeout_s=timeout_s, headers=_JSON, body=body

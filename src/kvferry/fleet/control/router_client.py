@@ -65,7 +65,7 @@ class RouterClient:
 
     def __init__(self, token: str = "") -> None:
         """`token`: the fleet's; default: that of this process's environment, or of this user."""
-        self._http = HttpClient(who="the fleet's controller")
+        self._http = HttpClient(client_name="the fleet's controller")
         self._client = SignedClient(self._http, token or http_secret())
         self._silent = set[str]()
         """Routers that did not answer when they were last asked, while others did."""
@@ -82,7 +82,7 @@ class RouterClient:
     async def why_not(self, router: str) -> str:
         """Why this process and a router do not know each other; empty if they do."""
         try:
-            stranger = await self._client.why_stranger(Origin.parse(router), _ASK_S)
+            stranger = await self._client.rejection_reason(Origin.parse(router), _ASK_S)
         except KvferryError:
             return ""  # it may be hung, which is seen later
         return f"does not take orders: {stranger}" if stranger else ""

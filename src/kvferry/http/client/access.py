@@ -1,4 +1,4 @@
-"""How a client authenticates itself to instances. A field's docstring is its flag's help."""
+"""Credentials for requests to instances. A field's docstring is its flag's help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.http.tls import client_context
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceAccess:
-    """How a router authenticates itself to its instances."""
+    """A router's credentials for its instances."""
 
     instance_api_key: str | None = None
     """API key that the router sends to the instances, instead of the Authorization header of clients. Without it, the

@@ -1,11 +1,11 @@
-"""One request to an instance, and its answer as it comes: read here, or passed on to a client.
+"""One request to an instance, and its answer as it comes: buffered, or forwarded to a client.
 
 connecting  no connection yet
-sent        the request is on its way; status and headers may be here, the body's first bytes are not
+sent        the request was sent; status and headers may have come, the body's first bytes have not
 answering   the body has begun
-complete    all of the body is here, or was passed on; the connection is free for others
-lost        no (more) answer will come, `error` says why
-closed      nobody wants it
+complete    all of the body has come, or was forwarded; the connection is free for other calls
+lost        no (more) answer will come; `error` gives the reason
+closed      the caller has closed it
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvferry.core.errors import PeerLost, ProtocolError, TransferError
 from kvferry.http.client.connection import AnswerHead, ClientConnection, OutgoingRequest
 from kvferry.http.client.pool import Pool
 from kvferry.http.headers import RawHeaders
-from kvferry.http.message import joined
+from kvferry.http.message import concat
 
 _BUFFERED_BYTES = 256 * 1024
-"""Bytes of a body that nobody reads yet; beyond this, the instance has to wait."""
+"""Maximum number of unread bytes of a body; beyond it, the instance has to wait."""
 
 
 CallState = Literal["connecting", "sent", "answering", "complete", "lost", "closed"]
@@ -32,7 +32,7 @@ _OVER: frozenset[CallState] = frozenset(("complete", "lost", "closed"))
 
 
 class Bypass(Protocol):
-    """What reads an answer's body from the socket in place of its transport."""
+    """A reader of an answer's body from the socket, in place of its transport."""
 
     @property
     def num_received(self) -> int:
@@ -56,8 +56,21 @@ class Call:
     so that the instance stops."""
 
     __slots__ = (
-        "_bypass", "_kept", "_most", "_on_change", "_pool", "_sink", "_task", "_waiter", "connection", "error", "head",
-        "num_received", "paused", "request", "state",
+        "_buffer",
+        "_bypass",
+        "_max_bytes",
+        "_on_change",
+        "_pool",
+        "_sink",
+        "_task",
+        "_waiter",
+        "connection",
+        "error",
+        "head",
+        "num_received",
+        "paused",
+        "request",
+        "state",
     )  # fmt: skip
 
     def __init__(self, pool: Pool, request: OutgoingRequest) -> None:
@@ -69,14 +82,14 @@ class Call:
         self.num_received = 0
         """Bytes of the answer received so far, as a sign of progress."""
         self.connection: ClientConnection | None = None
-        """The connection that the answer arrives on; None before and after."""
+        """The connection of the answer; None before and after."""
         self.paused = False
-        """Whether reading is paused, so that the instance has to wait."""
+        """Reading is paused, so that the instance has to wait."""
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._kept: bytes | bytearray = b""
-        self._most = 0
-        """Received bytes of the body that were not taken; 0, or the most that may be kept."""
+        self._buffer: bytes | bytearray = b""
+        self._max_bytes = 0
+        """`_buffer`: received bytes of the body that were not taken; `_max_bytes`: its limit, or 0."""
         self._sink: Callable[[bytes], None] | None = None
         self._bypass: Bypass | None = None
         connection = pool.take_free()
@@ -117,10 +130,10 @@ class Call:
                     connection.close(error)
                     return
             else:
-                self._kept = joined(self._kept, payload)
-                if len(self._kept) > (self._most or _BUFFERED_BYTES):
-                    if self._most:
-                        connection.close(_too_long(self._most))
+                self._buffer = concat(self._buffer, payload)
+                if len(self._buffer) > (self._max_bytes or _BUFFERED_BYTES):
+                    if self._max_bytes:
+                        connection.close(_too_long(self._max_bytes))
                         return
                     self.pause_reading()
             if self.state == "sent":
@@ -131,8 +144,8 @@ class Call:
             self._changed()
 
     def lose(self, error: TransferError) -> None:
-        """The connection is closed. A request may be sent once more on a new one if the connection had been idle: the
-        instance may have closed it at the very moment at which it was used again, and has seen nothing."""
+        """Called when the connection is closed. The request may be sent once more on a new connection if this one had
+        been idle: the instance may have closed it just when it was used again, and has received nothing."""
         was_idle = self.connection is not None and self.connection.num_calls > 1
         untouched = self.state == "sent" and was_idle and not self.num_received
         if untouched and self.request.repeatable and isinstance(error, PeerLost):
@@ -151,9 +164,9 @@ class Call:
         if connection is not None:
             if self.paused and state == "complete" and connection.transport is not None:
                 connection.transport.resume_reading()
-            self._pool.give_back(connection)
+            self._pool.put_back(connection)
         self._changed()
-        self._on_change = None  # which refers to whoever has this call
+        self._on_change = None  # breaks a reference cycle with the owner of this call
 
     def _changed(self) -> None:
         waiter = self._waiter
@@ -162,11 +175,11 @@ class Call:
         if self._on_change is not None:
             self._on_change()
 
-    # What its user asks.
+    # For the caller.
 
     @property
     def status(self) -> int:
-        """The status; 0 until it is here."""
+        """The status; 0 before it has come."""
         return self.head.status
 
     @property
@@ -186,17 +199,17 @@ class Call:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self.state in _OVER
 
     @property
     def num_received_so_far(self) -> int:
-        """`num_received`, with what a bypass has passed on."""
+        """`num_received`, plus the bytes that a bypass has forwarded."""
         return self.num_received + (0 if self._bypass is None else self._bypass.num_received)
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` in the event loop whenever the state changes, and when more of a body that nobody reads yet
-        is here. It must be quick."""
+        """Call `on_change` in the event loop whenever the state changes, and when more of an unread body has come. It
+        must be quick."""
         self._on_change = on_change
 
     async def changed(self) -> None:
@@ -208,26 +221,27 @@ class Call:
             self._waiter = None
 
     async def begun(self) -> None:
-        """Wait until the body's first bytes, or its end, are here: until then another instance may answer instead.
-        Raises the `TransferError` because of which it will not."""
+        """Wait for the body's first bytes, or its end: until then another instance may answer instead. Raises the
+        `TransferError` that ended the call."""
         while self.state != "answering" and self.state != "complete":
             if self.error is not None:
                 raise self.error
             await self.changed()
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body. Raises `ProtocolError` if it is longer than `max_bytes`, and what ended the call early."""
+        """Read the whole body. Raises `ProtocolError` if it is longer than `max_bytes`, and the error that ended the
+        call early."""
         self.collect(max_bytes)
         while self.state != "complete":
             if self.error is not None:
                 raise self.error
             await self.changed()
-        if len(self._kept) > max_bytes:
+        if len(self._buffer) > max_bytes:
             raise _too_long(max_bytes)
         return self.take()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises what ended the call early."""
+        """Yield the body as it comes. Raises the error that ended the call early."""
         while True:
             if piece := self.take():
                 yield piece
@@ -239,25 +253,25 @@ class Call:
                 await self.changed()
 
     def take(self) -> bytes:
-        """The part of the body that has arrived and was not taken yet."""
-        kept, self._kept = bytes(self._kept), b""
+        """Take the part of the body that has arrived since the last call."""
+        body, self._buffer = bytes(self._buffer), b""
         if self.paused:
             self.resume_reading()
-        return kept
+        return body
 
     def collect(self, max_bytes: int) -> None:
-        """Keep all of the body until it is taken, whole; one that is longer is lost, with a `ProtocolError`."""
-        self._most = max_bytes
+        """Buffer the whole body until it is taken; a longer one is lost, with a `ProtocolError`."""
+        self._max_bytes = max_bytes
         if self.paused:
             self.resume_reading()
 
-    def pass_to(self, sink: Callable[[bytes], None] | None) -> None:
-        """Give further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: keep them
-        until they are taken."""
+    def set_sink(self, sink: Callable[[bytes], None] | None) -> None:
+        """Pass further pieces of the body to `sink`, which may raise `TransferError` to end the call; None: buffer
+        them."""
         self._sink = sink
 
-    def read_by(self, bypass: Bypass | None) -> None:
-        """The body is read by `bypass`; None: by the connection's transport again."""
+    def set_bypass(self, bypass: Bypass | None) -> None:
+        """Let `bypass` read the body; None: the connection's transport again."""
         self._bypass = bypass
 
     def pause_reading(self) -> None:
@@ -277,7 +291,7 @@ class Call:
             source.pause_reading() if paused else source.resume_reading()
 
     def fail(self, error: TransferError) -> None:
-        """End it because of `error`."""
+        """End the call with `error`."""
         if self._task is not None:
             self._task.cancel()
         connection, self.connection = self.connection, None
@@ -286,7 +300,7 @@ class Call:
             connection.close(error)
 
     def close(self) -> None:
-        """End the call: its answer is not needed any more. May be called several times."""
+        """End the call; an unfinished answer is cut. May be called several times."""
         self._on_change = None
         if self.is_over:
             return
@@ -299,5 +313,5 @@ class Call:
             connection.close()
 
 
-def _too_long(most: int) -> ProtocolError:
-    return ProtocolError(f"an answer is longer than {most} bytes")
+def _too_long(max_bytes: int) -> ProtocolError:
+    return ProtocolError(f"an answer is longer than {max_bytes} bytes")

@@ -1,8 +1,8 @@
 """One connection to an instance: bytes to answers, one answer after the other.
 
-Owns the transport. It is free between two calls, and closed for good when `error` says why. Whatever the parser
-refuses, a byte that belongs to no answer, and an answer that ends early end the connection. What an answer says is told
-to its `Call`.
+Owns the transport. It is free between two calls, and closed for good once `error` is set. Input that the parser
+refuses, a byte that belongs to no answer, and an answer that ends early end the connection. Its `Call` receives the
+answer.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import msgspec
 from kvferry.core.errors import PeerLost, ProtocolError, TransferError
 from kvferry.http.headers import RawHeaders
 from kvferry.http.message import MessageParser
-from kvferry.http.tls import advice, closed_at_once
+from kvferry.http.tls import advice, closed_early_advice
 
 _ANSWER_OVERHEAD = 64 * 1024
-"""Most bytes of an answer's head, of a chunk's size or of trailers."""
+"""Maximum number of bytes of an answer's head, of a chunk's size or of trailers."""
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """All of an answer but its body. `first`: of each header, the first value."""
+    """An answer without its body. `first`: the first value of each header."""
 
     status: int
     headers: RawHeaders
     first: dict[bytes, bytes]
     chunked: bool
     keep_alive: bool
-    """Whether another answer may come on the same connection."""
+    """Another answer may come on the same connection."""
 
     @property
     def is_event_stream(self) -> bool:
-        """Whether it is a stream of server-sent events to which an event can be added."""
+        """True if it is a stream of server-sent events to which an event can be added."""
         kind = self.first.get(b"content-type", b"").partition(b";")[0]
         return kind.rstrip() == b"text/event-stream" and b"content-encoding" not in self.first
 
 
 class OutgoingRequest(msgspec.Struct, frozen=True, eq=False):
-    """What a call sends. `connect_s`: limit of the wait for a connection; `repeatable`: it is sent once more if the
-    connection had just been closed; `bodiless`: its answer has no body, whatever the answer's headers say."""
+    """The request of a call. `connect_s`: limit of the wait for a connection; `repeatable`: it is sent once more if the
+    connection had just been closed; `bodiless`: its answer has no body, whatever the answer's headers."""
 
     data: tuple[bytes, ...]
     connect_s: float
@@ -56,7 +56,7 @@ class Receiver(Protocol):
 
     @property
     def request(self) -> OutgoingRequest:
-        """What it sends."""
+        """Its request."""
 
     def receive(self, head: AnswerHead, payload: bytes, num_bytes: int, complete: bool) -> None:
         """Called when more of the answer has arrived: `num_bytes` bytes, with this part of its body."""
@@ -66,37 +66,37 @@ class Receiver(Protocol):
 
 
 class ClientConnection(MessageParser, asyncio.Protocol):
-    """Made by a pool, used by one call at a time. `name`: of the instance, for errors; `who`: whose connection it
-    is."""
+    """A connection of a pool, used by one call at a time. `name`: of the instance; `client_name`: of this side, both
+    for errors."""
 
-    def __init__(self, name: str, who: str) -> None:
+    def __init__(self, name: str, client_name: str) -> None:
         super().__init__(httptools.HttpResponseParser, _ANSWER_OVERHEAD)
-        self._name, self._who = name, who
+        self._name, self._client_name = name, client_name
         self.transport: asyncio.Transport | None = None
         self.error: TransferError | None = None
-        """Why it is closed."""
+        """The reason why it is closed."""
         self.is_proven = False
-        """Whether the server at the other end has proved, on this connection, that it holds the deployment's token."""
+        """The server has proved, on this connection, that it holds the deployment's token."""
         self.on_closed: Callable[[ClientConnection], None] | None = None
         self.num_calls = 0
         self.call: Receiver | None = None
         """The call that uses it."""
         self.head: AnswerHead | None = None
-        """The head of the answer, once it is here."""
+        """The head of the answer, once it has come."""
         self._pieces: list[bytes] = []
-        """Received bytes of the body that the call has not been told of yet."""
+        """Received bytes of the body that the call has not received yet."""
         self.complete = False
-        """Whether all of the answer is here, so that another one may come if its head says so."""
+        """All of the answer has come, so that another one may follow if its head allows."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether a request may be sent."""
+        """True if a request may be sent."""
         transport = self.transport
         return self.error is None and self.call is None and transport is not None and not transport.is_closing()
 
     def has_unread(self) -> bool:
-        """Whether bytes, or the end, have come that nobody has read yet: a further answer to a request before, which
-        would be taken for that to the next one."""
+        """True if unread bytes, or the end, have come: a second answer to an earlier request would be mistaken for the
+        answer to the next one."""
         source = None if self.transport is None else self.transport.get_extra_info("socket")
         if source is None:
             return False
@@ -114,10 +114,10 @@ class ClientConnection(MessageParser, asyncio.Protocol):
             self.transport.write(part)
 
     def close(self, error: TransferError | None = None) -> None:
-        """Close it, because of `error`; the instance notices, and stops its work."""
+        """Close the connection, because of `error`; the instance notices, and stops its work."""
         if self.error is not None:
             return
-        self.error = error or PeerLost(f"the connection to {self._name} was closed here")
+        self.error = error or PeerLost(f"the connection to {self._name} was closed on this side")
         call, self.call = self.call, None
         if call is not None:
             call.lose(self.error)  # before the socket is closed, which the fast path may still read
@@ -150,17 +150,17 @@ class ClientConnection(MessageParser, asyncio.Protocol):
             call.receive(self.head, b"".join(pieces), len(data), self.complete)
 
     def eof_received(self) -> None:
-        """The instance sends no more, which is the end of an answer without a length; the transport closes itself."""
+        """Handle the end of input, which ends an answer without a length; the transport closes itself."""
         call, head = self.call, self.head
         if call is not None and head is not None and not head.chunked and b"content-length" not in head.first:
-            call.receive(head, b"", 0, True)  # to the parser it is not, so that no other answer may follow
+            call.receive(head, b"", 0, True)  # the parser does not know, so no other answer may follow
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection is gone."""
-        why = "the connection was closed" if error is None else advice(error, self._name, self._who)
+        reason = "the connection was closed" if error is None else advice(error, self._name, self._client_name)
         if error is None and self.num_calls == 1 and self.call is not None and self.head is None:
-            why += f" ({closed_at_once(self._name, self._who)})"
-        self.close(PeerLost(f"{self._name} broke off: {why}"))
+            reason += f" ({closed_early_advice(self._name, self._client_name)})"
+        self.close(PeerLost(f"{self._name} broke off: {reason}"))
         self.stop_parsing()
 
     # The parser's calls.
@@ -172,7 +172,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
         self.in_head, self.headers, self.first = True, [], {}
 
     def on_headers_complete(self) -> None:
-        """The head is here."""
+        """The head is complete."""
         status, headers, first = self._parser.get_status_code(), self.headers, self.first
         if status < 100 or status == 101:
             raise ProtocolError(f"its status is {status}")
@@ -184,7 +184,7 @@ class ClientConnection(MessageParser, asyncio.Protocol):
             return  # of an interim answer; another head follows
         bodiless = self.call is not None and self.call.request.bodiless
         self.num_overhead, self.in_head, self._in_chunk, self.complete = 0, False, False, bodiless
-        # After a bodiless one, the parser would wait for the body.
+        # After a bodiless answer, the parser would wait for the body.
         keep_alive = self._parser.should_keep_alive() and not bodiless
         self.head = AnswerHead(status, headers, first, chunked, keep_alive)
 

@@ -1,7 +1,7 @@
 """An HTTP client for instances, which reuses its connections.
 
-Nothing here waits without an end but for an answer, whose limits are its user's: a router knows progress that no byte
-shows. Closing a call whose answer is not complete cuts the connection, so that the instance stops.
+Every wait has a deadline except for an answer, which the caller limits: a router knows progress beyond received bytes.
+Closing a call whose answer is incomplete cuts the connection, so that the instance stops.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _JOINED_BYTES = 64 * 1024
 CONNECT_S = 5.0
 _CONNECTIONS_PER_INSTANCE = 4096
-"""A call that finds them all in use waits for one."""
+"""Maximum number of connections to an instance; further calls wait for a free one."""
 
 
 class HttpClient:
     """An asynchronous context manager; used on one event loop. Owns a `Pool` for each origin that is in use.
 
     `idle_s`: how long a free connection is kept, less than the 5 s after which uvicorn, and so vLLM, closes it.
-    `relays`: what passes streamed answers on in compiled code (`http.relay`), if anything does.
-    `who`: whose client it is, for errors.
+    `relays`: forwards streamed answers in compiled code (`http.relay`); None: nothing does.
+    `client_name`: the name of this process in errors.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class HttpClient:
         idle_s: float = 2.0,
         relays: object = None,
         connections_per_instance: int = _CONNECTIONS_PER_INSTANCE,
-        who: str = "this process",
+        client_name: str = "this process",
     ) -> None:
-        self._who = who
-        self._tls, self._idle_s, self._most = tls, idle_s, connections_per_instance
+        self._client_name = client_name
+        self._tls, self._idle_s, self._max_connections = tls, idle_s, connections_per_instance
         self.relays = relays
         self._pools: dict[Origin, Pool] = {}
         self._proofs: dict[Origin, TokenProof] = {}
-        """What servers must show on each connection. Kept while a server has no pool, too."""
+        """The proofs that servers must give on each connection. Kept while a server has no pool, too."""
         self._ticking: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -81,7 +81,7 @@ class HttpClient:
         repeatable: bool = False,
     ) -> Call:
         """Send a request, at once if a connection is free. `headers`, which may have been formatted by `header_lines`,
-        contain neither `host` nor `content-length`: these are added here. `connect_s`: limit of the wait for a
+        contain neither `host` nor `content-length`, which this method adds. `connect_s`: limit of the wait for a
         connection. `repeatable`: a request that reached an idle connection at the moment at which the instance closed
         it is sent once more, as it always is if its method changes nothing. Raises `ValueError` for a header or a
         target that cannot be sent.
@@ -104,7 +104,7 @@ class HttpClient:
         body: bytes | None = None,
         max_bytes: int = 2**20,
     ) -> tuple[int, RawHeaders, bytes]:
-        """A whole request: returns status, headers and body, within `timeout_s`. Raises `TransferError`."""
+        """Send a request; return status, headers and body within `timeout_s`. Raises `TransferError`."""
         call = self.start(origin, method, target, headers, body, connect_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,25 +120,31 @@ class HttpClient:
             raise ConfigError(f"{origin} needs TLS, and this client was given none")
         context = self._tls if origin.tls else None
         pool = self._pools[origin] = Pool(
-            origin, self._most, self._idle_s, context, self.relays, self._who, self._proofs.get(origin)
+            origin,
+            self._max_connections,
+            self._idle_s,
+            context,
+            self.relays,
+            self._client_name,
+            self._proofs.get(origin),
         )
         return pool
 
-    async def meet(self, origin: Origin, proof: TokenProof, timeout_s: float) -> Signer:
-        """What signs requests to a server that proves that it holds the deployment's token. From then on, no connection
-        to `origin` is used on which that is not proved again, until `forget_proof`. Raises `AuthenticationFailed` or
-        `TransferError`."""
+    async def authenticate(self, origin: Origin, proof: TokenProof, timeout_s: float) -> Signer:
+        """Let a server prove that it holds the deployment's token, and return the signer of requests to it. From then
+        on, each connection to `origin` must prove it again before it is used, until `forget_proof`. Raises
+        `AuthenticationFailed` or `TransferError`."""
         pool = self._pools.get(origin) or self._pool(origin)
         try:
             async with asyncio.timeout(timeout_s):
-                signer = await pool.meet(proof, timeout_s)
+                signer = await pool.authenticate(proof, timeout_s)
         except TimeoutError as error:
             raise AnswerTimeout(f"{origin} proved nothing within {timeout_s:g} s", "next byte") from error
         self._proofs[origin] = proof
         return signer
 
     def forget_proof(self, origin: Origin) -> None:
-        """Who listens there has to prove nothing any more."""
+        """Require no proof of the server at this origin any more."""
         self._proofs.pop(origin, None)
 
     def forget(self, origin: Origin) -> None:
@@ -152,7 +158,7 @@ class HttpClient:
         now = loop.time()
         for origin, pool in tuple(self._pools.items()):
             pool.tick(now)
-            if pool.is_unused(now):  # a late look at an instance that was forgotten has made it again
+            if pool.is_unused(now):  # a late request to a forgotten instance has created it again
                 self.forget(origin)
         self._ticking = loop.call_later(_TICK_S, self._tick)
 

@@ -45,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def _in_ascii(host: str) -> str:
-    """The host as it goes over the wire, also in a `host` header; unchanged if it has no such form."""
+    """The host in IDNA form, as it is sent; unchanged if it has no such form."""
     try:
         return host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:

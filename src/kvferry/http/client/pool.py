@@ -1,7 +1,7 @@
-"""The connections to one instance: how many there are, which are free, and how long free ones are kept.
+"""The connection pool of one instance: limits the number of connections, and keeps free ones for a while.
 
-Owns all of them. A free connection that the instance closes is dropped when that is noticed, not when it is next used;
-for the moment between the two see `Call.lose`.
+Owns all of them. A free connection that the instance closes is dropped when this is noticed, not when it is next used;
+for the time between the two see `Call.lose`.
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ from kvferry.http.tls import advice
 
 
 class Pool:
-    """A pool of at most `most` connections; calls that need one more wait in turn."""
+    """A pool of at most `max_connections` connections; further calls wait in turn."""
 
     def __init__(
         self,
         origin: Origin,
-        most: int,
+        max_connections: int,
         idle_s: float,
         context: ssl.SSLContext | None,
         relays: object,
-        who: str,
+        client_name: str,
         proof: TokenProof | None = None,
     ) -> None:
-        """`proof`: what each connection must show before it is used."""
-        self._origin, self._most, self._idle_s, self._who = origin, most, idle_s, who
+        """`proof`: required on each connection before it is used."""
+        self._origin, self._max_connections, self._idle_s, self._client_name = (
+            origin,
+            max_connections,
+            idle_s,
+            client_name,
+        )
         self._context, self.relays, self._proof = context, relays, proof
         self.authority = origin.authority.encode()
         self._loop = asyncio.get_running_loop()
         self._free: dict[ClientConnection, float] = {}
-        """Free connections, and since when they are, on the event loop's clock; the freshest last."""
+        """Free connections, and since when, on the event loop's clock; the most recent last."""
         self._open: OrderedSet[ClientConnection] = OrderedSet()
         self._num_connecting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._closed = False
         self._used_at = self._loop.time()
-        """When a connection was last made, returned or lost."""
+        """Time at which a connection was last made, returned or lost."""
 
     def take_free(self) -> ClientConnection | None:
-        """A free connection, the most recently used first."""
+        """Take a free connection, the most recently used first; None if there is none."""
         while self._free:
             connection, _ = self._free.popitem()
             transport = connection.transport
@@ -61,13 +66,13 @@ class Pool:
         return None
 
     def require(self, proof: TokenProof) -> None:
-        """From now on, use no connection on which the server has not proved that it holds the deployment's token."""
+        """Require from now on that the server proves on each connection that it holds the deployment's token."""
         self._proof = proof
-        for connection in [one for one in self._free if not one.is_proven]:
+        for connection in [connection for connection in self._free if not connection.is_proven]:
             connection.close()
 
     async def take(self, connect_s: float, *, fresh: bool = False) -> ClientConnection:
-        """A free or new connection (`fresh`: a new one). Raises `Unreachable` or `AnswerTimeout`."""
+        """Take a free or new connection (`fresh`: a new one). Raises `Unreachable` or `AnswerTimeout`."""
         connection = await self._take(connect_s, fresh=fresh)
         if self._proof is not None and not connection.is_proven:
             try:
@@ -79,13 +84,13 @@ class Pool:
                 ) from error
         return connection
 
-    async def meet(self, proof: TokenProof, connect_s: float) -> Signer:
-        """What signs requests to the server, once it has proved that it holds the deployment's token; from then on as
+    async def authenticate(self, proof: TokenProof, connect_s: float) -> Signer:
+        """Let the server prove that it holds the deployment's token, and return the signer of requests to it; then as
         after `require`. Raises `AuthenticationFailed` or `TransferError`."""
         connection = await self._take(connect_s, fresh=False)
         signer = await proof.demand(connection, str(self._origin))
         self.require(proof)
-        self.give_back(connection)
+        self.put_back(connection)
         return signer
 
     async def _take(self, connect_s: float, *, fresh: bool) -> ClientConnection:
@@ -94,52 +99,52 @@ class Pool:
                 while True:
                     if not fresh and (connection := self.take_free()) is not None:
                         return connection
-                    if len(self._open) + self._num_connecting >= self._most and self._free:
+                    if len(self._open) + self._num_connecting >= self._max_connections and self._free:
                         self._close_oldest()
-                    if len(self._open) + self._num_connecting < self._most:
+                    if len(self._open) + self._num_connecting < self._max_connections:
                         return await self._connect()
-                    await self._turn()
+                    await self._wait_for_slot()
         except TimeoutError as error:
             raise AnswerTimeout(f"{self._origin} took no connection within {connect_s:g} s", "connection") from error
 
-    async def _turn(self) -> None:
+    async def _wait_for_slot(self) -> None:
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append(waiter)
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self._next()  # it was our turn, and is another's now
+                self._wake_next()  # pass the turn on
             raise
         finally:
             if not waiter.done():
                 self._waiting.remove(waiter)
 
     async def _connect(self) -> ClientConnection:
-        connection = ClientConnection(str(self._origin), self._who)
+        connection = ClientConnection(str(self._origin), self._client_name)
         self._num_connecting += 1
         try:
             await self._loop.create_connection(
                 lambda: connection, self._origin.host, self._origin.port, ssl=self._context
             )
         except (OSError, UnicodeError) as error:
-            why = advice(error, str(self._origin), self._who)
-            raise Unreachable(f"{self._origin} cannot be reached: {why}") from error
+            reason = advice(error, str(self._origin), self._client_name)
+            raise Unreachable(f"{self._origin} cannot be reached: {reason}") from error
         except BaseException:
-            connection.close()  # it may have been made at the moment when the wait for it ended
+            connection.close()  # it may have been made just when the wait for it ended
             raise
         finally:
             self._num_connecting -= 1
             self._used_at = self._loop.time()
-            self._next()
+            self._wake_next()
         if self._closed or not connection.is_usable:
             connection.close()
             raise Unreachable(f"{self._origin} closed the connection at once")
-        connection.on_closed = self._forget
+        connection.on_closed = self._on_closed
         self._open.add(connection)
         return connection
 
-    def give_back(self, connection: ClientConnection) -> None:
+    def put_back(self, connection: ClientConnection) -> None:
         """Return a connection whose call is over."""
         connection.call, head = None, connection.head
         is_reusable = connection.complete and head is not None and head.keep_alive
@@ -149,15 +154,15 @@ class Pool:
         else:
             connection.close()
         if self._waiting:
-            self._next()
+            self._wake_next()
 
-    def _forget(self, connection: ClientConnection) -> None:
+    def _on_closed(self, connection: ClientConnection) -> None:
         self._open.discard(connection)
         self._used_at = self._loop.time()
         self._free.pop(connection, None)
-        self._next()
+        self._wake_next()
 
-    def _next(self) -> None:
+    def _wake_next(self) -> None:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -175,7 +180,7 @@ class Pool:
         oldest.close()
 
     def is_unused(self, now: float) -> bool:
-        """Whether it has had no connection for as long as idle ones are kept, and no call waits for one."""
+        """True if it has had no connection for as long as idle ones are kept, and no call waits for one."""
         return not (self._open or self._num_connecting or self._waiting) and now - self._used_at > self._idle_s
 
     def close(self) -> None:
@@ -186,10 +191,10 @@ class Pool:
 
     @property
     def num_open(self) -> int:
-        """Connections open now."""
+        """Number of open connections."""
         return len(self._open)
 
     def check(self) -> None:
-        """Raise `LeakError` when a connection is in use though no answer is being read."""
+        """Raise `LeakError` if a connection is in use though no answer is being read."""
         if len(self._open) != len(self._free) or self._waiting or self._num_connecting:
             raise LeakError(f"{len(self._open) - len(self._free)} connections to {self._origin} were never given back")

@@ -1,7 +1,7 @@
 """A server's proof, on one connection, that it holds the deployment's secret.
 
-An address outlives the process that listened there: whoever takes the port, or the pod's IP address, of a dead instance
-would otherwise get its requests.
+An address outlives the process that listened there: another server that gets the port, or the pod's IP address, of a
+dead instance would otherwise get its requests.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from kvferry.http.errors import AnswerTimeout, Overloaded
 from kvferry.http.headers import request_line
 
 _MAX_ANSWER = 4096
-_STRANGER = "it is not a server of kvferry's, or has no token"
+_NOT_PROVEN = "it is not a server of kvferry's, or has no token"
 
 
 class TokenProof:
-    """What each new connection to a server is asked, before any request, that has proved once that it holds `secret`.
-    `base_path` is before the path on the way to the server; `limit_s`: seconds that its answer may take."""
+    """The challenge on each new connection, before any request, to a server that has proved once that it holds
+    `secret`. `base_path` precedes the path on the way to the server; `limit_s`: seconds that its answer may take."""
 
     def __init__(self, secret: str, base_path: str, limit_s: float = 30.0) -> None:
         self._secret, self._base_path, self._limit_s = secret, base_path, limit_s
 
     async def demand(self, connection: ClientConnection, server: str) -> Signer:
-        """What signs requests to the server at the other end, once it has proved it; the connection is then as new.
-        Raises `AuthenticationFailed`, `Overloaded` if the server has no time, or the `TransferError` that ended the
+        """Demand the proof, and return the signer of requests to the server; the connection is then as new. Raises
+        `AuthenticationFailed`, `Overloaded` if the server is overloaded, or the `TransferError` that ended the
         connection, which is closed in each case."""
         nonce = entropy.token_hex(16)
         line = request_line("GET", f"{self._base_path}{CHALLENGE_PATH}?nonce={nonce}")
@@ -40,7 +40,7 @@ class TokenProof:
             if head.status == QueueFull.status or head.status >= 500:
                 raise Overloaded(f"{server} answers {head.status}")
             if head.status != 200 or not head.keep_alive:
-                raise AuthenticationFailed(_STRANGER)
+                raise AuthenticationFailed(_NOT_PROVEN)
             signer = Signer(self._secret, nonce, body)
         except TimeoutError as error:
             connection.close()
@@ -65,7 +65,7 @@ class _Exchange:
         self._body += payload
         if len(self._body) > _MAX_ANSWER:
             if not self.answer.done():
-                self.answer.set_exception(AuthenticationFailed(_STRANGER))
+                self.answer.set_exception(AuthenticationFailed(_NOT_PROVEN))
         elif complete and not self.answer.done():
             self.answer.set_result((head, self._body))
 

@@ -14,7 +14,7 @@ from kvferry.http.client.proof import TokenProof
 from kvferry.http.errors import AnswerTimeout, Unauthorized
 from kvferry.http.headers import RawHeaders
 
-_STRANGER_S = 10.0
+_REJECTED_S = 10.0
 """Seconds before a server that did not answer a challenge is challenged again."""
 
 
@@ -31,17 +31,16 @@ def bearer(key: str) -> tuple[bytes, bytes]:
 
 
 class SignedClient:
-    """Requests to other kvferry servers, signed with keys derived from `secret`. No signed request is sent to a server
-    that has not proved that it holds the same secret; a `key` that was given for it is sent unchanged. Once a server
-    has proved it, `client` uses no connection to its address on which it is not proved again. Owns what is known about
-    each server."""
+    """Requests to other kvferry servers, signed with keys derived from `secret`. A signed request is only sent to a
+    server that has proved that it holds the same secret; to others, `key` is sent unchanged. Once a server has proved
+    it, each connection of `client` to its address must prove it again. Owns the signers and the rejected servers."""
 
     def __init__(self, client: HttpClient, secret: str, key: str | None = None) -> None:
         self.client, self._secret = client, secret
         self._bearer: RawHeaders = [] if key is None else [bearer(key)]
         self._signers: dict[Origin, Signer] = {}
-        self._strangers: dict[Origin, tuple[float, str]] = {}
-        self._meeting: dict[Origin, asyncio.Lock] = {}
+        self._rejected: dict[Origin, tuple[float, str]] = {}
+        self._challenge_locks: dict[Origin, asyncio.Lock] = {}
 
     async def ask(
         self,
@@ -56,8 +55,8 @@ class SignedClient:
         max_bytes: int = 2**20,
         base_path: str = "",
     ) -> tuple[int, RawHeaders, bytes]:
-        """Ask as `HttpClient.ask`, for a purpose; `timeout_s` is for all of it. `base_path` is before `target` on the
-        way to the server, and is not what the server sees. Raises `TransferError`."""
+        """Send a request as `HttpClient.ask`, signed for a purpose; `timeout_s` covers all of it. `base_path` precedes
+        `target` on the way to the server, which does not see it. Raises `TransferError`."""
         settings: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": max_bytes}
         try:
             async with asyncio.timeout(timeout_s):
@@ -76,32 +75,32 @@ class SignedClient:
         except TimeoutError as error:
             raise AnswerTimeout(f"{origin} did not answer {target} within {timeout_s:g} s", "next byte") from error
 
-    async def why_stranger(self, origin: Origin, timeout_s: float) -> str:
-        """Why a server does not count as one of the deployment; empty if it does. Raises `TransferError`."""
-        known = await self._signer(origin, "", timeout_s)
-        return "" if known is not None else self._strangers[origin][1]
+    async def rejection_reason(self, origin: Origin, timeout_s: float) -> str:
+        """Reason why a server does not belong to the deployment; empty if it does. Raises `TransferError`."""
+        signer = await self._signer(origin, "", timeout_s)
+        return "" if signer is not None else self._rejected[origin][1]
 
     async def _signer(self, origin: Origin, base_path: str, timeout_s: float) -> Signer | None:
-        """The signer for a server of the deployment. If several callers need it at the same time, only the first one
-        challenges the server."""
-        async with self._meeting.setdefault(origin, asyncio.Lock()):
-            stranger = self._strangers.get(origin)
-            if origin in self._signers or (stranger is not None and stranger[0] > SYSTEM_CLOCK.monotonic()):
+        """The signer for a server of the deployment. Of several concurrent callers, only the first challenges the
+        server."""
+        async with self._challenge_locks.setdefault(origin, asyncio.Lock()):
+            rejected = self._rejected.get(origin)
+            if origin in self._signers or (rejected is not None and rejected[0] > SYSTEM_CLOCK.monotonic()):
                 return self._signers.get(origin)
             try:
-                self._signers[origin] = await self._meet(origin, base_path, timeout_s)
+                self._signers[origin] = await self._authenticate(origin, base_path, timeout_s)
             except AuthenticationFailed as error:
-                self._strangers[origin] = SYSTEM_CLOCK.monotonic() + _STRANGER_S, str(error)
+                self._rejected[origin] = SYSTEM_CLOCK.monotonic() + _REJECTED_S, str(error)
             return self._signers.get(origin)
 
-    async def _meet(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
+    async def _authenticate(self, origin: Origin, base_path: str, timeout_s: float) -> Signer:
         if not self._secret:
             raise AuthenticationFailed("this process has no token")
-        return await self.client.meet(origin, TokenProof(self._secret, base_path), timeout_s)
+        return await self.client.authenticate(origin, TokenProof(self._secret, base_path), timeout_s)
 
     def forget(self, origin: Origin) -> None:
-        """Forget a server that has left: another one may be there later, which has to prove nothing."""
+        """Forget a server that has left: a later one at its address need not prove anything."""
         self.client.forget_proof(origin)
         self._signers.pop(origin, None)
-        self._strangers.pop(origin, None)
-        self._meeting.pop(origin, None)
+        self._rejected.pop(origin, None)
+        self._challenge_locks.pop(origin, None)

@@ -1,8 +1,8 @@
 """Accepts connections on one listening socket, and counts each before its TLS handshake, which costs the server more
 than the client.
 
-asyncio's own servers report a TLS connection only after the handshake, when it is too late to refuse it. And they take
-all connections that wait, where several processes share the socket: here each takes one at a time.
+asyncio's own servers report a TLS connection only after the handshake, when it is too late to refuse it. They also
+accept all waiting connections, even if several processes share the socket; this acceptor takes one at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.http.server.service import Service
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.5
-"""Seconds to wait after an accept that failed, in general for want of descriptors."""
+"""Seconds to wait after a failed accept, usually for lack of descriptors."""
 
 
 class Acceptor:
@@ -30,17 +30,17 @@ class Acceptor:
     def __init__(self, service: Service, side: Side, listener: socket.socket, context: ssl.SSLContext | None) -> None:
         self._service, self._side, self._listener, self._context = service, side, listener, context
         self._loop = asyncio.get_running_loop()
-        self._later: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._handshakes: OrderedSet[asyncio.Task[None]] = OrderedSet()
 
     @property
     def port(self) -> int:
-        """The port that is listened on, also where any free one was asked for."""
+        """The actual port, also if any free one was requested."""
         return int(self._listener.getsockname()[1])
 
     @property
     def host(self) -> str:
-        """The address that is listened on."""
+        """The address of the listener."""
         return str(self._listener.getsockname()[0])
 
     def open(self) -> None:
@@ -48,14 +48,14 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Let in whoever has connected by now, as the end of a socket resets those that wait there, and stop accepting;
-        handshakes in progress continue within their time, or until `abort`."""
+        """Accept the connections that wait, which closing the socket would reset, and stop accepting. Handshakes in
+        progress continue within their time, or until `abort`."""
         self._loop.remove_reader(self._listener)
         for _ in range(BACKLOG):
             if not self._accept():
                 break
-        if self._later is not None:
-            self._later.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         self._listener.close()
 
     def abort(self) -> None:
@@ -64,7 +64,7 @@ class Acceptor:
             handshake.cancel()
 
     def _accept(self) -> bool:
-        """Whether there was a connection."""
+        """Accept one connection; return True if there was one."""
         try:
             accepted, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -72,13 +72,13 @@ class Acceptor:
         except OSError as error:
             logger.warning("a connection could not be accepted: %s", error)
             self._loop.remove_reader(self._listener)
-            self._later = self._loop.call_later(_WAIT_S, self.open)
+            self._retry = self._loop.call_later(_WAIT_S, self.open)
             return False
         accepted.setblocking(False)
-        self._let_in(accepted, str(address[0]))
+        self._admit(accepted, str(address[0]))
         return True
 
-    def _let_in(self, accepted: socket.socket, client: str) -> None:
+    def _admit(self, accepted: socket.socket, client: str) -> None:
         """A connection beyond the limit is closed without a message if a message would need a handshake, or if there is
         no room."""
         connection = ServerConnection(self._service, self._side, client)
@@ -99,6 +99,6 @@ class Acceptor:
         except BaseException as error:
             accepted.close()
             connection.connection_lost(None)
-            # ssl.SSLError is an OSError. Whoever it was, it was no client of ours.
+            # ssl.SSLError is an OSError: a client that is none of ours.
             if not isinstance(error, (OSError, TimeoutError)):
                 raise

@@ -11,10 +11,10 @@ import msgspec
 
 from kvferry.core.messages.openai import BodyTooLarge
 from kvferry.http.errors import Unauthorized
-from kvferry.http.message import joined
+from kvferry.http.message import concat
 
 BUFFERED_BYTES = 256 * 1024
-"""What is kept for a handler that does not read, before the client is made to wait."""
+"""Maximum number of bytes buffered for a handler that does not read; beyond it, the client has to wait."""
 
 
 class Body(msgspec.Struct, eq=False):
@@ -25,25 +25,25 @@ class Body(msgspec.Struct, eq=False):
     complete: bool = False
     num_bytes: int = 0
     until: float = inf
-    """When it must be here, on the event loop's clock."""
-    is_asked_for: bool = True
-    """Whether the client sends it unasked, or was asked to (`Expect: 100-continue`)."""
+    """Its deadline, on the event loop's clock."""
+    is_requested: bool = True
+    """False while the client waits for `100 Continue` before it sends the body."""
     error: Exception | None = None
-    """Why it will never be complete."""
+    """Reason why it will never be complete."""
     _content: bytes | bytearray = b""
     _waiter: asyncio.Future[None] | None = None
     _signed_sha256: str = ""
     _on_bytes: Callable[[int], None] | None = None
 
     def require(self, sha256: str) -> None:
-        """The request is signed with this digest of its body."""
+        """Require this digest, with which the request is signed."""
         self._signed_sha256 = sha256
 
     # The handler's side.
 
     async def read(self, on_bytes: Callable[[int], None] | None = None) -> bytes:
-        """The body. `on_bytes` is called with the length of each piece as it arrives, and may raise a `RequestError` to
-        refuse it, so that bodies can be counted before they are kept.
+        """Read the body. `on_bytes` is called with the length of each piece as it arrives, and may raise a
+        `RequestError` to refuse it, so that bodies can be counted before they are buffered.
 
         Raises `BodyTooLarge`, `RequestTimeout`, `BadHttp` or `Unauthorized`, which handlers do not catch, since they
         are the answer to the request. If the client disconnects, the handler's task is cancelled instead.
@@ -59,7 +59,7 @@ class Body(msgspec.Struct, eq=False):
         return self.take()
 
     def take(self) -> bytes:
-        """The body, once it is `complete` or has failed. Raises as `read`."""
+        """Take the body, once it is `complete` or has failed. Raises as `read`."""
         if self.error is not None:
             raise self.error
         whole, self._content = bytes(self._content), b""
@@ -71,16 +71,16 @@ class Body(msgspec.Struct, eq=False):
 
     @property
     def full(self) -> bool:
-        """Whether the client should wait, because the handler does not read yet."""
+        """True if the client should wait, because the handler does not read yet."""
         return len(self._content) > BUFFERED_BYTES and self._on_bytes is None
 
     def declare(self, length: int) -> None:
-        """Note that the client has announced the body's length."""
+        """Record the body's announced length."""
         if length > self.max_bytes:
             self.fail(BodyTooLarge(f"the body has {length} bytes; at most {self.max_bytes} are accepted"))
 
     def feed(self, piece: bytes) -> None:
-        """Add a piece. Nothing of a body that has failed is kept."""
+        """Add a piece. Pieces of a failed body are dropped."""
         if self.error is not None:
             return
         self.num_bytes += len(piece)
@@ -93,16 +93,16 @@ class Body(msgspec.Struct, eq=False):
             except Exception as error:  # noqa: BLE001 - the reader's own refusal, raised in the reader
                 self.fail(error)
                 return
-        self._content = joined(self._content, piece)
+        self._content = concat(self._content, piece)
 
     def end(self) -> None:
-        """Note that the body is complete."""
+        """Record that the body is complete."""
         self.complete = True
         if self._waiter is not None:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Note that the rest will not come, or is not wanted."""
+        """Record that the rest will not come, or is not needed."""
         if self.error is None and not self.complete:
             self.error = error
             self._content = b""
@@ -114,17 +114,17 @@ class Body(msgspec.Struct, eq=False):
 
 
 def _any_length(num_bytes: int) -> None:
-    """Accept any length, for a reader who takes whatever the server accepts."""
+    """Accept any length that the server accepts."""
 
 
 class SizeLimit:
-    """A limit for `Body.read`, which refuses what is longer than `what` may be, while it comes."""
+    """A limit for `Body.read`, which refuses a longer body while it comes. `subject`: its name in the error."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._most, self._what, self._num_bytes = most, what, 0
+    def __init__(self, max_bytes: int, subject: str) -> None:
+        self._max_bytes, self._subject, self._num_bytes = max_bytes, subject, 0
 
     def __call__(self, num_bytes: int) -> None:
         """Count `num_bytes` more. Raises `BodyTooLarge`."""
         self._num_bytes += num_bytes
-        if self._num_bytes > self._most:
-            raise BodyTooLarge(f"{self._what} has at most {self._most} bytes")
+        if self._num_bytes > self._max_bytes:
+            raise BodyTooLarge(f"{self._subject} has at most {self._max_bytes} bytes")

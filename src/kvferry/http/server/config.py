@@ -20,7 +20,7 @@ from kvferry.http.tls import client_context, server_context
 
 @dataclass(frozen=True, kw_only=True)
 class HttpAccess:
-    """Who may use the server, and how it is reached."""
+    """Access to the server: keys, TLS, origins, and the admin listener."""
 
     api_key: tuple[str, ...] = ()
     """Key that clients must send as `Authorization: Bearer KEY`; repeat it for more. Prefer --api-key-file or the
@@ -52,7 +52,7 @@ class HttpAccess:
     tls_ca: Path | None = None
     """Certificate authorities (PEM) that this process trusts: to have signed the certificates of the instances or
     routers that it connects to at https:// URLs (default: the system's authorities), and with --tls-verify-clients
-    those of clients."""
+    clients' certificates."""
 
     tls_verify_clients: bool = False
     """Serve only clients that present a certificate of an authority in --tls-ca, except for /health and /version, and
@@ -108,7 +108,7 @@ class HttpAccess:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig(HttpAccess):
-    """Where a server listens, what it accepts, who may use it, and how it stops."""
+    """Settings of one server: address, limits, access, and shutdown."""
 
     host: str = "127.0.0.1"
     """Address to listen on; only this machine can reach the default."""
@@ -117,7 +117,7 @@ class HttpConfig(HttpAccess):
     """Port to listen on; 0 takes any free one."""
 
     limits: HttpLimits = field(default_factory=HttpLimits)
-    """What one client may use."""
+    """Limits of one client."""
 
     max_body_bytes: Bytes = MAX_BODY_BYTES
     """Longest request body; a longer one is answered with 413."""
@@ -126,7 +126,7 @@ class HttpConfig(HttpAccess):
     """Seconds that running requests are given to end before they are aborted."""
 
     secret: str = field(default="", repr=False)
-    """What the keys of kvferry's own processes are derived from (`core.keys`); empty: they are clients like others."""
+    """The secret from which the keys of kvferry's own processes are derived (`core.keys`); empty: they have no keys."""
 
     name: str = field(default_factory=partial(entropy.token_hex, 16))
     """This server's name in signed requests; all processes at one address have the same."""

@@ -1,7 +1,7 @@
 """One client's connection: its requests, one running at a time, and their answers.
 
-Owns the requests that wait behind the running one or until the client has read its answers, and the deadline of
-whatever the client is to do next (`states`). After a refusal the connection is closed.
+Owns the requests that wait for the running one or until the client has read its answers, and the deadline of the
+client's next step (`states`). After a refusal the connection is closed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("kvferry.access")
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_PARSED_AT_ONCE, _BODY_AT_ONCE = 4096, 65536
-"""Bytes after which it is seen how many requests wait: a client may send hundreds ahead of their turn."""
-_PAUSE_WAITING = 8
+_HEAD_PIECE_BYTES, _BODY_PIECE_BYTES = 4096, 65536
+"""Bytes parsed before the number of waiting requests is checked: a client may send hundreds ahead of their turn."""
+_MAX_WAITING = 8
 _LINGER_BYTES = 4 * 1024 * 1024
-_ON_ITS_WAY_S = 2.0
-"""How long a server that ends waits for a request that may be on its way: its client has only just connected."""
+_FIRST_REQUEST_S = 2.0
+"""Seconds that a stopping server waits for the first request of a new connection."""
 
 
 class ServerConnection(asyncio.Protocol):
-    """Reads requests from one client and writes the answers to it. A door makes one for each connection."""
+    """Reads requests from one client and writes the answers to it. The `Acceptor` creates one for each connection."""
 
     def __init__(self, service: Service, side: Side, client: str) -> None:
         self._service, self._side, self.client, self._caller = service, side, client, Caller(client.encode())
@@ -47,38 +47,38 @@ class ServerConnection(asyncio.Protocol):
         self._writer: ClientWriter
         self._state: State = "handshake"
         self._deadline = inf
-        self._unfed = b""  # received bytes that are not parsed yet
+        self._unparsed = b""  # received bytes that are not parsed yet
         self._is_reading = True
-        self._broken: RequestError | None = None  # why nothing more can be read
+        self._refusal: RequestError | None = None  # why nothing more can be read
         self._waiting: deque[Response] = deque()  # of requests that wait for their turn
-        self._turn: Response | None = None  # of the request that is answered
+        self._current: Response | None = None  # of the request that is answered
         self._task: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
 
     def _enter(self, state: State) -> None:
-        """The only writer of the state; sets the deadline too."""
-        self._state, self._deadline = state, self._service.loop.time() + self._service.patience[state]
+        """Set the state and its deadline. The only writer of the state."""
+        self._state, self._deadline = state, self._service.loop.time() + self._service.timeouts[state]
         if state in OVER:
             self._waiting.clear()
-            self._unfed = b""
-            self._go_on()
+            self._unparsed = b""
+            self._notify()
 
-    # The story of a connection.
+    # Requests, in order.
 
     async def _serve(self) -> None:
-        """Answer one request after the other, until one of them, or the client, is the last."""
+        """Answer one request after the other, until the last one or until the client leaves."""
         while (turn := await self._next()) is not None:
             await self._answer(turn)
-            del turn  # an idle connection keeps nothing of its last request
-        if self._broken is not None:
-            self._refuse(self._broken)
+            del turn  # an idle connection holds no reference to its last request
+        if self._refusal is not None:
+            self._refuse(self._refusal)
 
     async def _answer(self, response: Response) -> None:
         """Run the handler of one request, and close the connection if that was the last."""
         request, was_cancelled = response.request, False
         self._service.running[self] = None
         try:
-            handler = self._service.handler_of(request, response, self._side, self._writer.transport)
+            handler = self._service.find_handler(request, response, self._side, self._writer.transport)
             name_request(request.id)
             await handler(request, response)
             if response.started and not response.ended:
@@ -92,16 +92,16 @@ class ServerConnection(asyncio.Protocol):
             was_cancelled, lifecycle = True, self._service.lifecycle
             if self._state != "lost":
                 response.fail(lifecycle.abort_reason() if lifecycle.draining else internal_error(request.id))
-        except Exception:  # the edge: a fault of a handler ends its request, and nothing else
+        except Exception:  # a fault of a handler ends its request only
             logger.exception("request %s failed", request.id)
             response.fail(internal_error(request.id))
         if self._service.config.access_log:
             self._log(response)
         name_request("")
-        self._turn = None
+        self._current = None
         self._service.running.pop(self, None)
         if self._service.lifecycle.draining:
-            self._service.note_quiet()
+            self._service.update_quiet()
         if not request.body.complete:
             self._close_lingering()
         elif was_cancelled or response.was_cut or response.is_last or response.framing == "close":
@@ -109,33 +109,33 @@ class ServerConnection(asyncio.Protocol):
 
     async def _next(self) -> Response | None:
         """The next request to answer, once the client has read most of its earlier answers: a client that only sends
-        requests must not fill the memory with answers. None if there is no other."""
+        requests must not fill the memory with answers. None if there is no other request."""
         if not self._waiting:
-            if self._state == "running" and self._broken is None:
+            if self._state == "running" and self._refusal is None:
                 self._enter("head" if self._parser.num_overhead else "idle")
             self._resume()
         while self._state not in OVER:
             if self._waiting and self._writer.is_writable:
-                self._turn = self._waiting.popleft()
+                self._current = self._waiting.popleft()
                 self._resume()
-                return self._turn
-            if self._broken is not None and not self._waiting:
+                return self._current
+            if self._refusal is not None and not self._waiting:
                 break
             self._wake = self._service.loop.create_future()
             await self._wake
         return None
 
-    def _go_on(self) -> None:
-        """Wake `_next`, for which something has changed."""
+    def _notify(self) -> None:
+        """Wake `_next` after a change."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     # The transport's calls.
 
     def admit(self) -> bool:
-        """Count the connection before anything is read. One beyond the limit gets an answer with the reason."""
-        self._broken = self._service.admit(self)
-        return self._broken is None
+        """Count the connection before anything is read. A connection beyond the limit gets an error as its answer."""
+        self._refusal = self._service.admit(self)
+        return self._refusal is None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
@@ -151,7 +151,7 @@ class ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of requests have arrived."""
         if self._state not in OVER:
-            self._unfed += data
+            self._unparsed += data
             self._feed()
         else:
             self._parser.num_overhead += len(data)
@@ -162,7 +162,7 @@ class ServerConnection(asyncio.Protocol):
         """The client sends no more: it has disconnected. The transport closes itself."""
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The client is gone; its work is cancelled, unless it has its whole answer."""
+        """The client is gone; its request is cancelled, unless it has its whole answer."""
         if self._state == "lost":
             return
         if self._state != "handshake":
@@ -170,66 +170,78 @@ class ServerConnection(asyncio.Protocol):
         self._enter("lost")
         self._parser.stop_parsing()
         self._service.forget(self)
-        if self._turn is not None and not self._turn.ended and self._task is not None:
+        if self._current is not None and not self._current.ended and self._task is not None:
             self._task.cancel()
 
     def pause_writing(self) -> None:
-        """Note that the client reads more slowly than we write."""
+        """The client reads more slowly than the server writes."""
         self._writer.pause(self._service.loop.time())
 
     def resume_writing(self) -> None:
-        """Note that the client has caught up."""
+        """The client has caught up."""
         self._writer.resume()
-        self._go_on()
+        self._notify()
 
     # Reading.
 
     def _feed(self) -> None:
-        """Parse received bytes as long as few requests wait; otherwise keep the rest, and pause reading."""
-        data, self._unfed, place = self._unfed, b"", 0
-        while place < len(data) and self._broken is None and len(self._waiting) < _PAUSE_WAITING:
-            most = _PARSED_AT_ONCE if self._parser.body is None else _BODY_AT_ONCE
-            part = data[place : place + most] if place or len(data) > most else data
-            place += len(part)
+        """Parse received bytes as long as few requests wait; otherwise buffer the rest, and pause reading."""
+        data, self._unparsed, position = self._unparsed, b"", 0
+        while position < len(data) and self._refusal is None and len(self._waiting) < _MAX_WAITING:
+            max_bytes = _HEAD_PIECE_BYTES if self._parser.body is None else _BODY_PIECE_BYTES
+            part = data[position : position + max_bytes] if position or len(data) > max_bytes else data
+            position += len(part)
             try:
                 self._parser.feed(part)
             except RequestError as error:
-                self._break(error)
+                self._stop_reading(error)
             except KvferryError as error:
-                self._break(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
-        if place < len(data) and self._broken is None:
-            self._unfed = data[place:]
+                self._stop_reading(BadHttp(f"this is not an HTTP/1.1 request: {error}"))
+        if position < len(data) and self._refusal is None:
+            self._unparsed = data[position:]
         body = self._parser.body
-        if self._broken is None and body is not None:
+        if self._refusal is None and body is not None:
             self._enter("body")
         elif data and (self._state == "idle" or self._state == "opened"):
             self._enter("head")
-        full = (
-            self._unfed
-            or len(self._waiting) >= _PAUSE_WAITING
+        is_full = (
+            self._unparsed
+            or len(self._waiting) >= _MAX_WAITING
             or (body is not None and (body.full or body.error is not None))
         )
-        if full and self._is_reading:
+        if is_full and self._is_reading:
             self._is_reading = False
             self._writer.transport.pause_reading()
-        self._go_on()
+        self._notify()
 
     def _resume(self) -> None:
-        if self._unfed:
+        if self._unparsed:
             self._feed()
-        if not (self._is_reading or self._unfed) and self._state != "lost":
+        if not (self._is_reading or self._unparsed) and self._state != "lost":
             self._is_reading = True
             self._writer.transport.resume_reading()
 
     def _on_head_complete(
         self, method: str, target: bytes, headers: RawHeaders, version: str, keep_alive: bool
     ) -> Body:
-        """A request begins, though its body may be still to come."""
-        now, config, asked = self._service.loop.time(), self._service.config, target.decode("latin-1")
-        asked, first = asked if asked.startswith("/") else origin_form(asked), self._parser.first
-        body = Body(config.max_body_bytes, self._body_is_wanted)
+        """Enqueue a request whose head is complete; its body may be still to come."""
+        now, config, path_and_query = self._service.loop.time(), self._service.config, target.decode("latin-1")
+        path_and_query, first = (
+            path_and_query if path_and_query.startswith("/") else origin_form(path_and_query),
+            self._parser.first,
+        )
+        body = Body(config.max_body_bytes, self._on_body_read)
         request = HttpRequest(
-            method, asked, path_of(asked), headers, first, body, id_of(first), self.client, self._caller, now
+            method,
+            path_and_query,
+            path_of(path_and_query),
+            headers,
+            first,
+            body,
+            id_of(first),
+            self.client,
+            self._caller,
+            now,
         )
         request.opens = self._parser.num_heads == 1
         if (declared := first.get(b"content-length")) is not None:
@@ -237,39 +249,39 @@ class ServerConnection(asyncio.Protocol):
         lifecycle, is_1_0 = self._service.lifecycle, version == "1.0"
         response = Response(self._writer, request, lifecycle, is_1_0, keep_alive)
         body.until = now + config.limits.http_body_s
-        body.is_asked_for = is_1_0 or first.get(b"expect", b"").lower() != b"100-continue"
+        body.is_requested = is_1_0 or first.get(b"expect", b"").lower() != b"100-continue"
         self._waiting.append(response)
         return body
 
     def _on_body_complete(self) -> None:
         self._enter("running")
 
-    def _body_is_wanted(self) -> None:
+    def _on_body_read(self) -> None:
         """Let the client send, since the handler reads the body."""
-        turn = self._turn
-        if turn is not None and not (body := turn.request.body).is_asked_for:
-            body.is_asked_for = True
+        turn = self._current
+        if turn is not None and not (body := turn.request.body).is_requested:
+            body.is_requested = True
             if not (body.complete or body.error is not None or body.num_bytes or turn.started):
                 self._writer.write(_CONTINUE)
         coming = self._parser.body
-        if not self._is_reading and len(self._waiting) < _PAUSE_WAITING and (coming is None or coming.error is None):
+        if not self._is_reading and len(self._waiting) < _MAX_WAITING and (coming is None or coming.error is None):
             if self._state == "body":
                 self._enter("body")
             self._resume()
 
-    def _break(self, error: RequestError) -> None:
-        """Read nothing more from this client."""
-        self._broken = self._broken or error
+    def _stop_reading(self, error: RequestError) -> None:
+        """Stop reading from this client, because of `error`."""
+        self._refusal = self._refusal or error
         if self._state == "body":
             self._enter("running")
         if self._parser.body is not None:
-            self._parser.body.fail(self._broken)
-        self._go_on()
+            self._parser.body.fail(self._refusal)
+        self._notify()
 
-    # The end.
+    # Closing.
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer something that is not a valid request, and close."""
+        """Answer an invalid request with `error`, and close."""
         if self._state not in OVER:
             body = error_envelope(error)
             headers = [*answer_headers(error), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
@@ -277,11 +289,11 @@ class ServerConnection(asyncio.Protocol):
             self._close_lingering()
 
     def end_idle(self) -> None:
-        """Close the connection if no request is on it, nor on its way; otherwise it closes after the answer."""
+        """Close the connection if it has no request, nor one on its way; otherwise it closes after the answer."""
         if self._state == "idle":
             self._close()
         elif self._state in ("opened", "head"):
-            self._deadline = min(self._deadline, self._service.loop.time() + _ON_ITS_WAY_S)
+            self._deadline = min(self._deadline, self._service.loop.time() + _FIRST_REQUEST_S)
 
     def abort_request(self) -> None:
         """End the running request with the reason."""
@@ -331,23 +343,23 @@ class ServerConnection(asyncio.Protocol):
                     self._close()
 
     def _check_body(self, now: float) -> None:
-        turn = self._waiting[-1] if self._waiting else self._turn
+        turn = self._waiting[-1] if self._waiting else self._current
         if not self._is_reading:
-            self._enter("body")  # it is we who do not read
+            self._enter("body")  # the server itself does not read
         elif turn is not None and now >= min(self._deadline, turn.request.body.until):
-            self._break(RequestTimeout("the body did not come in time"))
+            self._stop_reading(RequestTimeout("the body did not come in time"))
 
     def _log(self, response: Response) -> None:
         request = response.request
-        gone = not response.ended or response.was_cut
+        has_left = not response.ended or response.was_cut
         milliseconds = (self._service.loop.time() - request.arrived) * 1000
         fields = {
             "client": self.client, "method": request.method, "target": request.target, "status": response.status,
-            "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": gone,
+            "bytes": response.num_bytes, "duration_ms": round(milliseconds, 1), "left": has_left,
         }  # fmt: skip
         access_logger.info(
             '%s "%s %s" %s %d %.1f ms %s',
             self.client, request.method, request.target, response.status or "-", response.num_bytes,
-            milliseconds, request.id + (" left" if gone else ""),
+            milliseconds, request.id + (" left" if has_left else ""),
             extra={"fields": fields, "request_id": request.id},
         )  # fmt: skip

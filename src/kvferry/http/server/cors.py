@@ -1,5 +1,5 @@
-"""Cross-origin requests of browsers (the CORS protocol of the Fetch standard): which pages of other origins may use the
-API. Keys come in headers, so cookies are never allowed (`access-control-allow-credentials`)."""
+"""Cross-origin requests of browsers (the CORS protocol of the Fetch standard): lets pages of other origins use the API.
+Keys come in headers, so cookies are never allowed (`access-control-allow-credentials`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MAX_AGE_S = 600
 
 
 class Cors:
-    """Answers preflights, and adds to other answers that a page may read them. Metrics and what changes or shows the
-    deployment (/metrics, /kvferry/*) are never for pages."""
+    """Answers preflights, and adds headers that let a page read other answers. Metrics and administration (/metrics,
+    /kvferry/*) are never for pages."""
 
     def __init__(self, origins: frozenset[str]) -> None:
         self._origins = origins
 
     def admit(self, request: HttpRequest, response: Response) -> Handler | None:
-        """Add headers to the answer if the page may read it. Returns the handler of a preflight, which has no key and
-        no route; None for other requests."""
+        """Add headers to the answer if the page may read it. Return the handler of a preflight, which has no key and no
+        route; None for other requests."""
         origin = request.first.get(b"origin")
-        if origin is None or not self._origins or not _is_for_pages(request.path):
+        if origin is None or not self._origins or not _is_public(request.path):
             return None
         if (allowed := self._allowed(origin)) is not None:
             for header in allowed:
@@ -42,7 +42,7 @@ class Cors:
 
 
 async def _allow(request: HttpRequest, response: Response) -> None:
-    """Answer the preflight of a page that may send its request, whatever method and headers it has."""
+    """Answer the preflight of an allowed page, for any method and headers."""
     headers = [
         (b"access-control-allow-methods", request.first[b"access-control-request-method"]),
         (b"access-control-max-age", b"%d" % _MAX_AGE_S),
@@ -53,9 +53,9 @@ async def _allow(request: HttpRequest, response: Response) -> None:
 
 
 async def _refuse(request: HttpRequest, response: Response) -> None:
-    """Answer the preflight of another page."""
+    """Answer the preflight of a page that is not allowed."""
     response.send(400, b"Disallowed CORS origin", [(b"content-type", b"text/plain; charset=utf-8")])
 
 
-def _is_for_pages(path: str) -> bool:
+def _is_public(path: str) -> bool:
     return path != "/metrics" and not path.startswith("/kvferry/")

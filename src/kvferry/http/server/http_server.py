@@ -1,12 +1,11 @@
 """A server: its listeners, its connections, and its shutdown in stages.
 
-    drain   no new connections are accepted; idle ones are closed; running requests may finish, and those on their way
+    drain   no new connections are accepted; idle ones are closed; running and incoming requests may finish
     abort   after the grace period, or at a second signal: running requests end with an error that gives the reason
     close   connections that are still open are cut, and handlers awaited
 
-Owns the listeners and the stages of the end; its `Service` counts connections and running handlers, and `check()`
-proves that none of them is left. One periodic tick, rather than a timer for each wait, enforces the deadlines of all
-connections.
+Owns the listeners and the shutdown; its `Service` counts connections and running handlers, and `check()` proves that
+none is left. A periodic tick, rather than a timer for each wait, enforces the deadlines of all connections.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ OnListening = Callable[[str, int], object]
 """Called with the host and the actual port once connections are accepted."""
 
 Bind = Callable[[str, int], socket.socket]
-"""Creates a listening socket for an address. A simulation has its own."""
+"""Creates a listening socket for an address; simulations have their own."""
 
 _CLOSE_S = 5.0
 """Seconds between abort and close."""
-_LAST_S = 2.0
+_MIN_CLEANUP_S = 2.0
 """Seconds for the final cleanup, even if requests have used up the grace period."""
 _TICK_S = 0.25
 
 
 class HttpServer:
-    """Serves `routes` as `config` says. Call `run` once, on the event loop that it was made for."""
+    """Serves `routes` with the settings in `config`. Call `run` once, on the event loop on which it was created."""
 
     def __init__(
         self, routes: Routes, config: HttpConfig, lifecycle: Lifecycle | None = None, guard: Guard | None = None
@@ -53,9 +52,9 @@ class HttpServer:
         self.lifecycle = lifecycle or Lifecycle()
         self.service = Service(routes, config, self.lifecycle, guard or Guard.from_config(config))
         self._listeners: list[tuple[socket.socket, Side]] = []
-        self._doors: list[Acceptor] = []
+        self._acceptors: list[Acceptor] = []
         self.ports: tuple[int, ...] = ()
-        """The real ports while it serves: the clients', then the admin's if there is one."""
+        """The actual ports while it serves: the clients', then the admin's if there is one."""
         self._ending, self._aborting = asyncio.Event(), asyncio.Event()
         self._ticking: asyncio.TimerHandle | None = None
         self._grace_until = 0.0
@@ -63,13 +62,13 @@ class HttpServer:
     # Serving.
 
     def listen(self, bind: Bind = listen) -> None:
-        """Take the addresses; connections wait until `run`, which does this itself if it was not done before. `bind`
-        makes a listening socket. Raises `ConfigError` if an address cannot be used."""
+        """Bind the addresses; connections wait until `run`, which calls this if it was not called before. `bind`
+        creates a listening socket. Raises `ConfigError` if an address cannot be used."""
         config = self.config
         sides: tuple[Side, ...] = ("all",) if config.admin_port is None else ("public", "admin")
         if config.listeners:
-            given = [socket.socket(fileno=one) for one in config.listeners]
-            self._listeners = list(zip(given, sides, strict=True))
+            sockets = [socket.socket(fileno=descriptor) for descriptor in config.listeners]
+            self._listeners = list(zip(sockets, sides, strict=True))
             return
         public = bind(config.host, config.port)
         try:
@@ -86,17 +85,17 @@ class HttpServer:
         context = self.config.tls_context()
         if not self._listeners:
             self.listen()
-        self._doors = [Acceptor(self.service, side, listener, context) for listener, side in self._listeners]
+        self._acceptors = [Acceptor(self.service, side, listener, context) for listener, side in self._listeners]
         self._tick()
         try:
-            for door in self._doors:
+            for door in self._acceptors:
                 door.open()
-            self.ports = tuple(door.port for door in self._doors)
+            self.ports = tuple(door.port for door in self._acceptors)
             if on_listening is not None:
-                on_listening(self._doors[0].host, self.ports[0])
+                on_listening(self._acceptors[0].host, self.ports[0])
             await self._ending.wait()
         finally:
-            for door in self._doors:
+            for door in self._acceptors:
                 door.close()
             await self._end()
             if self._ticking is not None:
@@ -109,7 +108,7 @@ class HttpServer:
             connection.check(now)
         self._ticking = loop.call_later(_TICK_S, self._tick)
 
-    # The end.
+    # Shutdown.
 
     def stop(self) -> None:
         """Begin the shutdown. Called from the server's event loop; may be called repeatedly."""
@@ -122,14 +121,14 @@ class HttpServer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the shutdown has begun."""
+        """True if the shutdown has begun."""
         return self._ending.is_set()
 
     async def within_grace(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do this last, after `run`, in what is left of the grace period but for `_LAST_S` at least, and until `abort`.
-        Raises what `work` raises."""
+        """Run `work` last, after `run`, within the rest of the grace period but at least `_MIN_CLEANUP_S`, and until
+        `abort`. Raises the error of `work`."""
         doing, aborting = asyncio.ensure_future(work), asyncio.ensure_future(self._aborting.wait())
-        left_s = max(_LAST_S, self._grace_until - asyncio.get_running_loop().time())
+        left_s = max(_MIN_CLEANUP_S, self._grace_until - asyncio.get_running_loop().time())
         try:
             await asyncio.wait([doing, aborting], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -152,22 +151,22 @@ class HttpServer:
                 len(service.running),
                 grace_s,
             )
-        if not await self._quiet_within(grace_s, self._aborting):
+        if not await self._wait_quiet(grace_s, self._aborting):
             if service.running:
                 logger.warning("%d requests did not finish in time, and are ended", len(service.running))
             for connection in tuple(service.running):
                 connection.abort_request()
-            for door in self._doors:
+            for door in self._acceptors:
                 door.abort()
-            await self._quiet_within(_CLOSE_S)
+            await self._wait_quiet(_CLOSE_S)
         for connection in tuple(service.connections):
             connection.abort()
-        await self._quiet_within(_CLOSE_S)
+        await self._wait_quiet(_CLOSE_S)
 
-    async def _quiet_within(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
-        """Wait until no connection and no handler is left; False if the time is over, or `unless` is set, first."""
+    async def _wait_quiet(self, seconds: float, unless: asyncio.Event | None = None) -> bool:
+        """Wait until no connection and no handler is left; False if the time ends, or `unless` is set, first."""
         quiet = self.service.quiet
-        self.service.note_quiet()
+        self.service.update_quiet()
         waits = [asyncio.ensure_future(event.wait()) for event in (quiet, unless) if event is not None]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -177,14 +176,14 @@ class HttpServer:
         return quiet.is_set()
 
     def statistics(self) -> dict[str, int]:
-        """What is open now, and what has been served and refused so far."""
+        """Numbers of open connections, clients and running requests, and of requests served and refused so far."""
         return self.service.statistics()
 
     def check(self) -> None:
-        """Raise `LeakError` if something is left after `run`."""
-        found = self.statistics()
-        if found["connections"] or found["running"] or found["clients"]:
-            raise LeakError(f"the HTTP server still has {found}")
+        """Raise `LeakError` if a connection or request is left after `run`."""
+        statistics = self.statistics()
+        if statistics["connections"] or statistics["running"] or statistics["clients"]:
+            raise LeakError(f"the HTTP server still has {statistics}")
 
 
 class Stoppable(Protocol):
@@ -198,7 +197,7 @@ class Stoppable(Protocol):
 
 @contextmanager
 def signals_end(server: Stoppable) -> Iterator[None]:
-    """The `shutdown_signals` stop `server`, a second one aborts running requests. Main thread only."""
+    """Let the `shutdown_signals` stop `server`; a second one aborts running requests. Main thread only."""
     loop, numbers = asyncio.get_running_loop(), shutdown_signals()
 
     def end() -> None:

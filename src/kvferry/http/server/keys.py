@@ -1,15 +1,15 @@
-"""Who may use which path of a server.
+"""Access control: the keys that a server's paths require.
 
     open      /health, /version, …: everyone
     key       everything that uses or shows a model: an API key or an admin key, if any API key is set
     probe     GET /metrics, /kvferry/*: an admin key if one is set; otherwise an API key if one is set
     release   POST /kvferry/release: likewise
-    page      GET /: the file of the page, which shows nothing by itself: everyone who reaches the listener of `probe`
-    operate   what changes something: likewise; a router changes its instances for operators only (`Caller`)
+    page      GET /: the file of the page, which contains no data: everyone who reaches the listener of `probe`
+    operate   paths that change something: likewise; a router changes its instances for operators only (`Caller`)
     register  instances that register themselves
 
-A request that is signed for a purpose (`core.keys`) opens the paths of that name; one of an operator also those of
-`key` and `probe`. With an admin listener (`--admin-port`), `probe`, `release` and `operate` are served there only, and
+A request that is signed for a purpose (`core.keys`) opens the paths of that name; an operator's also the paths of `key`
+and `probe`. With an admin listener (`--admin-port`), `probe`, `release` and `operate` are served there only, and
 the clients' listener answers them with 404. A key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Keys are
 compared by their SHA-256, all of them, in constant time.
 """
@@ -33,14 +33,14 @@ from kvferry.http.server.request import Caller, HttpRequest
 from kvferry.http.server.response import Response
 
 Access = Literal["open", "key", "page", "probe", "release", "operate", "register"]
-"""What a route requires."""
+"""The access that a route requires."""
 
 Side = Literal["public", "admin", "all"]
-"""Which listener a request came in by: the clients', the admin's, or the only one there is."""
+"""The listener of a request: the clients', the admin's, or the only one."""
 
 _API_KEY = KEY_HEADERS[1]
-_ON_BOTH = ("open", "register")
-_OPENED_BY_OPERATORS = ("key", "probe", "operate")
+_ON_BOTH_LISTENERS = ("open", "register")
+_OPERATOR_ACCESS = ("key", "probe", "operate")
 _MAX_NONCE = 128
 
 
@@ -57,15 +57,15 @@ class Guard:
     def from_config(
         cls, config: HttpConfig, more_api_keys: Iterable[str] = (), used: ReplayGuard | None = None
     ) -> Guard:
-        """The guard of one server, or of several that are reached by the same name and know together which signed
-        requests were `used`. Raises `ConfigError`."""
+        """The guard of one server, or of several at the same address that share the record of `used` signed requests.
+        Raises `ConfigError`."""
         verifier = Verifier(config.secret, config.name, used=used) if config.secret else None
         return cls([*config.api_keys(), *more_api_keys], config.admin_keys(), verifier)
 
     def admit(self, access: Access, side: Side, request: HttpRequest) -> Caller:
-        """Return who sends this request, which may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of
-        the other listener."""
-        if access not in _ON_BOTH and side == ("admin" if access == "key" else "public"):
+        """Return the caller of a request that may be served. Raises `Unauthorized`, or `UnknownRoute` for a path of the
+        other listener."""
+        if access not in _ON_BOTH_LISTENERS and side == ("admin" if access == "key" else "public"):
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
         header = request.first.get(b"authorization", b"")
         if header.startswith(SCHEME.encode() + b" ") and self._verifier is not None:
@@ -88,7 +88,7 @@ class Guard:
         return Caller(digest, is_known=True, is_operator=is_operator)
 
     def _presented(self, authorization: bytes, api_key: bytes) -> bytes | None:
-        """The digest of the client's key, the valid one if there are two; None if there is none."""
+        """The digest of the client's key, the valid one of two; None if there is none."""
         scheme, _, token = authorization.partition(b" ")
         bearer = token if scheme.lower() == b"bearer" else b""
         digests = [hashlib.sha256(key.strip()).digest() for key in (bearer, api_key) if key.strip()]
@@ -101,20 +101,20 @@ class Guard:
         return bool(self._admin or self._api)
 
     def _signed(self, access: Access, header: str, request: HttpRequest, verifier: Verifier) -> Caller:
-        """A signature that does not hold is refused also where none is needed: who signs wants to be known."""
+        """The caller of a signed request. An invalid signature is refused even if none is needed."""
         try:
             purpose, body_sha256 = verifier.check(header, request.method, request.target)
         except AuthenticationFailed as error:
             raise Unauthorized(str(error)) from error
         is_operator = purpose == "operate"
-        opens = purpose == access or (is_operator and access in _OPENED_BY_OPERATORS)
+        opens = purpose == access or (is_operator and access in _OPERATOR_ACCESS)
         if not opens and (access == "register" or self._needs_key(access)):
             raise Unauthorized(f"The request is signed for another purpose ({purpose})")
         request.body.require(body_sha256)
         return Caller(request.client.encode(), is_known=True, is_signed=True, is_operator=is_operator)
 
     async def challenge(self, request: HttpRequest, response: Response) -> None:
-        """GET /kvferry/challenge?nonce=…: proves that this server holds the deployment's secret."""
+        """Serve GET /kvferry/challenge?nonce=…, which proves that this server holds the deployment's secret."""
         nonce = request.parameter("nonce")
         if self._verifier is None or not 0 < len(nonce) <= _MAX_NONCE:
             raise UnknownRoute(f"Invalid URL ({request.method} {request.path})")
@@ -126,4 +126,4 @@ def _digests(keys: Iterable[str]) -> list[bytes]:
 
 
 def _has(digests: list[bytes], digest: bytes | None) -> bool:
-    return digest is not None and bool(sum(hmac.compare_digest(digest, one) for one in digests))
+    return digest is not None and bool(sum(hmac.compare_digest(digest, known_digest) for known_digest in digests))

@@ -6,12 +6,12 @@ from kvferry.core.errors import Unavailable
 
 
 class Lifecycle:
-    """Owns the stage. Used from the server's event loop only. `noun` is what shuts down: "server" or "router"."""
+    """Owns the stage. Used from the server's event loop only. `noun`: "server" or "router", for messages."""
 
     def __init__(self, noun: str = "server") -> None:
         self._noun = noun
         self.draining = False
-        """Whether no new requests are accepted."""
+        """No new requests are accepted."""
 
     def refusal(self) -> Unavailable:
         """The error for a new request while the server is `draining`."""

@@ -1,4 +1,4 @@
-"""How much of a server one client may use, and for how long. A field's docstring is its flag's help."""
+"""Limits of a server's use by clients. A field's docstring is its flag's help."""
 
 from __future__ import annotations
 

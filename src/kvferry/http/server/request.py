@@ -1,4 +1,4 @@
-"""One request as a handler sees it."""
+"""A request as a handler sees it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _MAX_PARAMETERS, _MAX_DIGITS = 16, 9
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sent a request. `name`: the digest of the key that was presented, if it is one of this server's; otherwise
-    the address. `is_known`: whether the `Authorization` header is for this server, and goes no further; `is_signed`:
-    whether it is the signature of a process of the deployment; `is_operator`: whether it is an admin key, or an
-    operator's signature."""
+    """The sender of a request. `name`: the digest of the presented key if it is one of this server's, otherwise the
+    address. `is_known`: the `Authorization` header is for this server, and is not forwarded; `is_signed`: it is the
+    signature of a process of the deployment; `is_operator`: it is an admin key, or an operator's signature."""
 
     name: bytes
     is_known: bool = False
@@ -29,11 +28,11 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class HttpRequest(msgspec.Struct, eq=False):
-    """`target` is path and query as they came, in origin form; `path` is decoded; `rest` is what follows the
-    prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it. `arrived` is
-    in seconds of the event loop's clock, when the header was complete. `client` is an address without a port; `first`
-    has the first value of each header. `caller` is the address until it is known better, before the handler is
-    called. `opens`: it is the first request of its connection."""
+    """A request. `target`: path and query as they came, in origin form; `path`: decoded; `rest`: the part of the path
+    after the prefix of a prefix route. `id` names the request in logs and in the answer, and a handler may set it.
+    `arrived`: when the header was complete, in seconds of the event loop's clock. `client`: an address without a port;
+    `first`: the first value of each header. `caller`: set before the handler is called. `opens`: it is the first
+    request of its connection."""
 
     method: str
     target: str
@@ -54,8 +53,8 @@ class HttpRequest(msgspec.Struct, eq=False):
         return self.target.partition("?")[2]
 
     def parameter(self, name: str, default: str = "") -> str:
-        """The parameter of the query with that name. Raises `InvalidRequest` if it is given twice, which two readers
-        could understand differently, or if there are too many parameters."""
+        """The query parameter of this name. Raises `InvalidRequest` if it is given twice, which two readers could
+        understand differently, or if there are too many parameters."""
         query = self.query
         if not query:
             return default
@@ -87,6 +86,6 @@ def path_of(target: str) -> str:
 
 
 def id_of(first: dict[bytes, bytes]) -> str:
-    """The id that the client gives its request, if it can be used, or a new one."""
-    wanted = first.get(_REQUEST_ID)
-    return secret_hex() if wanted is None else sane_request_id(wanted.decode("latin-1"))
+    """The id that the client gives its request, if it is usable, or a new one."""
+    request_id = first.get(_REQUEST_ID)
+    return secret_hex() if request_id is None else sane_request_id(request_id.decode("latin-1"))

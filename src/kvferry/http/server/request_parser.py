@@ -1,4 +1,4 @@
-"""Requests made of bytes, and what of their heads is refused though the parser lets it pass."""
+"""Parses requests, and refuses heads that the parser accepts but two parsers could read differently."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _AUTHORITY = re.compile(
 """A host, and perhaps a port (RFC 3986), without a user; the parser leaves white space after a header's value."""
 _AUTHORITY_END = re.compile(rb"[/?#]")
 _NAME = itemgetter(0)
-_ONCE = (b"content-type", b"content-encoding", *KEY_HEADERS)
-"""Headers of which who reads the first finds something else than who reads the last."""
+_UNIQUE_HEADERS = (b"content-type", b"content-encoding", *KEY_HEADERS)
+"""Headers that must be unique: of duplicates, some readers take the first and others the last."""
 
 Begin = Callable[[str, bytes, RawHeaders, str, bool], Body]
-"""Called with a request's method, target, headers, version, and whether its connection is kept; returns the body to
+"""Called with a request's method, target, headers, version, and True if its connection is kept; returns the body to
 fill."""
 
 
 class RequestParser(MessageParser):
-    """Requests, one after the other. `begin` is called with each request once its head has arrived, `end` once its body
-    has."""
+    """Parses requests, one after the other. `begin` is called with each request once its head has arrived, `end` once
+    its body has."""
 
     def __init__(self, limits: HttpLimits, begin: Begin, end: Callable[[], None]) -> None:
         super().__init__(httptools.HttpRequestParser, limits.http_header_bytes)
@@ -42,10 +42,10 @@ class RequestParser(MessageParser):
         self.num_heads = 0
         """Requests whose head has arrived."""
         self.body: Body | None = None
-        """The body of the request whose head has arrived and whose end has not."""
+        """The incomplete body of the request whose head has arrived."""
 
     def stop_parsing(self) -> None:
-        """Stop, and forget whose methods this object calls, which refers to it, too."""
+        """Stop parsing, and break the reference cycles with the owner of the callbacks."""
         super().stop_parsing()
         del self._begin, self._end
 
@@ -60,7 +60,7 @@ class RequestParser(MessageParser):
             self._url += part
 
     def on_headers_complete(self) -> None:
-        """The head is here."""
+        """The head is complete."""
         if self._replaying:
             return
         version, headers = self._parser.get_http_version(), self.headers
@@ -81,7 +81,7 @@ class RequestParser(MessageParser):
         self.body.feed(piece)
 
     def on_message_complete(self) -> None:
-        """The body is here."""
+        """The body is complete."""
         body = self.body
         if body is not None and not self._skips_body():
             self.num_overhead, self.body = 0, None
@@ -89,7 +89,7 @@ class RequestParser(MessageParser):
             body.end()
 
     def _skips_body(self) -> bool:
-        """Whether the parser skips a body because the client offers to change to another protocol after the head.
+        """True if the parser skips a body because the client offers to change to another protocol after the head.
 
         No other protocol is available, so the request is served as it is, with its body (clients that offer HTTP/2
         begin like this).
@@ -98,7 +98,7 @@ class RequestParser(MessageParser):
 
     @property
     def _framing(self) -> RawHeaders:
-        return [one for one in self.headers if one[0] in FRAMING and one[1] != b"0"]
+        return [header for header in self.headers if header[0] in FRAMING and header[1] != b"0"]
 
     def _upgrade(self, rest: bytes) -> None:
         if self._skips_body():  # a new parser begins where that body does
@@ -122,7 +122,7 @@ class RequestParser(MessageParser):
 
 
 def origin_form(target: str) -> str:
-    """Path and query of a target that names the server too, as a client of a proxy sends it."""
+    """Path and query of a target, also of an absolute URL as a client of a proxy sends it."""
     if target.startswith("/") or "://" not in target:
         return target
     _, slash, path = target.partition("://")[2].partition("/")
@@ -130,7 +130,7 @@ def origin_form(target: str) -> str:
 
 
 def _coding_error(version: str, headers: RawHeaders) -> RequestError | None:
-    """What is wrong with transfer codings."""
+    """The error in the transfer codings, or None."""
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     for value in codings:
         if value.strip().lower() != b"chunked":
@@ -142,12 +142,12 @@ def _coding_error(version: str, headers: RawHeaders) -> RequestError | None:
 
 @lru_cache(64)
 def _is_authority(text: bytes) -> bool:
-    """Whether this is a host with or without a port. Most requests have the same one."""
+    """True if this is a host with or without a port. Cached, as most requests have the same one."""
     return _AUTHORITY.fullmatch(text) is not None
 
 
 def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | None:
-    """What is wrong with a header that the parser accepts, but that two parsers could read differently."""
+    """The error in a head that the parser accepts but two parsers could read differently, or None."""
     if version not in ("1.1", "1.0"):
         return BadHttp(f"HTTP/{version} is not supported; use HTTP/1.1")
     names = list(map(_NAME, headers))
@@ -158,8 +158,10 @@ def head_error(version: str, url: bytes, headers: RawHeaders) -> RequestError | 
         return BadHttp(f"a request must have exactly one Host header; this one has {hosts}")
     if hosts and not _is_authority(host := headers[names.index(b"host")][1]):
         return BadHttp(f"Host {host[:64].decode('latin-1')!r} is not a host's name or address, with or without a port")
-    if len(set(names)) < len(names) and (twice := next((one for one in _ONCE if names.count(one) > 1), None)):
-        return BadHttp(f"a request must not have two {twice.decode().title()} headers")
+    if len(set(names)) < len(names) and (
+        duplicate := next((name for name in _UNIQUE_HEADERS if names.count(name) > 1), None)
+    ):
+        return BadHttp(f"a request must not have two {duplicate.decode().title()} headers")
     if url.startswith(b"/") or url == b"*":
         return None
     scheme, slashes, rest = url.partition(b"://")

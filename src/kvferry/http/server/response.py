@@ -27,18 +27,18 @@ _CLOSE = (b"connection", b"close")
 _KEEP_ALIVE = (b"connection", b"keep-alive")
 _LAST_CHUNK = b"0\r\n\r\n"
 _BUFFERING = b"x-accel-buffering"
-"""With `no`, nginx and similar proxies pass a stream on event by event; vLLM's streams come without it."""
+"""With `no`, nginx and similar proxies forward a stream event by event; vLLM's streams come without it."""
 _CORS = tuple(b"access-control-" + name for name in (b"allow-origin", b"allow-credentials", b"expose-headers"))
 _NO_CONTENT = frozenset([204, 304])
 JSON = (b"content-type", b"application/json")
 
 
 Framing = Literal["chunked", "length", "close", "none"]
-"""How the client knows where the body ends; `none`: there is no body (HEAD, 204, 304)."""
+"""The way in which the body's end is marked; `none`: there is no body (HEAD, 204, 304)."""
 
 
 class Response(msgspec.Struct, eq=False):
-    """One response. `status` is None until it has begun; `num_bytes` counts what was sent of the body."""
+    """A response. `status`: None until it has begun; `num_bytes`: bytes of the body that were sent."""
 
     writer: ClientWriter
     request: HttpRequest
@@ -50,16 +50,16 @@ class Response(msgspec.Struct, eq=False):
     was_cut: bool = False
     framing: Framing = "none"
     num_bytes: int = 0
-    _added: RawHeaders = []
+    _extra_headers: RawHeaders = []
     _declared: bytes = b""
     _head: bytes = b""
     _last: bytes = b""
     _events: Literal["none", "answer", "before the answer"] = "none"
-    """Whether what has begun is a stream of events, and whether that was before the answer was known."""
+    """State of a stream of events: none, begun as the answer, or begun before the answer was known."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the connection ends with this response."""
+        """True if the connection ends with this response."""
         return not self._keep_alive or self.request.body.error is not None or self._lifecycle.draining
 
     @property
@@ -69,11 +69,11 @@ class Response(msgspec.Struct, eq=False):
 
     @property
     def started(self) -> bool:
-        """Whether the status has been decided, so that no other answer is possible."""
+        """True if the status is set, so that no other answer is possible."""
         return self.status is not None
 
     def send(self, status: int, body: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send the whole answer. `content-length` is added. Where events have begun, it is the last one."""
+        """Send the whole answer, with `content-length`. If events have begun, it is sent as the last one."""
         if self._events == "before the answer":
             self.end(b"data: " + body + b"\n\n" + SSE_DONE)
             return
@@ -86,24 +86,24 @@ class Response(msgspec.Struct, eq=False):
         self.send(status, body, [JSON])
 
     def add_header(self, name: bytes, value: bytes) -> None:
-        """Add a header to whatever will be answered, also to an error; to be called before the answer has begun."""
-        self._added.append((name, value))
+        """Add a header to any answer, also to an error; to be called before the answer has begun."""
+        self._extra_headers.append((name, value))
 
     def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Set status and headers; names in lower case. They are sent with the first byte of the body, with `flush` or
         with `end`.
 
         The body is framed by `content-length` if the headers contain it, otherwise in chunks. Do not add headers of the
-        connection (`connection`, `transfer-encoding`): they are set here.
+        connection (`connection`, `transfer-encoding`), which this method adds.
         """
         if self._events == "before the answer":
-            return  # the events that follow are a part of what has begun
+            return  # the events that follow continue the stream that has begun
         assert self.status is None, "a response is started once"
         self.status = status
-        sent = [*headers, *self._added]
-        if self._added and any(name in _CORS for name, _ in self._added):
+        sent = [*headers, *self._extra_headers]
+        if self._extra_headers and any(name in _CORS for name, _ in self._extra_headers):
             # An instance may allow other pages than this server, and a browser refuses an answer that names two.
-            sent = [*(header for header in headers if header[0] not in _CORS), *self._added]
+            sent = [*(header for header in headers if header[0] not in _CORS), *self._extra_headers]
         first = first_values(sent)
         self.framing = self._choose_framing(first)
         if self.framing == "chunked":
@@ -123,8 +123,8 @@ class Response(msgspec.Struct, eq=False):
         self._head = response_head(status, sent)
 
     def comment(self, text: str) -> None:
-        """Show a client that wants events what it waits for, before anything is known about its answer: a comment of a
-        stream of events, which begins with the first one. What is then started or sent becomes a part of it."""
+        """Send a comment to a client that waits for events, before its answer is known. The first comment begins a
+        stream of events, of which the later answer becomes a part."""
         if not self.started:
             self.start(200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")])
             self._events = "before the answer"
@@ -159,7 +159,7 @@ class Response(msgspec.Struct, eq=False):
         self._head = b""
 
     def end(self, data: bytes = b"") -> None:
-        """The body is complete, with `data` as its last piece. The connection can then take the next request."""
+        """End the body, with `data` as its last piece. The connection can then take the next request."""
         if self.ended:
             return
         self.num_bytes += len(data)
@@ -169,36 +169,36 @@ class Response(msgspec.Struct, eq=False):
             data = b""
         self.writer.write(self._head + data)
         self._head = b""
-        # A body of another length than was said would have the client take the next answer for a part of this one.
+        # With a wrong length, the client would take the next answer for a part of this one.
         if self.framing == "length" and self._declared != b"%d" % self.num_bytes:
             self.cut()
         self.ended = True
 
     @property
     def slow(self) -> bool:
-        """Whether `drain` would wait; for callers that write so often that an await is expensive."""
+        """True if `drain` would wait; for callers that write so often that an await is expensive."""
         return self.writer.slow
 
     async def drain(self) -> None:
         """Wait while the client is slow to read; returns at once if it is not. To be awaited between writes."""
         await self.writer.drain()
 
-    # For what writes chunks past this object.
+    # For code that writes chunks directly to the socket.
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that were written and are not in the socket yet, the head included."""
+        """Number of written bytes that are not in the socket yet, including the head."""
         return self.writer.num_unsent + len(self._head)
 
     def forwarded(self, num_bytes: int, last: bytes) -> None:
-        """Note that `num_bytes` of payload were written directly; `last` is their end."""
+        """Record that `num_bytes` of payload were written directly; `last`: their last bytes."""
         self.num_bytes += num_bytes
         self._last = last
 
     def fail(self, error: RequestError) -> None:
         """Report `error` to the client in the best way still possible: with its status and an error body if nothing was
         sent; as the last event of a stream, between two of its events; otherwise by cutting the connection. Body and
-        event are as the API of the path has them."""
+        event have the format of the path's API."""
         if self.ended:
             return
         dialect, request_id = dialect_of(self.request.path), self.request.id
@@ -211,7 +211,7 @@ class Response(msgspec.Struct, eq=False):
             self.cut()
 
     def cut(self) -> None:
-        """Cut the connection: what was sent must not look complete."""
+        """Cut the connection, so that the answer does not look complete."""
         if not self.ended:
             self.ended = self.was_cut = True
             if self.framing == "close":

@@ -14,12 +14,12 @@ from kvferry.http.server.response import Response
 
 Handler = Callable[[HttpRequest, Response], Coroutine[Any, Any, None]]
 """Answers through the response. It may raise a `RequestError` as its answer. It is cancelled as soon as the client
-leaves without its whole answer, and when the server's grace is over; it need not answer then."""
+leaves without its whole answer, and when the server's grace period ends; it need not answer then."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """`path` ends with * for a prefix, the rest of which is `request.rest`. GET answers HEAD too, without the body."""
+    """A route. `path` ends with * for a prefix; the rest is `request.rest`. GET answers HEAD too, without the body."""
 
     method: str
     path: str

@@ -1,7 +1,7 @@
-"""How long things take, learned from what was measured. Owns the estimates; pure.
+"""Estimates of durations, fitted to measurements. Owns the estimates; pure.
 
-Each is a straight line, fitted to measurements of which older ones count less, so that it follows a fleet that changes.
-Before anything was measured it is a guess, which a few measurements outweigh.
+Each estimate is a straight line. Older measurements count less, so that it follows a fleet that changes. It starts as a
+guess, which a few measurements outweigh.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from kvferry.router.instances.load import Candidates, Vector
 
 _MAX_INSTANCES = 1024
-_ALIKE, _FEW = (0.75, 1.33), 32
-"""Times the usual speed; and measurements that say nothing about it yet."""
+_USUAL_RATIO, _MIN_MEASUREMENTS = (0.75, 1.33), 32
+"""Slopes that count as usual, as a ratio; number of measurements before an instance has a slowness of its own."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class LinearFit:
     base: float
     slope: float
     reach: float
-    """A typical x. The guess counts as two measurements, at 0 and here."""
+    """A typical x. The guess counts as two measurements, at 0 and at this x."""
     forget: float = 0.98
     num_measured: int = 0
 
@@ -46,10 +46,10 @@ class LinearFit:
         return self.base + self.slope * x
 
     def add(self, x: float, y: float) -> None:
-        """Add a measurement. One far beyond expectation counts as ten times the expected value, because an instance
-        that was stopped for a while says nothing about its speed."""
-        if self.num_measured >= 8 and y > (most := 10.0 * (self.base + self.slope * x) + 1e-3):
-            y = most
+        """Add a measurement. A value far beyond expectation is limited to ten times the expected one, because a pause
+        of the instance says nothing about its speed."""
+        if self.num_measured >= 8 and y > (max_y := 10.0 * (self.base + self.slope * x) + 1e-3):
+            y = max_y
         self.num_measured += 1
         forget = self.forget
         self._w = w = self._w * forget + 1.0
@@ -76,23 +76,22 @@ class Estimates:
         self._rows: dict[str, int] = {}
         self._slowness = np.ones(_MAX_INSTANCES + 1)
         """The slowness of each instance, by `_rows`; row 0 is for all others."""
-        self._unlike: set[str] = set()
+        self._unusual: set[str] = set()
         """Instances whose slowness is not 1."""
-        self._num_lines = 0
+        self._num_fits = 0
         self.any_prefill = LinearFit(base=0.01, slope=1e-4, reach=4096)
-        """Seconds by tokens that are to be computed, those that wait there before it included."""
+        """Seconds of prefill by tokens to compute, including the tokens queued before it."""
         self.hand_off = LinearFit(base=0.01, slope=1e-6, reach=4096)
-        """Seconds from prefill's end to the first byte of decode's answer, by tokens that decode did not have."""
+        """Seconds from the end of prefill to decode's first byte, by tokens that decode had not cached."""
         self.decode = LinearFit(base=0.02, slope=2e-5, reach=32)
-        """Seconds a token, by answers under way on the instance."""
+        """Seconds per token, by running answers on the instance."""
         self.answer_tokens = 256.0
         """Tokens of a typical answer."""
         self.bytes_per_token = 4.0
         """Bytes of a token in prompts as JSON text."""
 
     def prefill_s(self, name: str, num_tokens: float) -> float:
-        """Seconds until an instance has computed a prompt, if this many tokens, including those queued before it, are
-        to be computed."""
+        """Seconds until an instance has computed a prompt. `num_tokens` includes the tokens queued before it."""
         return self._prefill.get(name, self.any_prefill).at(num_tokens)
 
     def token_s(self, name: str) -> float:
@@ -100,62 +99,65 @@ class Estimates:
         return self._prefill.get(name, self.any_prefill).slope
 
     def slowness(self, instances: Candidates[Any]) -> Vector | None:
-        """How many times as long as usual each of these takes for a token of prefill; None: all are alike. What is
-        close to usual counts as usual, or the measurements' noise would decide where long prompts go."""
-        if not self._unlike:
+        """Time per token of prefill on each instance, relative to the usual one; None if all are usual. A ratio close
+        to 1 counts as 1, or measurement noise would decide where long prompts go."""
+        if not self._unusual:
             return None
-        known = instances.memo.get(self)
-        if known is None or known[0] != self._num_lines:
-            rows = np.array([self._rows.get(one.name, 0) for one in instances], np.intp)
-            known = instances.memo[self] = self._num_lines, rows
-        found: Vector = self._slowness[known[1]]
-        return found
+        cached = instances.memo.get(self)
+        if cached is None or cached[0] != self._num_fits:
+            rows = np.array([self._rows.get(instance.name, 0) for instance in instances], np.intp)
+            cached = instances.memo[self] = self._num_fits, rows
+        slowness: Vector = self._slowness[cached[1]]
+        return slowness
 
     def prefilled(self, name: str, num_tokens: float, seconds: float) -> None:
-        """Note a measurement of what `prefill_s` predicts."""
-        line = self._prefill.get(name) or self._add_line(name)
-        line.add(num_tokens, seconds)
+        """Record a measurement of `prefill_s`."""
+        fit = self._prefill.get(name) or self._add_fit(name)
+        fit.add(num_tokens, seconds)
         self.any_prefill.add(num_tokens, seconds)
         usual, slowness = self.any_prefill.slope, 1.0
-        if line.num_measured >= _FEW and not usual * _ALIKE[0] <= line.slope <= usual * _ALIKE[1]:
-            slowness = line.slope / usual if usual else 1.0
-            self._unlike.add(name)
-        elif name in self._unlike:
-            self._unlike.remove(name)
+        if (
+            fit.num_measured >= _MIN_MEASUREMENTS
+            and not usual * _USUAL_RATIO[0] <= fit.slope <= usual * _USUAL_RATIO[1]
+        ):
+            slowness = fit.slope / usual if usual else 1.0
+            self._unusual.add(name)
+        elif name in self._unusual:
+            self._unusual.remove(name)
         else:
             return
         self._slowness[self._rows[name]] = slowness
 
     def forget(self, name: str) -> None:
-        """Forget the speed of an instance: another process is there now."""
+        """Forget the speed of an instance whose process was replaced."""
         if name in self._prefill:
             self._prefill[name] = LinearFit(self.any_prefill.base, self.any_prefill.slope, 4096)
             self._slowness[self._rows[name]] = 1.0
-            self._unlike.discard(name)
+            self._unusual.discard(name)
 
-    def _add_line(self, name: str) -> LinearFit:
+    def _add_fit(self, name: str) -> LinearFit:
         row = len(self._rows) + 1
         if row > _MAX_INSTANCES:
             oldest, _ = self._prefill.popitem(last=False)
             row = self._rows.pop(oldest)
-            self._unlike.discard(oldest)
+            self._unusual.discard(oldest)
             self._slowness[row] = 1.0
-        line = self._prefill[name] = LinearFit(self.any_prefill.base, self.any_prefill.slope, 4096)
+        fit = self._prefill[name] = LinearFit(self.any_prefill.base, self.any_prefill.slope, 4096)
         self._rows[name] = row
-        self._num_lines += 1
-        return line
+        self._num_fits += 1
+        return fit
 
     def decoded(self, num_running: float, num_tokens: float, seconds: float) -> None:
-        """Note a measurement of an answer after its first token."""
+        """Record the duration of an answer after its first token."""
         self.answer_tokens += 0.05 * (num_tokens - self.answer_tokens)
         if num_tokens >= 2:
             self.decode.add(num_running, seconds / num_tokens)
 
     def tokenized(self, num_bytes: int, num_tokens: int) -> None:
-        """Note a measurement of a prompt's length in both units."""
+        """Record the length of a prompt in bytes and in tokens."""
         if num_tokens >= 16 and num_bytes:
             self.bytes_per_token += 0.05 * (min(16.0, num_bytes / num_tokens) - self.bytes_per_token)
 
     def interference_s(self) -> float:
-        """Seconds that an answer loses because of each one that runs beside it, and that this loses because of it."""
+        """Seconds that two concurrent answers on an instance cost each other, in sum."""
         return 2.0 * self.decode.slope * self.answer_tokens

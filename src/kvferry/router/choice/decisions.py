@@ -1,7 +1,6 @@
-"""Why each of the last requests went to its instances, and when. Owns a bounded ring of records.
+"""Routing decisions of the last requests, with reasons and times. Owns a bounded ring of records.
 
-A record is filled while its request is served. It contains no address, no prompt and no user name; it is for operators,
-and still says as little about clients as possible.
+A record is filled while its request is served. It is for operators and contains no address, no prompt and no user name.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class PrefillUsage(msgspec.Struct, frozen=True):
-    """What P reports about its leg: tokens, cached tokens, and its own timestamps; each may be missing."""
+    """P's report about its leg: tokens, cached tokens, and its own timestamps; each may be missing."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -36,10 +35,10 @@ class PrefillUsage(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """The record of one request, made into JSON only when somebody asks for it.
+    """The record of one request, encoded as JSON on demand.
 
-    `cached`: how many tokens of the prompt each instance was expected to have cached; `choice`: the policy's last;
-    `reason`: why the request was split, or not. Times are in seconds since the epoch; None: it did not get that far.
+    `cached`: expected cached tokens of the prompt by instance; `choice`: the policy's last choice; `reason`: why the
+    request was split, or not. Times are in seconds since the epoch; None: it did not get that far.
     """
 
     request_id: bytes
@@ -62,8 +61,8 @@ class Decision(msgspec.Struct, kw_only=True):
     prefill_usage: PrefillUsage | None = None
 
     @property
-    def told(self) -> Timeline | None:
-        """What the prefill instance reports about its own part, if it does."""
+    def prefill_timeline(self) -> Timeline | None:
+        """The prefill instance's own timestamps; None if it reports none."""
         return None if self.prefill_usage is None else self.prefill_usage.timeline
 
     @property
@@ -80,23 +79,23 @@ class Decision(msgspec.Struct, kw_only=True):
         """The duration of each phase that is over, in seconds and in order. They overlap if both legs are called at the
         same time, and are negative where a clock was set back meanwhile."""
         sent, answered, first_byte = self.prefill_sent, self.prefill_answered, self.first_byte
-        told = None if self.prefill_usage is None else self.prefill_usage.timeline
-        started, computed = (told.prefill_started, told.prefill_done) if told is not None else (None, None)
-        found: list[tuple[str, float]] = []
+        timeline = None if self.prefill_usage is None else self.prefill_usage.timeline
+        started, computed = (timeline.prefill_started, timeline.prefill_done) if timeline is not None else (None, None)
+        phases: list[tuple[str, float]] = []
         if self.routed is not None:
-            found.append(("router", self.routed - self.arrived))
+            phases.append(("router", self.routed - self.arrived))
         if sent is not None:
             if started is not None:
-                found.append(("prefill_queue", started - sent))
+                phases.append(("prefill_queue", started - sent))
             if (ended := computed or answered) is not None:
-                found.append(("prefill", ended - (started or sent)))
+                phases.append(("prefill", ended - (started or sent)))
         if first_byte is not None:
             if (handed_over := answered or self.decode_sent) is not None:
-                found.append(("transfer_and_decode_queue", first_byte - handed_over))
-            found.append(("first_byte", first_byte - self.arrived))
+                phases.append(("transfer_and_decode_queue", first_byte - handed_over))
+            phases.append(("first_byte", first_byte - self.arrived))
             if self.done is not None:
-                found.append(("answer", self.done - first_byte))
-        return found
+                phases.append(("answer", self.done - first_byte))
+        return phases
 
     def server_timing(self) -> bytes:
         """The phases that are over, in milliseconds, as a `Server-Timing` header
@@ -125,17 +124,17 @@ class Decision(msgspec.Struct, kw_only=True):
     def named_scores(self) -> dict[str, float]:
         """The policy's scores by leg and by the name of the instance, lower is better."""
         return {
-            f"{leg} {one.name}": score
-            for leg, targets, found in (self.choice.scores if self.choice is not None else ())
-            for one, score in zip(targets, found.tolist(), strict=True)
+            f"{leg} {target.name}": score
+            for leg, targets, values in (self.choice.scores if self.choice is not None else ())
+            for target, score in zip(targets, values.tolist(), strict=True)
         }
 
     def cached_tokens(self) -> dict[str, int]:
-        """`cached`, by the name of the instance. Those that leave or have left are not named."""
-        return {one.name: num_tokens for one, num_tokens in self.cached.items() if not one.draining}
+        """`cached`, by the name of the instance, without draining instances."""
+        return {instance.name: num_tokens for instance, num_tokens in self.cached.items() if not instance.draining}
 
     def _timings(self) -> dict[str, Any]:
-        stamps = {name: getattr(self, name) for name in _STAMPS} | {"prefill": self.told}
+        stamps = {name: getattr(self, name) for name in _STAMPS} | {"prefill": self.prefill_timeline}
         return {name: stamp for name, stamp in stamps.items() if stamp is not None}
 
 
@@ -143,13 +142,13 @@ _STAMPS = ("arrived", "routed", "prefill_sent", "prefill_answered", "decode_sent
 
 
 class Decisions:
-    """The records of the last `most` requests."""
+    """The records of the last `max_records` requests."""
 
-    def __init__(self, most: int) -> None:
-        self._ring: deque[Decision] = deque(maxlen=most)
+    def __init__(self, max_records: int) -> None:
+        self._ring: deque[Decision] = deque(maxlen=max_records)
 
     def note(self, decision: Decision) -> None:
-        """A request was placed; the rest of its record is filled in later."""
+        """Add a request that was placed; the rest of its record is filled in later."""
         self._ring.append(decision)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
@@ -163,7 +162,7 @@ class Decisions:
                 {name: round(score, 4) for name, score in decision.named_scores().items()},
             )
 
-    def encode(self, most: int) -> bytes:
+    def encode(self, max_records: int) -> bytes:
         """The records as JSON, the newest first."""
-        newest = [self._ring[-1 - place] for place in range(min(most, len(self._ring)))]
-        return msgspec.json.encode({"decisions": [one.to_builtins() for one in newest]})
+        newest = [self._ring[-1 - index] for index in range(min(max_records, len(self._ring)))]
+        return msgspec.json.encode({"decisions": [decision.to_builtins() for decision in newest]})

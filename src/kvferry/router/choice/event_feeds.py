@@ -1,8 +1,8 @@
-"""Follows the KV events of the instances that publish any, and updates the prefix index with them.
+"""Follows the KV events of instances, and updates the prefix index with them.
 
-kvferry's instances report their address (`kv_events` at /kvferry/instance), and SGLang's servers theirs (at
-/server_info); for vLLM's servers, `--instance-kv-events` gives it. Owns one task for each instance; an error in one of
-them does not end the others.
+kvferry's instances report the address of their events at /kvferry/instance (`kv_events`), SGLang's servers at
+/server_info; for vLLM's servers, `--instance-kv-events` gives it. Owns one task per instance; an error in one task does
+not end the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvferry.router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0
+_RECONCILE_INTERVAL_S = 1.0
 
-_PAUSE_S = 5.0
+_RETRY_DELAY_S = 5.0
 """Seconds after which a feed that ended in an error is followed again."""
 
 
@@ -38,7 +38,7 @@ class EventFeeds:
         """`instances` is called again whenever the list is needed. Raises `ConfigError` when a setting is not an
         address."""
         self._instances, self._index, self._metrics = instances, index, metrics
-        self._configured = dict(parse_events_address(one) for one in configured)
+        self._configured = dict(parse_events_address(setting) for setting in configured)
         self._tasks: dict[Instance, tuple[EventsAddress, asyncio.Task[None]]] = {}
 
     async def watch(self) -> None:
@@ -46,18 +46,20 @@ class EventFeeds:
         async with asyncio.TaskGroup() as group:
             while True:
                 self._reconcile(group)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RECONCILE_INTERVAL_S)
 
     def _reconcile(self, group: asyncio.TaskGroup) -> None:
-        wanted = {one: address for one in self._instances if (address := self._address(one)) is not None}
+        addresses = {
+            instance: address for instance in self._instances if (address := self._address(instance)) is not None
+        }
         for instance, (address, task) in list(self._tasks.items()):
-            if wanted.get(instance) != address:
+            if addresses.get(instance) != address:
                 task.cancel()
                 del self._tasks[instance]
                 self._index.cleared(instance)
         self._index.keep_only(self._instances)
-        self._metrics.keep_only(self._instances)  # not only when somebody asks for them
-        for instance, address in wanted.items():
+        self._metrics.keep_only(self._instances)  # not only when metrics are scraped
+        for instance, address in addresses.items():
             if instance not in self._tasks:
                 self._tasks[instance] = (address, group.create_task(self._follow(instance, address)))
 
@@ -73,41 +75,41 @@ class EventFeeds:
         num_errors = 0
         while True:
             try:
-                async with aclosing(follow(address.endpoint, address.replay_endpoint)) as told:
-                    async for one in told:
-                        self._take(instance, one)
+                async with aclosing(follow(address.endpoint, address.replay_endpoint)) as updates:
+                    async for update in updates:
+                        self._apply(instance, update)
             except MissingDependency as error:
                 logger.warning("%s publishes KV events, which are not followed: %s", instance, error)
                 return
             except Exception:
-                # The edge of this room: what one instance publishes must not end the others' feeds, nor its own.
+                # Events come from outside: no event may end this feed, nor another one.
                 if not num_errors:
                     logger.exception("the KV events of %s cannot be followed; trying again", instance)
                 num_errors += 1
-            self._index.cleared(instance)  # what it has told since is not known
-            await asyncio.sleep(_PAUSE_S)
+            self._index.cleared(instance)  # events since the error are lost
+            await asyncio.sleep(_RETRY_DELAY_S)
 
-    def _take(self, instance: Instance, told: FeedUpdate) -> None:
-        match told:
+    def _apply(self, instance: Instance, update: FeedUpdate) -> None:
+        match update:
             case Restarted():
                 self._index.cleared(instance)
             case Missed(num_messages=num):
                 self._metrics.events_missed(instance, num)
             case _:
-                for event in told:
-                    self._report(instance, event)
-                self._metrics.events_heard(instance, len(told))
+                for event in update:
+                    self._apply_event(instance, event)
+                self._metrics.events_received(instance, len(update))
 
-    def _report(self, instance: Instance, event: Event) -> None:
-        """What concerns the memory that prompts are found in: the device's, and the first group of layers."""
+    def _apply_event(self, instance: Instance, event: Event) -> None:
+        """Apply an event of the device's memory and the first group of layers, which prefix matching uses."""
         match event:
             case AllBlocksCleared():
                 self._index.cleared(instance)
-            case BlockStored() if _is_ours(event.medium, event.group_idx) and not _has_extras(event):
+            case BlockStored() if _is_indexed(event.medium, event.group_idx) and not _has_extras(event):
                 self._index.stored(
                     instance, event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size
                 )
-            case BlockRemoved() if _is_ours(event.medium, event.group_idx):
+            case BlockRemoved() if _is_indexed(event.medium, event.group_idx):
                 self._index.removed(instance, event.block_hashes)
 
 
@@ -123,15 +125,15 @@ def parse_events_address(setting: str) -> tuple[str, EventsAddress]:
             f"--instance-kv-events {setting!r} must be an instance's URL, =, and the address of its events, as in"
             " http://10.0.0.1:8000=tcp://10.0.0.1:5557"
         )
-    for one in (endpoint, replay or endpoint):
-        require_endpoint(one, "--instance-kv-events")
+    for address in (endpoint, replay or endpoint):
+        require_endpoint(address, "--instance-kv-events")
     return normalise_url(url), EventsAddress(endpoint=endpoint, replay_endpoint=replay or None)
 
 
-def _is_ours(medium: str | None, group: int | None) -> bool:
+def _is_indexed(medium: str | None, group: int | None) -> bool:
     return medium in (None, DEVICE) and group in (None, 0)
 
 
 def _has_extras(event: BlockStored) -> bool:
-    """Whether the blocks depend on more than their tokens: adapters, salts, images."""
+    """True if the blocks depend on more than their tokens: adapters, salts, images."""
     return event.lora_id is not None or event.lora_name is not None or any(event.extra_keys or ())

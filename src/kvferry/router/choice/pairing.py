@@ -1,12 +1,12 @@
-"""Which instances can serve a request together: those with its model, the readers of a prefill instance's KV, and the
-form of their hand-off. What was concluded is kept until an instance comes, goes or says something new.
+"""Pairs of instances that can serve a request together: same model, KV that D can read, and a form of hand-off.
 
-Ends what is remembered of an instance, its prefixes and its speed, with its process, and tells the prefix index how
-large each cache is.
+Results are cached until an instance joins, leaves or reports new facts. When the process of an instance was replaced,
+its prefixes and its speed are forgotten. Sets each cache's capacity in the prefix index.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from kvferry.core.messages.instance_facts import InstanceFacts
@@ -17,12 +17,12 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.instances.instance import Facts, Instance, SglangFacts, UnknownFacts, VllmFacts
 from kvferry.router.instances.load import Candidates, candidates
 from kvferry.router.instances.pools import Pools
-from kvferry.router.protocols.choose import choose_form, why_not_paired, why_not_paired_by_keys
+from kvferry.router.protocols.choose import choose_form, unpaired_by_keys_reason, unpaired_reason
 from kvferry.router.protocols.form import MakeForm
 from kvferry.router.protocols.keys import PROTOCOL
 
-_MOST_REASONS = 3
-"""How many reasons are given for one instance."""
+_MAX_REASONS = 3
+"""Maximum number of reasons reported for an instance."""
 
 
 class Pairing:
@@ -30,53 +30,54 @@ class Pairing:
 
     def __init__(self, config: RouterConfig, pools: Pools, index: PrefixIndex, estimates: Estimates) -> None:
         self._config, self._pools, self._index, self._estimates = config, pools, index, estimates
-        self._known: dict[Instance, tuple[int, Facts]] = {}
-        """The process of each instance, and what it has said."""
-        self._now, self._revision, self._form_states = pools.decode.revision, -1, -1
+        self._last_seen: dict[Instance, tuple[int, Facts]] = {}
+        """The process of each instance, and its last facts."""
+        self._pool_revision, self._revision, self._form_states = pools.decode.revision, -1, -1
         self._forms: dict[Instance, MakeForm | str] = {}
-        """How each prefill instance hands off now, or why it cannot."""
+        """The current form of each prefill instance's hand-offs, or the reason why it has none."""
         self._can_pair: Callable[[Instance, Instance], bool] = any_pair
-        self._models_differ, self._may_aggregate, self._decode_places = False, True, 0
+        self._models_differ, self._may_aggregate, self._decode_max_num_seqs = False, True, 0
 
     def options(
-        self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool
+        self, model: str, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_aggregate: bool
     ) -> Options[Instance]:
-        """The options: those of these instances that have the model, and which of them are pairs."""
-        self.catch_up()
+        """The instances that have the model, with the predicate that tells which of them are pairs."""
+        self.refresh()
         if self._models_differ:
             prefills, decodes = with_model(model, prefills), with_model(model, decodes)
-        # What is known of all pairs is not known of those with an instance that is leaving, which comes alone.
+        # `_can_pair` covers the instances of the pools only; a draining prefill instance is passed alone.
         can_pair = self._can_pair_now if len(prefills) == 1 and not prefills[0].state.usable else self._can_pair
-        return Options(prefills, decodes, may_stay_whole and self._may_aggregate, can_pair, self._decode_places)
+        return Options(prefills, decodes, may_aggregate and self._may_aggregate, can_pair, self._decode_max_num_seqs)
 
     def readers(self, prefill: Instance, decodes: Sequence[Instance]) -> Sequence[Instance]:
-        """The decode instances that can read the KV of this prefill instance, as far as is known."""
-        self.catch_up()
+        """The decode instances that can read the KV of this prefill instance, as far as their facts say."""
+        self.refresh()
         can_pair = self._can_pair_now if prefill.draining else self._can_pair
-        return decodes if can_pair is any_pair else [one for one in decodes if can_pair(prefill, one)]
+        return decodes if can_pair is any_pair else [decode for decode in decodes if can_pair(prefill, decode)]
 
     def form(self, prefill: Instance) -> MakeForm | str:
-        """How this prefill instance can hand off to those that can read its KV; or why it cannot now, as a label for
-        metrics."""
-        states = self._now.states
+        """The form of hand-offs from this prefill instance to its readers; or the reason why it has none now, as a
+        label for metrics."""
+        states = self._pool_revision.states
         if states != self._form_states:
             self._form_states = states
             self._forms.clear()
-        found = self._forms.get(prefill)
-        if found is None:
-            found = self._forms[prefill] = self._find_form(prefill)
-        return found
+        form = self._forms.get(prefill)
+        if form is None:
+            form = self._forms[prefill] = self._find_form(prefill)
+        return form
 
     def _find_form(self, prefill: Instance) -> MakeForm | str:
         readers = self.readers(prefill, self._pools.decode.instances)
         if not readers:
             return "no_pair"
-        return choose_form(self._config, prefill, [one.confirmed for one in readers if one.usable]) or "no_bootstrap"
+        confirmed = [reader.confirmed for reader in readers if reader.usable]
+        return choose_form(self._config, prefill, confirmed) or "no_bootstrap"
 
-    def why_no_hand_off(self, instance: Instance) -> str:
-        """Why an instance takes part in no hand-off, although there are instances of the other role; empty if it does,
-        as far as is known. Not asked for while requests are placed: it looks at all pairs where not all fit."""
-        self.catch_up()
+    def no_hand_off_reason(self, instance: Instance) -> str:
+        """Reason why an instance takes part in no hand-off although instances of the other role exist; empty if it
+        does. For reports, not for placing requests: it may look at all pairs."""
+        self.refresh()
         is_prefill = instance.role == "prefill"
         others = (self._pools.decode if is_prefill else self._pools.prefill).instances
         if instance.draining or not others:
@@ -91,67 +92,71 @@ class Pairing:
             return ""
         reasons = dict[str, Instance]()
         for other in others:
-            why = self._why_not(instance, other) if is_prefill else self._why_not(other, instance)
-            if not why:
+            pair = (instance, other) if is_prefill else (other, instance)
+            reason = self._unpaired_reason(*pair)
+            if not reason:
                 return ""
-            reasons.setdefault(why, other)
-        return "; ".join(f"{why} (with {other})" for why, other in [*reasons.items()][:_MOST_REASONS])
+            reasons.setdefault(reason, other)
+        return "; ".join(f"{reason} (with {other})" for reason, other in [*reasons.items()][:_MAX_REASONS])
 
-    def catch_up(self) -> None:
-        """Look again, if instances came, went, or have said something new about themselves."""
-        if self._revision == self._now.number:
+    def refresh(self) -> None:
+        """Compute the pairs again if instances joined, left, or reported new facts."""
+        if self._revision == self._pool_revision.number:
             return
         prefill, decode = self._pools.prefill.instances, self._pools.decode.instances
-        everyone = [*prefill, *decode]
-        self._known = {one: self._known[one] for one in everyone if one in self._known}
-        for instance in everyone:
-            self._note(instance)
-        self._models_differ = any(one.model_names != everyone[0].model_names for one in everyone)
-        self._may_aggregate = all(one.answers_alone for one in decode)
-        self._decode_places = _decode_places(everyone, decode)
-        all_pair = all(self._can_pair_now(one, other) for one in prefill for other in decode)
+        instances = [*prefill, *decode]
+        last_seen = self._last_seen
+        self._last_seen = {instance: last_seen[instance] for instance in instances if instance in last_seen}
+        for instance in instances:
+            self._update(instance)
+        self._models_differ = any(instance.model_names != instances[0].model_names for instance in instances)
+        self._may_aggregate = all(instance.answers_alone for instance in decode)
+        self._decode_max_num_seqs = _decode_max_num_seqs(instances, decode)
+        all_pair = all(self._can_pair_now(*pair) for pair in itertools.product(prefill, decode))
         self._can_pair = any_pair if all_pair else self._can_pair_now
-        self._revision = self._now.number
+        self._revision = self._pool_revision.number
 
     def _can_pair_now(self, prefill: Instance, decode: Instance) -> bool:
-        return not self._why_not(prefill, decode)
+        return not self._unpaired_reason(prefill, decode)
 
-    def _why_not(self, prefill: Instance, decode: Instance) -> str:
+    def _unpaired_reason(self, prefill: Instance, decode: Instance) -> str:
         if prefill.unit != decode.unit:
             return "it is of another unit"
         by_keys = self._config.protocol == PROTOCOL
-        return (why_not_paired_by_keys if by_keys else why_not_paired)(prefill.facts, decode.facts)
+        return (unpaired_by_keys_reason if by_keys else unpaired_reason)(prefill.facts, decode.facts)
 
-    def _note(self, instance: Instance) -> None:
-        process, facts = self._known.get(instance, (-1, None))
+    def _update(self, instance: Instance) -> None:
+        process, facts = self._last_seen.get(instance, (-1, None))
         if process != instance.process:
             self._estimates.forget(instance.name)  # also of an instance that had the same name before
             if process >= 0:
                 self._index.cleared(instance)
-        now = instance.facts
-        if facts is not now and isinstance(now, InstanceFacts | VllmFacts | SglangFacts) and now.num_kv_tokens:
-            self._index.set_capacity(instance, now.num_kv_tokens)
-        self._known[instance] = instance.process, now
+        current = instance.facts
+        if (
+            facts is not current
+            and isinstance(current, InstanceFacts | VllmFacts | SglangFacts)
+            and current.num_kv_tokens
+        ):
+            self._index.set_capacity(instance, current.num_kv_tokens)
+        self._last_seen[instance] = instance.process, current
 
 
-def _decode_places(everyone: Sequence[Instance], decode: Sequence[Instance]) -> int:
-    """How many answers each decode instance runs at a time, if all instances are kvferry's and end an answer at the
-    same length, so that it does not matter which of them gives it; else 0."""
-    known = [one.facts for one in everyone if isinstance(one.facts, InstanceFacts)]
-    if len(known) < len(everyone) or len({one.max_model_len for one in known}) > 1:
+def _decode_max_num_seqs(instances: Sequence[Instance], decode: Sequence[Instance]) -> int:
+    """Smallest `max_num_seqs` of the decode instances, if all instances are kvferry's and have the same
+    `max_model_len`, so that any of them gives the same answer; else 0."""
+    facts = [instance.facts for instance in instances if isinstance(instance.facts, InstanceFacts)]
+    if len(facts) < len(instances) or len({fact.max_model_len for fact in facts}) > 1:
         return 0
-    places = (one.facts.max_num_seqs for one in decode if isinstance(one.facts, InstanceFacts))
-    return min(places, default=0)
+    return min((each.facts.max_num_seqs for each in decode if isinstance(each.facts, InstanceFacts)), default=0)
 
 
 def with_model(model: str, instances: Sequence[Instance]) -> Candidates[Instance]:
-    """`instances` without those that are known to serve other models only. If none is known to have the model,
-    all of them: an adapter may have been loaded since, and an instance gives the best error for a model that it
-    does not have."""
+    """The instances that report this model; all of them if none does: an adapter may have been loaded since, and an
+    instance gives the best error for a model that it does not have."""
     group = candidates(instances)
-    known: Candidates[Instance] | None = group.memo.get(model)
-    if known is None:
-        known = Candidates(one for one in group if model in one.model_names)
-        if known:  # others are named by clients, any number of them
-            group.memo[model] = known
-    return known or group
+    serving: Candidates[Instance] | None = group.memo.get(model)
+    if serving is None:
+        serving = Candidates(instance for instance in group if model in instance.model_names)
+        if serving:  # names that no instance serves come from clients, without bound
+            group.memo[model] = serving
+    return serving or group

@@ -1,6 +1,6 @@
-"""Which instances one request is sent to: the policy's choice, and the next one to try when a leg fails.
+"""Placement of one request: the policy's choice, and the next instance when a leg fails.
 
-Owns which instances have failed this request, and how often each role was tried.
+Owns the set of instances that have failed this request, and the number of attempts per role.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvferry.router.protocols.form import Form
 
 
 class Placement:
-    """Places one request. Each role may be tried once, and `retries` more times; never those in `excluded`."""
+    """Places one request. Each role is tried once and `retries` more times, never on an instance in `excluded`."""
 
     def __init__(
         self,
@@ -27,35 +27,35 @@ class Placement:
         pools: Pools,
         metrics: Metrics,
         retries: int,
-        asked: PromptTraits,
+        traits: PromptTraits,
         decision: Decision,
         excluded: Collection[Instance] = (),
     ) -> None:
         self._chooser, self._pools, self._metrics, self._retries = chooser, pools, metrics, retries
-        self.asked, self.decision = asked, decision
+        self.asked, self.decision = traits, decision
         self._num_prefills = self._num_decodes = 0
         self._excluded = frozenset(excluded)
         self._failed: set[Instance] = set(excluded)
 
-    def plan(self, wanted: Plan) -> Plan:
-        """Let the policy choose, if the request can be served in several ways, and return its plan."""
+    def plan(self, plan: Plan) -> Plan:
+        """Let the policy choose the instances, and return the plan that its choice makes of `plan`."""
         decision, decodes = self.decision, self._decodes()
         choice: Choice[Instance] | None = None
         if decodes:
-            alive = self._pools.prefill.alive(self._failed) if isinstance(wanted, Disaggregated) else ()
+            alive = self._pools.prefill.alive(self._failed) if isinstance(plan, Disaggregated) else ()
             prefills = self._pools.prefill.hand_off(alive)
             choice = self._choose(prefills, decodes)
             if alive and not prefills:
-                wanted = Aggregated("no_ticket")
-        if isinstance(wanted, Aggregated):
-            decision.reason = wanted.reason
+                plan = Aggregated("no_ticket")
+        if isinstance(plan, Aggregated):
+            decision.reason = plan.reason
         elif choice is None:
             decision.reason = "no_decode"
         self._chooser.decisions.note(decision)
         return Disaggregated() if choice is not None and choice.prefill is not None else Aggregated(decision.reason)
 
     def next_prefill(self) -> Instance | None:
-        """The next prefill instance to send a leg to; None: no other, or enough were tried."""
+        """The next prefill instance to try; None if no instance or no attempt is left."""
         if self._num_prefills > self._retries:
             return None
         choice: Choice[Instance] | None = self.decision.choice
@@ -65,7 +65,7 @@ class Placement:
             decodes = self._decodes()
             if not (prefills and decodes):
                 return None
-            instance = self._choose(prefills, decodes, may_stay_whole=False).prefill
+            instance = self._choose(prefills, decodes, may_aggregate=False).prefill
         if instance is not None:
             if self._num_prefills:
                 self._metrics.retried("prefill")
@@ -73,7 +73,8 @@ class Placement:
         return instance
 
     def next_decode(self, prefill: Instance | None = None) -> Instance | None:
-        """The next decode instance to try, of those that can read the KV of `prefill`; None if none is left to try."""
+        """The next decode instance to try that can read the KV of `prefill`; None if no instance or no attempt is
+        left."""
         if self._num_decodes > self._retries:
             return None
         choice: Choice[Instance] | None = self.decision.choice
@@ -85,24 +86,24 @@ class Placement:
             if not decodes:
                 return None
             prefills = [prefill] if prefill is not None else ()
-            instance = self._choose(prefills, decodes, may_stay_whole=False).decode
+            instance = self._choose(prefills, decodes, may_aggregate=False).decode
         if self._num_decodes:
             self._metrics.retried("decode")
         self._num_decodes += 1
         return instance
 
     def form(self, prefill: Instance) -> Form | str:
-        """A hand-off from this prefill instance to one that can read its KV; or why it cannot now, as a label for
+        """The form of a new hand-off from this prefill instance; or the reason why it has none now, as a label for
         metrics."""
         make_form = self._chooser.pairing.form(prefill)
         return make_form if isinstance(make_form, str) else make_form(secret_hex())
 
     def has_other_decode(self) -> bool:
-        """Whether there is a decode instance that has not failed this request."""
+        """True if a decode instance has not failed this request."""
         return any(instance not in self._failed for instance in self._pools.decode.instances)
 
     def failed(self, instance: Instance) -> None:
-        """Note that this instance failed the request and is not tried again for it."""
+        """Record that this instance failed the request; it is not tried again for it."""
         self._failed.add(instance)
 
     def reset_failed(self) -> None:
@@ -111,15 +112,15 @@ class Placement:
         self._num_decodes = 0
 
     def _choose(
-        self, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_stay_whole: bool = True
+        self, prefills: Sequence[Instance], decodes: Sequence[Instance], *, may_aggregate: bool = True
     ) -> Choice[Instance]:
-        """The policy's choice among these, of which there is at least one decode instance; it is recorded."""
-        choice = self._chooser.choose(self.asked, prefills, decodes, may_stay_whole=may_stay_whole)
+        """The policy's choice among these, with at least one decode instance; it is recorded."""
+        choice = self._chooser.choose(self.asked, prefills, decodes, may_aggregate=may_aggregate)
         self.decision.choice, self.decision.reason = choice, choice.reason
         return choice
 
     def _decodes(self) -> Sequence[Instance]:
-        """Instances that may be tried. If none of them seems alive, all of them, since an attempt is better than an
+        """Decode instances that may be tried: the healthy ones, or all if none is, since an attempt is better than an
         error."""
         pool = self._pools.decode
-        return pool.alive(self._failed) or [one for one in pool.instances if one not in self._failed]
+        return pool.alive(self._failed) or [instance for instance in pool.instances if instance not in self._failed]

@@ -1,4 +1,4 @@
-"""Which legs a request gets. Pure: looks at the request and at the pools, and changes neither."""
+"""Plans the legs of a request. Pure: reads the request and the pools, and changes neither."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ class Aggregated(msgspec.Struct, frozen=True):
 
 Plan = Disaggregated | Aggregated
 
-_UNUSUAL = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
-"""Fields that may stand against a hand-off; most requests have none of them."""
+_RARE_FIELDS = frozenset({"prompt_logprobs", "echo", "use_beam_search", "n", "best_of"})
+"""Fields that may rule out a hand-off; most requests have none of them."""
 
-_NEED_ONE = {
+_NO_HAND_OFF = {
     "prompt_logprobs": "prompt log-probabilities stay at the prefill server",
     "echo": "the prompt's log-probabilities stay at the prefill server; leave out logprobs",
     "beam_search": "the prefill server keeps one sequence",
     "several_choices": "SGLang's servers meet once for all choices, and would wait without end; send as many requests,"
     " or a list of prompts",
 }
-"""Reasons that lie in the request, and stay if it is sent again; and why SGLang's servers cannot hand it off."""
+"""Reasons that lie in the request, so that a retry does not help, with the message where only hand-offs are
+possible."""
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 
@@ -43,67 +44,69 @@ _BATCH = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
 
 def make_plan(path: str, body: RequestBody, pools: Pools) -> Plan:
-    """How to serve a POST to one of `PROMPT_FIELDS`."""
+    """Plan a POST to one of `PROMPT_FIELDS`."""
     if not (prompt := body.raw(PROMPT_FIELDS[path])):
         return Aggregated("malformed")
-    is_unusual = not _UNUSUAL.isdisjoint(body.values)
+    has_rare_field = not _RARE_FIELDS.isdisjoint(body.values)
     has_several = path == "/v1/completions" and is_batch(prompt)
-    meet_in_rooms = (is_unusual or has_several) and _meet_in_rooms(pools)
-    reason = _needs_one_instance(body, meet_in_rooms=meet_in_rooms) if is_unusual else None
-    if reason is None and has_several and not meet_in_rooms:
+    by_rendezvous = (has_rare_field or has_several) and _use_rendezvous(pools)
+    reason = _single_instance_reason(body, by_rendezvous=by_rendezvous) if has_rare_field else None
+    if reason is None and has_several and not by_rendezvous:
         reason = "prompt_batch"
     if reason is None and not all(map(_is_limit, map(body.values.get, _LIMITS))):
         reason = "malformed"
-    if reason is None and is_unusual:
-        reason = _cannot_be_shared(body, pools)
+    if reason is None and has_rare_field:
+        reason = _several_choices_reason(body, pools)
     if reason is not None:
         return Aggregated(reason)
     return Disaggregated() if pools.prefill.alive() else Aggregated("no_prefill")
 
 
 def is_to_be_disaggregated(plan: Plan) -> bool:
-    """Whether this request is to be handed off where no instance does both phases; what is malformed gets the error of
-    any. Raises `InvalidRequest` if it cannot be."""
+    """True if this request must be handed off because no instance does both phases. False if it is malformed: any
+    instance gives its error. Raises `InvalidRequest` if it cannot be handed off."""
     reason = plan.reason if isinstance(plan, Aggregated) else None
-    if reason in _NEED_ONE:
-        what = reason.replace("_", " ")
-        raise InvalidRequest(f"{what}: cannot be handed off between SGLang's servers: {_NEED_ONE[reason]}")
+    if reason in _NO_HAND_OFF:
+        label = reason.replace("_", " ")
+        raise InvalidRequest(f"{label}: cannot be handed off between SGLang's servers: {_NO_HAND_OFF[reason]}")
     return reason != "malformed"
 
 
-def _meet_in_rooms(pools: Pools) -> bool:
-    """Are all decode instances SGLang's of that one phase? Each prompt of a batch then has a room of its own."""
+def _use_rendezvous(pools: Pools) -> bool:
+    """True if all decode instances are SGLang's in decode mode. Each prompt of a batch then has a bootstrap room."""
     decodes = pools.decode.instances
     return bool(decodes) and not any(instance.answers_alone for instance in decodes)
 
 
-def _needs_one_instance(body: RequestBody, *, meet_in_rooms: bool) -> str | None:
-    """Why this request cannot be handed off because of what it asks for, or None."""
+def _single_instance_reason(body: RequestBody, *, by_rendezvous: bool) -> str | None:
+    """Reason why these fields rule out a hand-off, or None."""
     if body.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
-    if body.get("echo") and not (meet_in_rooms and body.get("logprobs") is None):
+    if body.get("echo") and not (by_rendezvous and body.get("logprobs") is None):
         return "echo"
     return "beam_search" if body.get("use_beam_search") else None
 
 
-def _cannot_be_shared(body: RequestBody, pools: Pools) -> str | None:
-    """Several choices take a ticket several times, which only kvferry's own engine knows to do once.
-
-    vLLM's would read P's blocks again after they were given up.
-    """
+def _several_choices_reason(body: RequestBody, pools: Pools) -> str | None:
+    """`several_choices` where the engine would fetch the KV once per choice, or None. kvferry's engine fetches it once;
+    vLLM's would read P's blocks again after they were freed."""
     counts = [body.get(field) for field in ("n", "best_of")]
     if all(count is None or count == 1 for count in counts):
         return None
-    return None if all(isinstance(one.facts, InstanceFacts) for one in pools.decode.instances) else "several_choices"
+    return (
+        None
+        if all(isinstance(instance.facts, InstanceFacts) for instance in pools.decode.instances)
+        else "several_choices"
+    )
 
 
 def is_batch(prompt: bytes) -> bool:
-    """Whether the JSON text is a list of strings or of lists (a list of numbers is one prompt). A prompt may be very
-    long, so only its beginning is looked at."""
+    """True if the JSON text is a list of strings or of lists (a list of numbers is a single prompt). Reads only its
+    beginning, since a prompt may be very long."""
     return _BATCH.match(prompt) is not None
 
 
 def _is_limit(limit: object) -> bool:
-    """Whether a length limit is null or a positive number: the prefill leg, which has a limit of its own, would not
-    report another one."""
+    """True if a length limit is null or a positive number. The prefill leg replaces the limit, and so would not report
+    an invalid one."""
     return limit is None or (isinstance(limit, int) and limit >= 1)

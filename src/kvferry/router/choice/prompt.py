@@ -1,8 +1,8 @@
-"""Which beginning a prompt shares with others, by names of its prefixes.
+"""Keys of a prompt's prefixes, by which prompts with a common beginning are recognised.
 
-The router has no tokenizer. It divides what it was sent (the JSON text of `prompt` or `messages`) into sections, each
-named by a hash of itself and of everything before it, so that two prompts share names exactly as far as they begin
-alike. A prompt of token ids also gets the names of its KV blocks, which are compared with those in KV events.
+The router has no tokenizer. It divides the JSON text of `prompt` or `messages` into sections. The key of a section is a
+hash of it and of everything before it, so that two prompts share keys exactly as far as they share a prefix. A prompt
+of token ids also gets the keys of its KV blocks, to be compared with KV events.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ _ENDS = (
     *range(4096, 32768, 2048),
     *range(32768, 16 * 2**20 + 1, 8192),
 )
-"""Where the sections end, in bytes: a short prompt is told apart finely, a long one has few names. What is beyond has
-none."""
+"""Ends of the sections, in bytes: fine in short prompts, few in long ones. Text beyond the last end has no key."""
 
-_OUR_SEED = 0x6B76666572727900
+_SEED = 0x6B76666572727900
 _TOKENS_ROOT = 1
 
 
 class Prefix(msgspec.Struct, eq=False, frozen=True):
-    """The names of a prompt's prefixes, shortest first, and the number of tokens of each.
+    """The keys of a prompt's prefixes, shortest first, and the number of tokens of each.
 
-    `token_ids` are present if the client sent them; `block_keys` then names their KV blocks.
+    `token_ids` are present if the client sent them; `block_keys` then returns the keys of their KV blocks.
     """
 
     keys: Sequence[int]
@@ -40,7 +39,7 @@ class Prefix(msgspec.Struct, eq=False, frozen=True):
     _blocks: dict[int, list[int]] = {}
 
     def block_keys(self, block_size: int) -> Sequence[int]:
-        """Names of the full KV blocks of this size; none without token ids."""
+        """Keys of the full KV blocks of this size; empty without token ids."""
         if self.token_ids is None:
             return ()
         if block_size not in self._blocks:
@@ -52,7 +51,8 @@ NO_PREFIX = Prefix((), ())
 
 
 def chain_blocks(parent: int | None, token_ids: Sequence[int], block_size: int) -> Iterator[int]:
-    """Names of the full blocks of `token_ids` that follow the block named `parent` (None: they begin a prompt)."""
+    """Keys of the full blocks of `token_ids` that follow the block with the key `parent` (None: they begin a
+    prompt)."""
     key = _TOKENS_ROOT if parent is None else parent
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         key = xxh3_64_intdigest(token_bytes(token_ids[start : start + block_size]), key)
@@ -63,7 +63,7 @@ def text_prefix(text: bytes, root: bytes, tokens_per_byte: float, token_ids: Seq
     """The prefixes of a prompt's JSON text. `root`: everything else that determines the KV (model, salt, tools)."""
     ends = _ENDS[: bisect_right(_ENDS, len(text))]
     keys, tokens = list[int](), list[float]()
-    key, start, view = xxh3_64_intdigest(root, _OUR_SEED), 0, memoryview(text)
+    key, start, view = xxh3_64_intdigest(root, _SEED), 0, memoryview(text)
     for end in ends:
         key = xxh3_64_intdigest(view[start:end], key)
         keys.append(key)
@@ -76,15 +76,15 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 def is_token_ids(text: bytes) -> bool:
-    """Whether a prompt's JSON text is a list of numbers. Looks at its first characters only."""
+    """True if a prompt's JSON text is a list of numbers. Reads its first characters only."""
     start = text[:64].lstrip()
     return start[:1] == b"[" and start[1:].lstrip()[:1].isdigit()
 
 
 def read_token_ids(text: bytes) -> list[int] | None:
-    """The numbers of such a list; None if it is something else, or a number is not a token id."""
+    """The token ids in a JSON list; None if it is anything else, or a number is not a token id."""
     try:
-        found = _IDS.decode(text)
+        token_ids = _IDS.decode(text)
     except msgspec.MsgspecError:
         return None
-    return found if all(0 <= one < 2**31 for one in found) else None
+    return token_ids if all(0 <= token_id < 2**31 for token_id in token_ids) else None

@@ -1,4 +1,4 @@
-"""The requests that a router has seen: how many came, and how long the phases of the last ones took. Owns a ring."""
+"""The requests of a router: their number, and the durations of the last ones' phases. Owns a bounded ring."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Traffic:
     def __init__(self) -> None:
         self._ring: deque[RequestObservation] = deque(maxlen=MAX_OBSERVED)
         self.note: Callable[[RequestObservation], None] = self._ring.append
-        """Called with a request that is placed; the rest is filled in later."""
+        """Add a request that was placed; the rest of its observation is filled in later."""
         self._num_arrived = 0
         self.num_waiting = 0
 
     def arrive(self) -> None:
-        """Count a client that asks for a completion; whether it gets one is not known yet."""
+        """Count a request for a completion, whatever its outcome."""
         self._num_arrived += 1
 
-    def encode(self, now: float, seconds: float, most: int = MAX_OBSERVED) -> bytes:
-        """A `TrafficReport` as JSON, with the last `most` requests of those that came in the last `seconds`."""
-        newest = islice(reversed(self._ring), most)
-        requests = [one for one in newest if one.arrived >= now - seconds][::-1]
+    def encode(self, now: float, seconds: float, max_requests: int = MAX_OBSERVED) -> bytes:
+        """A `TrafficReport` as JSON, with the last `max_requests` requests of those that came in the last `seconds`."""
+        newest = islice(reversed(self._ring), max_requests)
+        requests = [request for request in newest if request.arrived >= now - seconds][::-1]
         return msgspec.json.encode(TrafficReport(now, self._num_arrived, self.num_waiting, requests))

@@ -1,4 +1,4 @@
-"""Requests to change the instances, over HTTP: of operators only, also where nothing else needs a key."""
+"""HTTP requests that change the instances: for operators only, even if nothing else requires a key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Remove(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
-    """One instance of a fleet. `unit`: it hands off to, and takes from, instances of that unit only."""
+    """An instance of a fleet. `unit`: it hands off within this unit only."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
     role: LegRole
@@ -57,8 +57,8 @@ class DeclaredInstance(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Declaration(msgspec.Struct, forbid_unknown_fields=True):
-    """PUT /kvferry/instances: all instances of a fleet, and what it is to be. Without `instances`, only the latter is
-    told: somebody else starts them."""
+    """PUT /kvferry/instances: all instances of a fleet, and its plan. Without `instances`, only the plan is replaced,
+    as another controller starts the instances."""
 
     instances: Annotated[list[DeclaredInstance], msgspec.Meta(max_length=MAX_DECLARED)] | None = None
     plan: FleetPlan | None = None
@@ -75,65 +75,67 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class Admin:
-    """The routes that change which instances there are."""
+    """The routes that change the instances."""
 
     def __init__(self, membership: Membership, show: Handler) -> None:
         """`show` answers with all instances."""
         self._membership, self._show = membership, show
 
     def routes(self) -> list[Route]:
-        """Served beside the router's other routes."""
+        """The routes for operators."""
         handlers = {"add": self.add, "drain": self.drain, "remove": self.remove, "role": self.change_role}
-        changes = [Route("POST", f"{INSTANCES_PATH}/{name}", one, "operate") for name, one in handlers.items()]
+        changes = [Route("POST", f"{INSTANCES_PATH}/{name}", handler, "operate") for name, handler in handlers.items()]
         return [Route("PUT", INSTANCES_PATH, self.declare, "operate"), *changes]
 
     async def declare(self, request: HttpRequest, response: Response) -> None:
-        """The instances of a fleet, all of them. May be repeated; answers as GET does."""
-        asked = await self._read(request, Declaration, _MAX_DECLARATION)
-        plan = "" if asked.plan is None else msgspec.json.encode(asked.plan).decode()
+        """Replace all instances of a fleet. Idempotent; answers as GET does."""
+        declaration = await self._read(request, Declaration, _MAX_DECLARATION)
+        plan = "" if declaration.plan is None else msgspec.json.encode(declaration.plan).decode()
         try:
-            if asked.instances is None:
-                self._membership.take_plan(plan)
+            if declaration.instances is None:
+                self._membership.set_plan(plan)
             else:
-                self._membership.declare([Declared(**msgspec.structs.asdict(one)) for one in asked.instances], plan)
+                self._membership.declare(
+                    [Declared(**msgspec.structs.asdict(declared)) for declared in declaration.instances], plan
+                )
         except ConfigError as error:
             raise InvalidRequest(str(error), param="instances") from error
         await self._show(request, response)
 
     async def add(self, request: HttpRequest, response: Response) -> None:
         """Add an instance."""
-        asked = await self._read(request, Add)
+        change = await self._read(request, Add)
         try:
-            instance = self._membership.add(asked.role, asked.url, asked.bootstrap_port)
+            instance = self._membership.add(change.role, change.url, change.bootstrap_port)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="url") from error
         self._answer(response, instance)
 
     async def drain(self, request: HttpRequest, response: Response) -> None:
-        """Send an instance no new requests. Operators ask again to see whether it is drained."""
+        """Send an instance no new requests. Operators repeat the request to see whether it is drained."""
         self._answer(response, self._membership.drain((await self._read(request, Named)).instance))
 
     async def remove(self, request: HttpRequest, response: Response) -> None:
         """Remove an instance."""
-        asked = await self._read(request, Remove)
-        self._answer(response, self._membership.remove(asked.instance, force=asked.force))
+        change = await self._read(request, Remove)
+        self._answer(response, self._membership.remove(change.instance, force=change.force))
 
     async def change_role(self, request: HttpRequest, response: Response) -> None:
         """Give an instance another role."""
-        asked = await self._read(request, ChangeRole)
-        self._answer(response, self._membership.change_role(asked.instance, asked.role))
+        change = await self._read(request, ChangeRole)
+        self._answer(response, self._membership.change_role(change.instance, change.role))
 
     def _answer(self, response: Response, instance: Instance) -> None:
         shown = {"name": instance.name, "role": instance.role, "url": instance.url, **view_of_state(instance)}
         response.send_json(msgspec.json.encode(shown))
 
-    async def _read(self, request: HttpRequest, kind: type[BodyT], longest: int = _MAX_BODY) -> BodyT:
-        """The body of a request whose sender may do this. Raises `Unauthorized` and `InvalidRequest`."""
+    async def _read(self, request: HttpRequest, kind: type[BodyT], max_bytes: int = _MAX_BODY) -> BodyT:
+        """Read the body of an operator's request. Raises `Unauthorized` and `InvalidRequest`."""
         if not request.caller.is_operator:
             raise Unauthorized("This needs an operator: an admin key, or a request that `kvferry fleet` has signed")
         body = await request.body.read()
-        if len(body) > longest:
-            raise InvalidRequest(f"the body has {len(body)} bytes; at most {longest} are read here")
+        if len(body) > max_bytes:
+            raise InvalidRequest(f"the body has {len(body)} bytes; at most {max_bytes} are read here")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Limits how many bytes of request bodies are in memory at once. Owns the counts."""
+"""Limits the bytes of request bodies in memory. Owns the counts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Slot(msgspec.Struct, eq=False):
     _num_unfinished: int = 0
 
     def close(self) -> None:
-        """The request is over."""
+        """Release the bytes at the end of the request."""
         if self._num_unfinished:
-            self.whole()
+            self.mark_complete()
         self._admission.num_bytes -= self.num_bytes
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """`num_bytes` are here, of a complete body. Raises `QueueFull` if that exceeds the limit of all bodies."""
+        """Count `num_bytes` of a complete body. Raises `QueueFull` if that exceeds the limit of all bodies."""
         admission = self._admission
         if admission.num_bytes + num_bytes > admission.max_bytes:
             raise QueueFull(
@@ -33,8 +33,8 @@ class Slot(msgspec.Struct, eq=False):
         admission.num_bytes += num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """`num_bytes` more have arrived of a body that is not complete. Raises `QueueFull` if that exceeds the limit,
-        of all bodies or of this client's incomplete ones."""
+        """Count `num_bytes` more of an incomplete body. Raises `QueueFull` if that exceeds the limit of all bodies, or
+        of this client's incomplete ones."""
         admission = self._admission
         unfinished = admission.unfinished.get(self._client, 0) + num_bytes
         if unfinished > admission.max_unfinished_bytes:
@@ -46,8 +46,8 @@ class Slot(msgspec.Struct, eq=False):
         self._num_unfinished += num_bytes
         admission.unfinished[self._client] = unfinished
 
-    def whole(self) -> None:
-        """The body is complete, or will never be."""
+    def mark_complete(self) -> None:
+        """Count the body as complete, or as ended."""
         unfinished = self._admission.unfinished
         left = unfinished.get(self._client, 0) - self._num_unfinished
         self._num_unfinished = 0
@@ -67,9 +67,9 @@ class Admission:
         self.max_unfinished_bytes = max(max_bytes // 2, min_unfinished_bytes)
         self.num_bytes = 0
         self.unfinished: dict[str, int] = {}
-        """Bytes of bodies that are not whole, by client address."""
+        """Bytes of incomplete bodies, by client address."""
 
     def check(self) -> None:
-        """Raise `LeakError` when bytes are still held though no request is under way."""
+        """Raise `LeakError` if bytes are still counted though no request is running."""
         if self.num_bytes or self.unfinished:
             raise LeakError(f"{self.num_bytes} bytes of bodies were never given back")

@@ -1,7 +1,6 @@
-"""The requests of clients that instances answer: a completion on two of them, or any other request on one.
+"""Clients' requests that instances answer: a completion on two instances, or any other request on one.
 
-A request is forwarded only after it was read completely and strictly, and only to a path that is known to be for
-clients.
+A request is forwarded only after it was read completely and strictly, and only to a public path.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Endpoints:
         self._paths = PublicPaths(services.config.forward_path)
 
     def admit(self, method: str, path: str, query: str) -> PublicPath:
-        """The public path that a request is for, before its body is read. Raises `RequestError`."""
+        """Find the public path of a request, before its body is read. Raises `RequestError`."""
         if query and any(not 32 < ord(character) < 127 for character in query):
             raise InvalidRequest("the query of the URL must be percent-encoded ASCII")
         return self._paths.find(method, path)
@@ -51,8 +50,8 @@ class Endpoints:
         return self._forward(request, body, response)
 
     def read(self, request: ClientRequest, public: PublicPath) -> RequestBody | bytes | None:
-        """The checked body, which must be JSON and say so; `public` is what `admit` returned.
-        Raises `InvalidRequest`."""
+        """Check and parse the body, which must be JSON with its content type. `public`: from `admit`. Raises
+        `InvalidRequest`."""
         if request.method in _READS and not request.body:
             return None
         if public.takes_forms and content_type(request.headers) == b"multipart/form-data":
@@ -65,7 +64,7 @@ class Endpoints:
         )
 
     def named(self, request: ClientRequest, body: RequestBody | bytes | None) -> ClientRequest:
-        """The request under the `request_id` of its body, as vLLM reads it where no header names the request."""
+        """The request with the `request_id` of its body, which vLLM reads if no header contains one."""
         if REQUEST_ID in request.first or not isinstance(body, RequestBody):
             return request
         value = body.get("request_id")
@@ -74,8 +73,8 @@ class Endpoints:
         return msgspec.structs.replace(request, request_id=sane_request_id(value).encode())
 
     async def _forward(self, request: ClientRequest, body: RequestBody | bytes | None, response: Response) -> None:
-        """One instance answers the request as it is. A request that may have been started is repeated only if it
-        changes nothing, or if the instance hangs."""
+        """Forward the request to one instance as it is. A request that may have been started is repeated only if it
+        only reads."""
         services, changes = self._services, LegChanges()
         own: RawHeaders = [(REQUEST_ID, request.request_id)]
         if isinstance(body, RequestBody):
@@ -100,7 +99,7 @@ class Endpoints:
         raise unanswered(lost)
 
     def _candidates(self, request: ClientRequest) -> Iterator[Instance]:
-        """Decode instances; for requests that only read, also prefill instances if no decode instance answers."""
+        """Yield decode instances; for requests that only read, then prefill instances."""
         pools = self._services.pools
         tried: set[Instance] = set()
         for pool in (pools.decode, pools.prefill) if request.method in _READS else (pools.decode,):

@@ -1,9 +1,8 @@
-"""The order in which requests are served when there are more than may run at once. Owns the places and the queues.
+"""Weighted fair queue of requests beyond the number that may run at a time. Owns the slots and the queues.
 
-Tenants take turns by their weights: a tenant that sends a thousand requests makes the others wait for one of them, not
-for all. Within a tenant, a lower `priority` comes first, then the order of arrival; a priority gains nothing on other
-tenants. A tenant that has as many running requests as it may waits for one of its own to end, without delaying the
-others.
+Tenants take turns by their weights: other tenants wait for one of a tenant's thousand requests, not for all. Within a
+tenant, a lower `priority` comes first, then the order of arrival; a priority gains nothing on other tenants. A tenant
+at its limit of running requests waits for one of its own to end, without delaying the others.
 """
 
 from __future__ import annotations
@@ -18,50 +17,50 @@ from kvferry.core.errors import LeakError, QueueFull
 from kvferry.router.edge.tenants import MAX_TENANTS, Tenant
 
 _Waiting = tuple[int, int, "asyncio.Future[None]"]
-"""Priority, order of arrival, and what is set when it is its turn."""
+"""Priority, order of arrival, and the future that is set when its turn comes."""
 
-_MAX_LEFT = 64
+_SLACK = 64
 
 
-class _Line:
-    """The waiting requests of one tenant, the next one first. `at`: how much the tenant has had, divided by its weight;
-    `listed`: whether the tenant may be next."""
+class _TenantQueue:
+    """The waiting requests of a tenant, the next one first. `virtual_time`: requests served, divided by the tenant's
+    weight; `is_listed`: the queue is in the heap of ready queues."""
 
-    __slots__ = ("at", "listed", "tenant", "waiting")
+    __slots__ = ("is_listed", "tenant", "virtual_time", "waiting")
 
     def __init__(self, tenant: Tenant, at: float) -> None:
-        self.tenant, self.at, self.listed = tenant, at, False
+        self.tenant, self.virtual_time, self.is_listed = tenant, at, False
         self.waiting: list[_Waiting] = []
 
     @property
-    def greed(self) -> float:
-        """How many requests wait, divided by the tenant's weight."""
+    def backlog(self) -> float:
+        """Number of waiting requests, divided by the tenant's weight."""
         return len(self.waiting) / self.tenant.limits.weight
 
 
 class FairQueue:
     """Lets at most `max_requests` run and at most `max_waiting` wait, none longer than `wait_s`. If too many wait, the
-    tenant with the most waiting (for its weight) loses the last of them."""
+    tenant with the largest backlog loses its last request."""
 
     def __init__(self, max_requests: int, max_waiting: int = 0, wait_s: float = 0.0) -> None:
         self._max_requests, self._max_waiting, self._wait_s = max_requests, max_waiting, wait_s
         self.num_requests = self.num_waiting = 0
-        """How many requests are under way, and how many wait."""
+        """Number of running requests, and of waiting ones."""
         self._running: dict[bytes, int] = {}
-        """Requests under way, of tenants with a limit of their own."""
-        self._lines: dict[bytes, _Line] = {}
-        self._next: list[tuple[float, int, _Line]] = []
-        """A heap of the lines whose turn it may be."""
+        """Running requests of tenants with a limit of their own."""
+        self._queues: dict[bytes, _TenantQueue] = {}
+        self._ready: list[tuple[float, int, _TenantQueue]] = []
+        """A heap of the queues whose turn may be next, by virtual time."""
         self._order = count()
-        self._at = 0.0
-        """The share that was served last; a tenant that begins to wait begins here, or where it has come to itself."""
-        self._ahead: dict[bytes, float] = {}
-        """The shares of tenants that do not wait just now and have had more than that."""
-        self._max_ahead = _MAX_LEFT
+        self._virtual_time = 0.0
+        """The virtual time that was served last, at which a newly waiting tenant starts unless its own is later."""
+        self._served_ahead: dict[bytes, float] = {}
+        """Later virtual times of tenants that are not waiting now."""
+        self._max_served_ahead = _SLACK
 
     def begin(self, tenant: Tenant) -> bool:
-        """Take a place, until `end`, if one is free and nobody waits for it."""
-        if self.num_requests >= self._max_requests or self._next:
+        """Take a slot, until `end`, if one is free and no request waits for it."""
+        if self.num_requests >= self._max_requests or self._ready:
             return False
         if not tenant.limits.max_in_flight:
             self.num_requests += 1
@@ -72,22 +71,22 @@ class FairQueue:
         return True
 
     async def wait(self, tenant: Tenant, priority: int = 0) -> None:
-        """Take a place, until `end`, when it is this request's turn. Raises `QueueFull` if that takes too long or too
+        """Wait for this request's turn, and take a slot until `end`. Raises `QueueFull` if that takes too long or too
         many wait."""
         turn = self._enqueue(tenant, priority)
-        self._start_next()  # where places are free, but those listed for them have left
+        self._start_next()  # slots may be free although the queues listed for them are empty
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn[2]
         except TimeoutError as error:
-            self._leave(tenant, turn)
+            self._withdraw(tenant, turn)
             raise QueueFull(f"the request waited {self._wait_s:g} s to be served; try again later") from error
         except asyncio.CancelledError:
-            self._leave(tenant, turn)
+            self._withdraw(tenant, turn)
             raise
 
     def end(self, tenant: Tenant) -> None:
-        """Note that a request is done."""
+        """Release the slot of a finished request."""
         self.num_requests -= 1
         if tenant.limits.max_in_flight:
             left = self._running[tenant.key] - 1
@@ -95,15 +94,15 @@ class FairQueue:
                 self._running[tenant.key] = left
             else:
                 del self._running[tenant.key]
-            self._list(self._lines.get(tenant.key))
-        if self._next:
+            self._add_ready(self._queues.get(tenant.key))
+        if self._ready:
             self._start_next()
-        if not self.num_requests:  # nobody has taken anything from anybody: all begin alike
-            self._ahead.clear()
+        if not self.num_requests:  # without contention, all tenants start equal
+            self._served_ahead.clear()
 
     def _may_run(self, tenant: Tenant) -> bool:
-        most = tenant.limits.max_in_flight
-        return not most or self._running.get(tenant.key, 0) < most
+        max_in_flight = tenant.limits.max_in_flight
+        return not max_in_flight or self._running.get(tenant.key, 0) < max_in_flight
 
     def _start(self, tenant: Tenant) -> None:
         self.num_requests += 1
@@ -113,81 +112,81 @@ class FairQueue:
     # Waiting.
 
     def _enqueue(self, tenant: Tenant, priority: int) -> _Waiting:
-        line = self._lines.get(tenant.key)
+        line = self._queues.get(tenant.key)
         if line is None:
-            at = max(self._at, self._ahead.pop(tenant.key, 0.0))
-            line = self._lines[tenant.key] = _Line(tenant, at)
+            at = max(self._virtual_time, self._served_ahead.pop(tenant.key, 0.0))
+            line = self._queues[tenant.key] = _TenantQueue(tenant, at)
         turn: _Waiting = priority, next(self._order), asyncio.get_running_loop().create_future()
         insort(line.waiting, turn)
         self.num_waiting += 1
         if self.num_waiting > self._max_waiting:
-            self._refuse_one(line, turn)
-        self._list(line)
+            self._evict_last(line, turn)
+        self._add_ready(line)
         return turn
 
-    def _refuse_one(self, own: _Line, turn: _Waiting) -> None:
-        """Refuse one, as too many wait. Raises `QueueFull` if the newcomer has to go."""
+    def _evict_last(self, newcomer: _TenantQueue, turn: _Waiting) -> None:
+        """Evict the last request of the largest backlog. Raises `QueueFull` if that is the newcomer."""
         num_others = self.num_waiting - 1
         full = QueueFull(f"{self.num_requests} requests are running and {num_others} are waiting; try again later")
-        greediest = max(self._lines.values(), key=lambda line: (line.greed, line is own))
-        last = greediest.waiting[-1]
-        self._take_out(greediest, last)
+        longest = max(self._queues.values(), key=lambda line: (line.backlog, line is newcomer))
+        last = longest.waiting[-1]
+        self._remove(longest, last)
         if last is turn:
             raise full
-        if not last[2].done():  # it was leaving already, and makes room as well
+        if not last[2].done():  # it was withdrawing already, which makes room as well
             last[2].set_exception(full)
 
-    def _list(self, line: _Line | None) -> None:
-        """Enter this tenant among those that may be next."""
-        if line is None or not line.waiting or line.listed or not self._may_run(line.tenant):
+    def _add_ready(self, line: _TenantQueue | None) -> None:
+        """Add this tenant's queue to the ready queues."""
+        if line is None or not line.waiting or line.is_listed or not self._may_run(line.tenant):
             return
-        line.listed = True
-        heapq.heappush(self._next, (line.at, next(self._order), line))
-        if len(self._next) > 2 * len(self._lines) + _MAX_LEFT:  # of those who left before it was their turn
-            self._next = [one for one in self._next if one[2].waiting]
-            heapq.heapify(self._next)
+        line.is_listed = True
+        heapq.heappush(self._ready, (line.virtual_time, next(self._order), line))
+        if len(self._ready) > 2 * len(self._queues) + _SLACK:  # entries of requests that withdrew before their turn
+            self._ready = [entry for entry in self._ready if entry[2].waiting]
+            heapq.heapify(self._ready)
 
     def _start_next(self) -> None:
-        while self._next and self.num_requests < self._max_requests:
-            at, _, line = heapq.heappop(self._next)
-            line.listed = False
+        while self._ready and self.num_requests < self._max_requests:
+            at, _, line = heapq.heappop(self._ready)
+            line.is_listed = False
             if not line.waiting or not self._may_run(line.tenant):
                 continue
-            self._at, turn = max(self._at, at), line.waiting[0]
+            self._virtual_time, turn = max(self._virtual_time, at), line.waiting[0]
             if not turn[2].done():
-                line.at = at + 1 / line.tenant.limits.weight
+                line.virtual_time = at + 1 / line.tenant.limits.weight
                 self._start(line.tenant)
                 turn[2].set_result(None)
-            self._take_out(line, turn)
-            self._list(line)
+            self._remove(line, turn)
+            self._add_ready(line)
 
-    def _take_out(self, line: _Line, turn: _Waiting) -> None:
+    def _remove(self, line: _TenantQueue, turn: _Waiting) -> None:
         line.waiting.remove(turn)
         self.num_waiting -= 1
         if not line.waiting:
-            del self._lines[line.tenant.key]
+            del self._queues[line.tenant.key]
             self._remember(line)
 
-    def _remember(self, line: _Line) -> None:
-        """The queue of a tenant with one client is empty after each turn, which must not put its next request before
-        others'. If there are many such tenants, those that have had the most are remembered."""
-        if line.at <= self._at:
+    def _remember(self, line: _TenantQueue) -> None:
+        """Keep the virtual time of a tenant whose queue is empty, so that its next request is not preferred. If there
+        are many such tenants, the largest virtual times are kept."""
+        if line.virtual_time <= self._virtual_time:
             return
-        self._ahead[line.tenant.key] = line.at
-        if len(self._ahead) > self._max_ahead:
-            ahead = ((key, at) for key, at in self._ahead.items() if at > self._at)
-            self._ahead = dict(heapq.nlargest(MAX_TENANTS, ahead, key=itemgetter(1)))
-            self._max_ahead = 2 * len(self._ahead) + _MAX_LEFT
+        self._served_ahead[line.tenant.key] = line.virtual_time
+        if len(self._served_ahead) > self._max_served_ahead:
+            ahead = ((key, at) for key, at in self._served_ahead.items() if at > self._virtual_time)
+            self._served_ahead = dict(heapq.nlargest(MAX_TENANTS, ahead, key=itemgetter(1)))
+            self._max_served_ahead = 2 * len(self._served_ahead) + _SLACK
 
-    def _leave(self, tenant: Tenant, turn: _Waiting) -> None:
-        """A request that leaves at the very moment its turn comes passes the turn on."""
-        line = self._lines.get(tenant.key)
+    def _withdraw(self, tenant: Tenant, turn: _Waiting) -> None:
+        """Withdraw a request; one that already has its turn passes it on."""
+        line = self._queues.get(tenant.key)
         if line is not None and turn in line.waiting:
-            self._take_out(line, turn)
+            self._remove(line, turn)
         elif turn[2].done() and not turn[2].cancelled() and turn[2].exception() is None:
             self.end(tenant)
 
     def check(self) -> None:
-        """Raise `LeakError` when a place is still taken though no request is under way."""
-        if self.num_requests or self.num_waiting or self._lines or self._running:
+        """Raise `LeakError` if a slot is still taken though no request is running."""
+        if self.num_requests or self.num_waiting or self._queues or self._running:
             raise LeakError(f"{self.num_requests} places and {self.num_waiting} turns were never given back")

@@ -1,4 +1,4 @@
-"""The metrics of several processes as those of one: counters, histograms and numbers of things are added up."""
+"""Merges the metrics of several processes: counters, histograms and most gauges are added up."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from prometheus_client.registry import Collector, CollectorRegistry
 _Key = tuple[str, str, tuple[tuple[str, str], ...]]
 """A sample's family, name and labels."""
 
-_OTHERWISE: dict[str, Callable[[Sequence[float]], float]] = {
+_JOIN: dict[str, Callable[[Sequence[float]], float]] = {
     "kvferry_router_instance_up": min,
     "kvferry_router_instance_scraped": max,
     "kvferry_router_prefix_index_entries": max,
     "kvferry_fleet_desired_instances": max,
     "kvferry_router_disaggregate_from_tokens": lambda values: sum(values) / len(values),
 }
-"""How gauges are joined that are not the sum of the processes'."""
+"""Merge functions of gauges that are not sums."""
 
 
 def summed(texts: Iterable[bytes]) -> bytes:
-    """One text made of several, each in Prometheus' text format."""
+    """Merge several texts, each in Prometheus' text format, into one."""
     families: dict[str, Metric] = {}
     values: dict[_Key, list[float]] = {}
     for text in texts:
@@ -32,20 +32,20 @@ def summed(texts: Iterable[bytes]) -> bytes:
             for sample in family.samples:
                 key = (family.name, sample.name, tuple(sample.labels.items()))
                 values.setdefault(key, []).append(sample.value)
-    for (family_name, name, labels), found in values.items():
-        families[family_name].add_sample(name, dict(labels), _joined(name, found))
+    for (family_name, name, labels), metric_values in values.items():
+        families[family_name].add_sample(name, dict(labels), _join(name, metric_values))
     registry = CollectorRegistry()
-    registry.register(_Given(list(families.values())))
+    registry.register(_Families(list(families.values())))
     return generate_latest(registry)
 
 
-def _joined(name: str, values: Sequence[float]) -> float:
+def _join(name: str, values: Sequence[float]) -> float:
     if name.endswith("_created"):
         return min(values)
-    return _OTHERWISE[name](values) if name in _OTHERWISE else sum(values)
+    return _JOIN[name](values) if name in _JOIN else sum(values)
 
 
-class _Given(Collector):
+class _Families(Collector):
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 

@@ -1,8 +1,7 @@
-"""Which tenant a request belongs to, and what each tenant may use: shares, requests and tokens per minute, requests at
-a time.
+"""Tenants and their limits: shares, requests and tokens per minute, concurrent requests.
 
-A tenant is an API key, or a client address if no keys are required; with `--tenant-by`, what clients write into `user`
-or a header. Owns how much of its limits each tenant has used.
+A tenant is an API key, or a client address if no keys are required; with `--tenant-by`, the value of `user` or of a
+header. Owns each tenant's usage.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.router.errors import OverLimit
 
 MAX_TENANTS = 20_000
-"""Most tenants whose rates are remembered; the least recently active is forgotten first, and begins anew."""
+"""Maximum number of tenants whose rates are remembered; the least recently active is forgotten first."""
 
 _MINUTE_S = 60.0
 _MAX_NAME = 256
@@ -38,13 +37,12 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The fields of a path's bodies: those with text of the prompt, those that limit the answer, and the number
-    of tokens that an answer counts if none limits it. Engines differ in which limit they use, so the highest one
-    counts."""
+    """The fields of a path's bodies: `texts` of the prompt, `limits` of the answer, and the tokens of an answer without
+    a limit (`default_tokens`). Engines differ in the limit that they use, so the highest one counts."""
 
     texts: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
-    unsaid_tokens: int = 0
+    default_tokens: int = 0
     prompts: str = ""
     pairs: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
@@ -71,8 +69,8 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of one tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this
-    tenant, like those of --api-key."""
+    """The limits of a tenant; 0: no limit. `weight`: its share of turns while requests wait. `api_key`: keys of this
+    tenant, as with --api-key."""
 
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
     requests_per_minute: Rate = 0.0
@@ -82,30 +80,29 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Bucket:
-    """Holds what may be used within a minute, and refills steadily."""
+    """A token bucket that holds the amount of a minute, and refills steadily."""
 
-    __slots__ = ("_level", "_most", "_since")
+    __slots__ = ("_capacity", "_level", "_since")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        self._most = self._level = per_minute
+        self._capacity = self._level = per_minute
         self._since = now
 
-    def lacking_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; 0: now. An amount above the limit may be taken when the bucket is
-        full."""
-        self._level = min(self._most, self._level + (now - self._since) * self._most / _MINUTE_S)
+    def seconds_until(self, amount: float, now: float) -> float:
+        """Seconds until `amount` may be taken; 0: now. An amount above the capacity may be taken from a full bucket."""
+        self._level = min(self._capacity, self._level + (now - self._since) * self._capacity / _MINUTE_S)
         self._since = now
-        missing = min(amount, self._most) - self._level
-        return max(0.0, missing * _MINUTE_S / self._most)
+        missing = min(amount, self._capacity) - self._level
+        return max(0.0, missing * _MINUTE_S / self._capacity)
 
     def take(self, amount: float) -> None:
-        """Take after `lacking_s`; a negative amount is given back."""
-        self._level = min(self._most, self._level - amount)
+        """Take an amount, after `seconds_until`; a negative amount is refunded."""
+        self._level = min(self._capacity, self._level - amount)
 
 
 @dataclass(slots=True)
 class Tenant:
-    """One tenant. `requests` and `tokens` None: not limited."""
+    """A tenant. `requests` and `tokens` None: not limited."""
 
     key: bytes
     limits: Limits
@@ -114,19 +111,19 @@ class Tenant:
 
     @property
     def is_limited(self) -> bool:
-        """Whether its requests or tokens per minute are limited, so that each request is charged."""
+        """True if its requests or tokens per minute are limited, so that each request is charged."""
         return self.requests is not None or self.tokens is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request was charged."""
+    """The charge of a request to its tenant."""
 
     tenant: Tenant
     tokens: float = 0.0
 
-    def give_back(self) -> None:
-        """Give back what was charged: the request was refused for reasons that are not its tenant's."""
+    def refund(self) -> None:
+        """Refund the charge of a request that was refused for reasons other than its tenant's limits."""
         if self.tenant.requests is not None:
             self.tenant.requests.take(-1)
         if self.tenant.tokens is not None:
@@ -140,9 +137,9 @@ class Tenants:
     clock: Clock
     limits: Limits
     named: Mapping[bytes, Limits] = field(default_factory=dict)
-    """The limits of tenants, by what `find` makes of a name or a key."""
+    """The limits of tenants, by the key that `find` derives from a name or an API key."""
     by: str = "key"
-    _known: dict[bytes, Tenant] = field(default_factory=dict)
+    _tenants: dict[bytes, Tenant] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock) -> Tenants:
@@ -153,7 +150,7 @@ class Tenants:
             max_in_flight=config.tenant_max_in_flight,
         )
         named = {} if config.tenants_file is None else read_tenants(config.tenants_file, limits)
-        shares = {key: _share(one, config.workers or 1) for key, one in named.items()}
+        shares = {key: _share(tenant_limits, config.workers or 1) for key, tenant_limits in named.items()}
         return cls(clock, _share(limits, config.workers or 1), shares, config.tenant_by)
 
     def api_keys(self) -> set[str]:
@@ -165,39 +162,39 @@ class Tenants:
         key = caller
         if self.by != "key":
             key = self._header_value(headers, body) or caller
-        tenant = self._known.get(key)
+        tenant = self._tenants.get(key)
         return tenant if tenant is not None else self._new(key)
 
     def _header_value(self, headers: RawHeaders, body: RequestBody | bytes | None) -> bytes | None:
         if self.by == "user":
             user = body.get("user") if isinstance(body, RequestBody) else None
             return _name(user) if isinstance(user, str) and user else None
-        said = find_header(headers, self.by.partition(":")[2].lower().encode())
-        return _name(said.decode("latin-1")) if said else None
+        value = find_header(headers, self.by.partition(":")[2].lower().encode())
+        return _name(value.decode("latin-1")) if value else None
 
     def _new(self, key: bytes) -> Tenant:
         limits, now = self.named.get(key, self.limits), self.clock.monotonic()
-        if len(self._known) >= MAX_TENANTS:
-            del self._known[next(iter(self._known))]
+        if len(self._tenants) >= MAX_TENANTS:
+            del self._tenants[next(iter(self._tenants))]
         tenant = Tenant(
             key,
             limits,
             Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None,
             Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None,
         )
-        self._known[key] = tenant
+        self._tenants[key] = tenant
         return tenant
 
     def charge(self, tenant: Tenant, num_tokens: float) -> Charge:
-        """Charge one request of `num_tokens`. Raises `OverLimit`, and takes nothing then."""
+        """Charge a request of `num_tokens`. Raises `OverLimit`, and charges nothing then."""
         now = self.clock.monotonic()
-        self._known[tenant.key] = self._known.pop(tenant.key, tenant)
-        for bucket, amount, what in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):
-            wait_s = 0.0 if bucket is None else bucket.lacking_s(amount, now)
+        self._tenants[tenant.key] = self._tenants.pop(tenant.key, tenant)
+        for bucket, amount, unit in ((tenant.requests, 1.0, "requests"), (tenant.tokens, num_tokens, "tokens")):
+            wait_s = 0.0 if bucket is None else bucket.seconds_until(amount, now)
             if wait_s > 0:
-                per_minute = getattr(tenant.limits, f"{what}_per_minute")
+                per_minute = getattr(tenant.limits, f"{unit}_per_minute")
                 raise OverLimit(
-                    f"the limit of {per_minute:g} {what} per minute is reached; try again in {math.ceil(wait_s)} s",
+                    f"the limit of {per_minute:g} {unit} per minute is reached; try again in {math.ceil(wait_s)} s",
                     math.ceil(wait_s),
                 )
         if tenant.requests is not None:
@@ -208,8 +205,8 @@ class Tenants:
 
 
 def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: float) -> float:
-    """The number of tokens that a request is charged: an estimate for its prompts, and the longest answers that it
-    allows. 0 where no model computes anything. Raises `InvalidRequest` for a limit that is not an integer."""
+    """Number of tokens that a request is charged: an estimate for its prompts, and the longest answers that it allows.
+    0 for paths without a model. Raises `InvalidRequest` for a limit that is not an integer."""
     form = _FORMS.get(path)
     if form is None or not isinstance(body, RequestBody):
         return 0.0
@@ -222,20 +219,22 @@ def count_tokens(body: RequestBody | bytes | None, path: str, bytes_per_token: f
     if not form.limits:
         return num_tokens
     limit = max(_integer(body, field) for field in form.limits)
-    answer = min(limit if limit > 0 else form.unsaid_tokens, _MAX_ANSWER_TOKENS)
+    answer = min(limit if limit > 0 else form.default_tokens, _MAX_ANSWER_TOKENS)
     num_answers = min(max(_integer(body, "n"), _integer(body, "best_of"), 1), _MAX_ANSWERS)
     return num_tokens + answer * num_answers * num_prompts
 
 
 def _measure_pairs(body: RequestBody, first: tuple[str, ...], second: tuple[str, ...]) -> float:
-    """Bytes of all pairs: one text of the first kind goes with each of the second; several go with one each. Of fields
-    that mean the same an engine reads one, and the costliest choice counts."""
+    """Bytes of all pairs: a single first text is paired with each second one, several with one each. Of synonymous
+    fields an engine reads one, and the costliest choice counts."""
     in_each = sum(len(body.raw(field)) for field in _IN_EACH_PAIR)
-    ones, others = ([(len(raw), _num_items(raw)) for raw in map(body.raw, fields)] for fields in (first, second))
+    first_texts, second_texts = (
+        [(len(raw), _num_items(raw)) for raw in map(body.raw, fields)] for fields in (first, second)
+    )
     return max(
-        num_bytes * (num_others if num_ones == 1 else 1) + in_each * num_others + other_bytes
-        for num_bytes, num_ones in ones
-        for other_bytes, num_others in others
+        num_bytes * (num_second if num_first == 1 else 1) + in_each * num_second + second_bytes
+        for num_bytes, num_first in first_texts
+        for second_bytes, num_second in second_texts
     )
 
 
@@ -246,7 +245,7 @@ def _num_items(raw: bytes) -> int:
 
 def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]:
     """The estimated number of tokens, and the number of prompts, in the JSON of a text, texts, token ids, or lists of
-    token ids; it may be too long to be decoded for this."""
+    token ids. It is not decoded, as it may be very long."""
     if prompt[:1] != b"[":
         return len(prompt) / bytes_per_token, 1
     if b'"' not in prompt:
@@ -256,8 +255,8 @@ def _measure_prompts(prompt: bytes, bytes_per_token: float) -> tuple[float, int]
 
 
 def _integer(body: RequestBody, field: str) -> int:
-    """A field's number, 0 if it is missing: 8, 8.0 and "8" are the same to some engines. Raises `InvalidRequest` for
-    what no engine accepts."""
+    """A field's integer, 0 if it is missing: some engines accept 8.0 and "8" as 8. Raises `InvalidRequest` for values
+    that no engine accepts."""
     value, raw = body.get(field), body.raw(field)
     if value is None or isinstance(value, int):
         return int(value or 0)
@@ -272,30 +271,29 @@ def _integer(body: RequestBody, field: str) -> int:
 
 def priority_of(body: RequestBody | bytes | None) -> int:
     """vLLM's field: lower comes first. If it is not a number, the instance refuses the request."""
-    found = body.get("priority") if isinstance(body, RequestBody) else None
-    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+    priority = body.get("priority") if isinstance(body, RequestBody) else None
+    return priority if isinstance(priority, int) and not isinstance(priority, bool) else 0
 
 
 def read_tenants(path: Path, limits: Limits) -> dict[bytes, Limits]:
-    """Read a TOML file with a table for each tenant; what a table leaves out is as in `limits`. Raises
-    `ConfigError`."""
+    """Read a TOML file with a table for each tenant, with `limits` as defaults. Raises `ConfigError`."""
     try:
         tables = read_toml(path)
     except ConfigError as error:
         raise ConfigError(f"--tenants-file {error}") from error
-    found: dict[bytes, Limits] = {}
+    tenants: dict[bytes, Limits] = {}
     for name, table in tables.items():
         own = _read_table(path, name, table, limits)
         for key in (_name(name), *map(_digest, own.api_key)):
-            if key in found:
+            if key in tenants:
                 raise ConfigError(f"--tenants-file {path}: a key of [{name}] also belongs to another tenant")
-            found[key] = own
-    return found
+            tenants[key] = own
+    return tenants
 
 
 def _share(limits: Limits, num_workers: int) -> Limits:
-    """The limits of a tenant in one of several worker processes: the kernel spreads its connections among them. At
-    least one request at a time, otherwise a client of this process would wait for ever."""
+    """The limits of a tenant in one of several worker processes, among which the kernel spreads its connections. At
+    least one request at a time, or a client of this process would wait for ever."""
     return msgspec.structs.replace(
         limits,
         requests_per_minute=limits.requests_per_minute / num_workers,
@@ -308,14 +306,14 @@ def _read_table(path: Path, name: str, table: Any, limits: Limits) -> Limits:
     where = f"--tenants-file {path}, [{name}]"
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is not a table; write the limits of a tenant below a line [{name}]")
-    found = read_options(Limits, {**msgspec.structs.asdict(limits), **table}, where)
-    for key in found.api_key:
+    tenant_limits = read_options(Limits, {**msgspec.structs.asdict(limits), **table}, where)
+    for key in tenant_limits.api_key:
         require_key(key, where)
-    return found
+    return tenant_limits
 
 
 def _name(name: str) -> bytes:
-    """A tenant's name, in a form that no key or address has."""
+    """The key of a tenant's name, in a form that no API key or address has."""
     return b"name " + name[:_MAX_NAME].encode("utf-8", "replace")
 
 

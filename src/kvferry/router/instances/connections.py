@@ -22,25 +22,28 @@ _IDLE_CONNECTION_S = 1.0
 disagree by seconds about when it became idle."""
 
 _MAX_OWN_ANSWER = 2**20
-"""Bytes of an answer to a request of the router's own."""
+"""Maximum number of bytes of an answer to the router's own request."""
 
-_KEYLESS = frozenset({"/health", "/version", "/query"})
-"""Open to all at every engine, and so asked without any key."""
+_PUBLIC_PATHS = frozenset({"/health", "/version", "/query"})
+"""Paths that every engine serves to anyone, and so are requested without a key."""
 
-_OPEN, _ALONE = InstanceAccess(), HttpConfig()
+_NO_ACCESS, _DEFAULT_HTTP = InstanceAccess(), HttpConfig()
 
 
 class Connections:
-    """An asynchronous context manager. Its errors are `TransferError`s that name the instance, not its address."""
+    """The connections, as an asynchronous context manager. Errors are `TransferError`s that name the instance, not its
+    address."""
 
-    def __init__(self, access: InstanceAccess = _OPEN, http: HttpConfig = _ALONE, *, fast_path: bool = True) -> None:
-        """`fast_path`: whether streamed answers are relayed in compiled code."""
+    def __init__(
+        self, access: InstanceAccess = _NO_ACCESS, http: HttpConfig = _DEFAULT_HTTP, *, fast_path: bool = True
+    ) -> None:
+        """`fast_path`: streamed answers are relayed in compiled code."""
         key = access.api_key()
         self.authorization: RawHeaders = [] if key is None else [bearer(key)]
-        """The header for requests of clients, in place of the client's own; empty: the client's own goes on."""
+        """The header that replaces the client's own in requests of clients; empty: the client's own is forwarded."""
         self._relays = Relays() if fast_path else None
         self.http = HttpClient(
-            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, who="the router"
+            access.tls_context(http.tls_ca), idle_s=_IDLE_CONNECTION_S, relays=self._relays, client_name="the router"
         )
         """The client for the legs of clients' requests."""
         self._signed = SignedClient(self.http, http.secret, key)
@@ -68,27 +71,27 @@ class Connections:
         headers: RawHeaders | None = None,
         purpose: Purpose | None = None,
     ) -> tuple[int, bytes]:
-        """A request of the router's own: status and body. `headers`: a client's authorization, for where the router was
-        given none for the instances. With a `purpose` it is signed, if the instance is of this deployment. Raises
-        `TransferError`, of which `TransferTimeout` is one."""
+        """Send the router's own request; return status and body. `headers`: a client's authorization, used if the
+        router has none for the instances. With a `purpose` it is signed, if the instance belongs to this deployment.
+        Raises `TransferError`, also `TransferTimeout`."""
         sent: RawHeaders = [] if body is None else [JSON]
         origin, path = instance.address.origin, instance.address.base_path
         limits: dict[str, Any] = {"timeout_s": timeout_s, "body": body, "max_bytes": _MAX_OWN_ANSWER}
         try:
             if purpose is not None:
-                asked = self._signed.ask(
+                reply = self._signed.ask(
                     origin, method, target, purpose=purpose, headers=sent, base_path=path, **limits
                 )
             else:
-                sent += [] if target in _KEYLESS else self.authorization or headers or []
-                asked = self.http.ask(origin, method, path + target, headers=sent, **limits)
-            status, _, answer = await asked
+                sent += [] if target in _PUBLIC_PATHS else self.authorization or headers or []
+                reply = self.http.ask(origin, method, path + target, headers=sent, **limits)
+            status, _, answer = await reply
         except AnswerTimeout as error:
             raise TransferTimeout(f"{instance} did not answer {target} within {timeout_s:g} s") from error
         return status, answer
 
     async def metrics(self, instance: Instance, timeout_s: float) -> tuple[int, bytes]:
-        """Ask for an instance's GET /metrics."""
+        """Send GET /metrics to an instance; return status and body."""
         return await self.ask(instance, "GET", "/metrics", timeout_s, purpose="probe")
 
     def close(self, instance: Instance) -> None:

@@ -1,9 +1,8 @@
-"""Dynamo's workers as instances: they come and go as Dynamo's discovery says.
+"""Dynamo's workers as instances, which join and leave with Dynamo's discovery.
 
-A helper process owns Dynamo's runtime (`kvferry.bridge.dynamo`), as that is one for a whole process, in native code,
-and may need another Python; it says at which URL each worker can be reached. Of the routers of one port, the first runs
-it. Owns the helper: starts it again when it has ended, and ends it. The instances are held by leases, so that those of
-a router that was killed go.
+A helper process owns Dynamo's runtime (`kvferry.bridge.dynamo`), which is native code, one per process, and may need
+another Python. It reports the URL of each worker. Of the routers of a port, the first runs it. Owns the helper:
+restarts it when it has ended, and ends it. The instances have leases, so that a killed router's instances leave.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _MODULE = "kvferry.bridge.dynamo.main"
 
 
 def dynamo_endpoints(config: RouterConfig) -> list[DynamoEndpoint]:
-    """The endpoints of Dynamo's among the instances that flags name. Raises `ConfigError`."""
-    found = [parse_endpoint(url, "prefill") for url in config.prefill_url if url.startswith(SCHEME)]
-    found += [parse_endpoint(url, "decode") for url in config.decode_url if url.startswith(SCHEME)]
-    paths = [one.path for one in found]
+    """The Dynamo endpoints among the configured instances. Raises `ConfigError`."""
+    endpoints = [parse_endpoint(url, "prefill") for url in config.prefill_url if url.startswith(SCHEME)]
+    endpoints += [parse_endpoint(url, "decode") for url in config.decode_url if url.startswith(SCHEME)]
+    paths = [endpoint.path for endpoint in endpoints]
     if len(set(paths)) < len(paths):
         raise ConfigError("an endpoint of Dynamo's is named twice; its workers have one role")
-    return found
+    return endpoints
 
 
 class DynamoWorkers:
-    """Runs the helper and does what it says. `renew_s`: between two renewals of the leases; `most_wait_s`: before the
-    helper is started again, at most; `end_s`: for it to end by itself."""
+    """Runs the helper and follows its reports. `renew_s`: seconds between two renewals of the leases; `max_wait_s`:
+    longest wait before the helper is restarted; `end_s`: seconds for it to end by itself."""
 
     def __init__(
         self,
@@ -56,10 +55,10 @@ class DynamoWorkers:
         *,
         folder: Path | None = None,
         renew_s: float = 2.0,
-        most_wait_s: float = 10.0,
+        max_wait_s: float = 10.0,
         end_s: float = 12.0,
     ) -> None:
-        """`folder`: of the routers of one port; None: there is one. Raises `ConfigError`."""
+        """`folder`: of the routers of a port; None: a single router. Raises `ConfigError`."""
         self._endpoints = dynamo_endpoints(config)
         self._python = str(config.dynamo_python or sys.executable)
         if self._endpoints and not Path(self._python).is_file():
@@ -67,14 +66,14 @@ class DynamoWorkers:
         self._lease_s, self._membership, self._state, self._clock = (
             config.registration_lease_s, membership, state, clock,
         )  # fmt: skip
-        self._folder, self._renew_s, self._most_wait_s, self._end_s = folder, renew_s, most_wait_s, end_s
-        self._here: dict[str, WorkerNews] = {}
+        self._folder, self._renew_s, self._max_wait_s, self._end_s = folder, renew_s, max_wait_s, end_s
+        self._workers: dict[str, WorkerNews] = {}
 
     async def watch(self) -> None:
         """Run the helper, if there are endpoints of Dynamo's; until it is cancelled."""
         if not self._endpoints:
             return
-        async with self._turn():
+        async with self._helper_lock():
             wait_s = 0.25
             while True:
                 begun = self._clock.monotonic()
@@ -85,13 +84,12 @@ class DynamoWorkers:
                     logger.error("the helper for Dynamo's workers cannot be started: %s", error)
                 finally:
                     self._forget_all()
-                wait_s = 0.25 if self._clock.monotonic() - begun > self._most_wait_s else wait_s * 2
-                await asyncio.sleep(min(wait_s, self._most_wait_s))
+                wait_s = 0.25 if self._clock.monotonic() - begun > self._max_wait_s else wait_s * 2
+                await asyncio.sleep(min(wait_s, self._max_wait_s))
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Be the one of the routers of this port that runs a helper. The kernel gives the lock back with the
-        process."""
+    async def _helper_lock(self) -> AsyncIterator[None]:
+        """Hold the lock of the router of this port that runs the helper. The kernel releases it with the process."""
         if self._folder is None:
             yield
             return
@@ -122,7 +120,7 @@ class DynamoWorkers:
             renewing = asyncio.create_task(self._renew())
             try:
                 while line := await process.stdout.readline():
-                    self._take(line)
+                    self._apply(line)
             except ValueError as error:  # a line that does not end
                 logger.error("the helper for Dynamo's workers is ended: %s", error)
             finally:
@@ -142,7 +140,7 @@ class DynamoWorkers:
             await process.wait()
             raise
 
-    def _take(self, line: bytes) -> None:
+    def _apply(self, line: bytes) -> None:
         try:
             news = msgspec.json.decode(line, type=WorkerNews)
         except msgspec.MsgspecError:
@@ -157,14 +155,14 @@ class DynamoWorkers:
             logger.error("Dynamo's worker %s: %s", news.worker, error)
 
     def _add(self, news: WorkerNews) -> None:
-        self._here[news.url] = news
+        self._workers[news.url] = news
         self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)
         self._membership.supersede(news.url)
         instance = self._membership.register(news.role, news.url, BOOTSTRAP_PORT)
         logger.warning("%s (%s) is Dynamo's worker %s", instance, instance.url, news.worker)
 
     def _forget(self, news: WorkerNews) -> None:
-        if self._here.pop(news.url, None) is None:
+        if self._workers.pop(news.url, None) is None:
             return
         self._state.end_lease(news.url)
         for instance in self._membership.at(news.url):
@@ -172,11 +170,11 @@ class DynamoWorkers:
             self._membership.retire(instance, remove_when_drained=True)
 
     def _forget_all(self) -> None:
-        for news in list(self._here.values()):
+        for news in list(self._workers.values()):
             self._forget(news)
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_s)
-            for news in list(self._here.values()):
+            for news in list(self._workers.values()):
                 self._state.set_lease(news.url, news.worker, self._clock.monotonic() + self._lease_s)

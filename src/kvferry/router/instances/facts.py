@@ -1,4 +1,4 @@
-"""Asks instances about themselves. kvferry's report what they are; vLLM's and SGLang's are recognised by their
+"""Fetches the facts of instances. kvferry's instances report them; vLLM's and SGLang's are recognised by their
 answers."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.router.instances.instance import (
     VllmFacts,
 )
 
-ABOUT_PATH = "/kvferry/instance"
+FACTS_PATH = "/kvferry/instance"
 
 SGLANG_PATH, OLDER_SGLANG_PATH = "/server_info", "/get_server_info"
 
@@ -38,7 +38,7 @@ _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
 class RouterHealth(msgspec.Struct):
-    """What a router answers to GET /health. `alive`: how many instances of each role."""
+    """A router's answer to GET /health. `alive`: number of instances by role."""
 
     status: str
     alive: dict[str, int]
@@ -58,8 +58,8 @@ class _Model(msgspec.Struct):
 
 
 class _VllmMetrics(msgspec.Struct, frozen=True):
-    """How many tokens vLLM's KV cache holds, its type, and when its process started; 0 and empty if its metrics do not
-    show them."""
+    """Capacity of vLLM's KV cache in tokens, its dtype, and the start time of its process; 0 and empty if its metrics
+    do not contain them."""
 
     num_kv_tokens: int = 0
     cache_dtype: str = ""
@@ -67,7 +67,7 @@ class _VllmMetrics(msgspec.Struct, frozen=True):
 
 
 class _SglangEvents(msgspec.Struct):
-    """Rank 0 publishes at `endpoint_port_base`, and each further one at the next port."""
+    """Addresses of events: rank 0 publishes at `endpoint_port_base`, and each further rank at the next port."""
 
     endpoint_host: str
     endpoint_port_base: Port
@@ -96,8 +96,7 @@ class _Engine(msgspec.Struct):
 
 
 def is_router(health: bytes) -> bool:
-    """Whether who answers GET /health so is a router: what one router sends another may come back to it, and so on
-    without end."""
+    """True if this answer to GET /health is a router's. Routers that forward to each other could loop without end."""
     if not health.startswith(b"{"):
         return False
     try:
@@ -107,8 +106,8 @@ def is_router(health: bytes) -> bool:
     return True
 
 
-def process_of(health: bytes) -> str:
-    """The engine that an instance of kvferry's names in its answer to GET /health; empty from others."""
+def engine_id_of(health: bytes) -> str:
+    """The engine id in the answer of kvferry's instances to GET /health; empty for others."""
     if not health.startswith(b"{"):
         return ""
     try:
@@ -117,18 +116,18 @@ def process_of(health: bytes) -> str:
         return ""
 
 
-async def ask_about(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
-    """The facts of an instance; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each question may
-    take `timeout_s`. Raises `ProtocolError` for one that says of itself what no instance of kvferry's does.
+async def fetch_facts(instance: Instance, connections: Connections, protocol: ProtocolName, timeout_s: float) -> Facts:
+    """Fetch the facts of an instance; `NotProbed` if it cannot answer now, `UnknownFacts` if it never will. Each
+    request may take `timeout_s`. Raises `ProtocolError` for facts that no kvferry instance reports.
 
-    If the protocol was set explicitly, only the questions of that protocol are asked.
+    If the protocol was set explicitly, only the requests of that protocol are sent.
     """
     match protocol:
         case "kvferry":
-            return await _about_kvferry(instance, connections, timeout_s)
+            return await _fetch_kvferry_facts(instance, connections, timeout_s)
         case "sglang":
-            found = await _about_sglang(instance, connections, timeout_s)
-            return SglangFacts() if isinstance(found, UnknownFacts) else found
+            sglang_facts = await _fetch_sglang_facts(instance, connections, timeout_s)
+            return SglangFacts() if isinstance(sglang_facts, UnknownFacts) else sglang_facts
         case "nixl":
             return VllmFacts(process=(await _metrics(instance, connections, timeout_s)).process)
         case "mooncake":
@@ -137,20 +136,20 @@ async def ask_about(instance: Instance, connections: Connections, protocol: Prot
                 return NotProbed()
             process = (await _metrics(instance, connections, timeout_s)).process
             return VllmFacts(bootstrap=bootstrap, process=process)
-    facts = await _about_kvferry(instance, connections, timeout_s)
+    facts = await _fetch_kvferry_facts(instance, connections, timeout_s)
     if not isinstance(facts, UnknownFacts):
         return facts
     other: Facts = facts
     if not facts.refused:  # vLLM's servers guard no such path
-        other = await _about_vllm(instance, connections, timeout_s)
+        other = await _fetch_vllm_facts(instance, connections, timeout_s)
     if isinstance(other, UnknownFacts):
-        other = await _about_sglang(instance, connections, timeout_s)
+        other = await _fetch_sglang_facts(instance, connections, timeout_s)
     return facts if isinstance(other, UnknownFacts) else other
 
 
-async def _about_kvferry(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+async def _fetch_kvferry_facts(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
     try:
-        status, content = await connections.ask(instance, "GET", ABOUT_PATH, timeout_s, purpose="probe")
+        status, content = await connections.ask(instance, "GET", FACTS_PATH, timeout_s, purpose="probe")
     except TransferError:
         return NotProbed()
     if status >= 500 or status == 429:
@@ -160,27 +159,27 @@ async def _about_kvferry(instance: Instance, connections: Connections, timeout_s
     return UnknownFacts(refused=status in (401, 403))
 
 
-async def _about_sglang(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
-    about = await _ask(instance, connections, SGLANG_PATH, _SglangServer, timeout_s)
-    if isinstance(about, UnknownFacts):
-        about = await _ask(instance, connections, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
-    if not isinstance(about, _SglangServer):
-        return about
+async def _fetch_sglang_facts(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+    server = await _ask(instance, connections, SGLANG_PATH, _SglangServer, timeout_s)
+    if isinstance(server, UnknownFacts):
+        server = await _ask(instance, connections, OLDER_SGLANG_PATH, _SglangServer, timeout_s)
+    if not isinstance(server, _SglangServer):
+        return server
     return SglangFacts(
-        version=about.version,
-        model_names=[about.served_model_name] if about.served_model_name else [],
-        mode=about.disaggregation_mode,
-        bootstrap_port=about.disaggregation_bootstrap_port,
-        transfer_backend=about.disaggregation_transfer_backend,
-        num_kv_tokens=max(0, about.max_total_num_tokens or 0),
-        cache_dtype=about.kv_cache_dtype,
-        kv_events=_sglang_events(about, instance.address.host),
+        version=server.version,
+        model_names=[server.served_model_name] if server.served_model_name else [],
+        mode=server.disaggregation_mode,
+        bootstrap_port=server.disaggregation_bootstrap_port,
+        transfer_backend=server.disaggregation_transfer_backend,
+        num_kv_tokens=max(0, server.max_total_num_tokens or 0),
+        cache_dtype=server.kv_cache_dtype,
+        kv_events=_sglang_events(server, instance.address.host),
     )
 
 
-def _sglang_events(about: _SglangServer, host: str) -> EventsAddress | None:
-    """None also for a server with several data-parallel ranks, of which each has a cache of its own."""
-    events = about.kv_events
+def _sglang_events(server: _SglangServer, host: str) -> EventsAddress | None:
+    """Address of the server's events; None also with several data-parallel ranks, since each has its own cache."""
+    events = server.kv_events
     if events is None or events.dp_size != 1 or not events.endpoint_port_base:
         return None
     publisher = host if events.endpoint_host in _ANY_HOST else events.endpoint_host
@@ -195,12 +194,12 @@ def _sglang_events(about: _SglangServer, host: str) -> EventsAddress | None:
         return None
 
 
-async def _about_vllm(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
+async def _fetch_vllm_facts(instance: Instance, connections: Connections, timeout_s: float) -> Facts:
     version = await _ask(instance, connections, "/version", _Version, timeout_s)
     if not isinstance(version, _Version):
         return version
     models = await _ask(instance, connections, "/v1/models", _Models, timeout_s)
-    cards = models.data if isinstance(models, _Models) else []  # a server with an API key does not tell
+    cards = models.data if isinstance(models, _Models) else []  # a server with an API key refuses
     if any(card.owned_by != "vllm" for card in cards):
         return UnknownFacts()
     metrics = await _metrics(instance, connections, timeout_s)
@@ -230,12 +229,12 @@ async def _metrics(instance: Instance, connections: Connections, timeout_s: floa
 
 
 async def _bootstrap(instance: Instance, connections: Connections, timeout_s: float) -> Bootstrap | None:
-    """The answer of the bootstrap server of a prefill instance, if there is one."""
+    """Fetch the engines of a prefill instance's bootstrap server; None if there is none."""
     if instance.role != "prefill":
         return None
-    at = instance.address
-    host = f"[{at.host}]" if ":" in at.host else at.host
-    server = Instance("prefill", f"http://{host}:{at.bootstrap_port}")
+    address = instance.address
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    server = Instance("prefill", f"http://{host}:{address.bootstrap_port}")
     try:
         status, body = await connections.ask(server, "GET", "/query", timeout_s)
     except TransferError:
@@ -244,13 +243,13 @@ async def _bootstrap(instance: Instance, connections: Connections, timeout_s: fl
 
 
 def read_bootstrap(url: str, answer: bytes) -> Bootstrap | None:
-    """What a bootstrap server's answer says; None when it is another server, or no worker has registered yet."""
+    """Parse a bootstrap server's answer; None if it is another server, or no worker has registered yet."""
     try:
         engines = msgspec.json.decode(answer, type=dict[int, _Engine])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    found = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
-    return Bootstrap(url=url, engines=found) if found else None
+    engine_ids = {rank: engine.engine_id for rank, engine in engines.items() if engine.worker_addr}
+    return Bootstrap(url=url, engines=engine_ids) if engine_ids else None
 
 
 async def _ask(

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 LegRole = Literal["prefill", "decode"]
 
 BOOTSTRAP_PORT = 8998
-"""Where vLLM's Mooncake connector has its bootstrap server unless VLLM_MOONCAKE_BOOTSTRAP_PORT says otherwise."""
+"""Default port of the bootstrap server of vLLM's Mooncake connector (VLLM_MOONCAKE_BOOTSTRAP_PORT)."""
 
 
 class NotProbed(msgspec.Struct, frozen=True):
-    """The instance has not been asked yet, or could not answer."""
+    """The instance has not been probed yet, or could not answer."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,44 +35,44 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A vLLM server. It does not report its connector: one with a bootstrap server has Mooncake's, one whose tickets
-    came from `origins` has kvferry's P2P. The last two origins are kept."""
+    """A vLLM server. It does not report its connector: a server with a bootstrap server has Mooncake's, one whose
+    tickets came from `origins` has kvferry's P2P. The last two origins are kept."""
 
     version: str = ""
     model_names: list[str] = []
     num_kv_tokens: int = 0
     cache_dtype: str = ""
-    """Both as its /metrics say (`vllm:cache_config_info`); 0 and empty where they do not."""
+    """Both from its /metrics (`vllm:cache_config_info`); 0 and empty if missing."""
     process: str = ""
-    """When its process started, as its /metrics say; empty where they do not."""
+    """Start time of its process, from its /metrics; empty if missing."""
     bootstrap: Bootstrap | None = None
     origins: tuple[KVSource, ...] = ()
 
     def with_origin(self, origin: KVSource) -> VllmFacts:
-        """These facts after a ticket with this origin has come from the instance."""
+        """Add the origin of a ticket to these facts."""
         if origin in self.origins:
             return self
-        others = [one for one in self.origins if one.engine_id != origin.engine_id]
+        others = [other for other in self.origins if other.engine_id != origin.engine_id]
         return msgspec.structs.replace(self, origins=(origin, *others[:1]))
 
 
 class SglangFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """An SGLang server. `bootstrap_port` 0: it did not say."""
+    """An SGLang server. `bootstrap_port` 0: not reported."""
 
     version: str = ""
     model_names: list[str] = []
     mode: str = "null"
-    """What it was started for: prefill, decode or null, which is both."""
+    """Its disaggregation mode: prefill, decode, or null for both."""
     bootstrap_port: int = 0
     transfer_backend: str = ""
     num_kv_tokens: int = 0
-    """0 where it did not say."""
+    """Capacity of its KV cache in tokens; 0: not reported."""
     cache_dtype: str = ""
     kv_events: EventsAddress | None = None
 
 
 class UnknownFacts(msgspec.Struct, frozen=True):
-    """Another engine, about which nothing is known. `refused`: it wants a key that this router does not have."""
+    """An unknown engine. `refused`: it requires a key that this router does not have."""
 
     refused: bool = False
 
@@ -81,7 +81,7 @@ Facts = InstanceFacts | VllmFacts | SglangFacts | NotProbed | UnknownFacts
 
 
 def _process_of(facts: Facts) -> str:
-    """A name of the process that has these facts, empty if it has none."""
+    """The process in these facts; empty if they contain none."""
     match facts:
         case InstanceFacts(process=process, engine_id=engine_id):
             return process or engine_id
@@ -91,8 +91,8 @@ def _process_of(facts: Facts) -> str:
 
 
 class Revision:
-    """`number` grows whenever instances come, go or say something new about themselves, and `states` also whenever one
-    changes its state, so that what was concluded from them is known to be out of date."""
+    """Version of the set of instances, for caches. `number` grows when instances join, leave or change their facts, and
+    `states` also when an instance changes its state."""
 
     __slots__ = ("number", "states")
 
@@ -100,49 +100,49 @@ class Revision:
         self.number = self.states = 0
 
     def grow(self) -> None:
-        """Note that there is another instance, or one less, or one that is something else."""
+        """Record that an instance joined, left, or changed its facts."""
         self.number += 1
         self.states += 1
 
 
 class InstanceState(Enum):
-    """What the router makes of an instance. `usable`: it may be given requests if there is no better one; `trusted`:
-    nothing is known against it."""
+    """State of an instance. `usable`: it may get requests if no better instance exists; `trusted`: it may get any
+    request."""
 
     usable: bool
     trusted: bool
 
     def __new__(cls, value: str, usable: bool = False, trusted: bool = False) -> InstanceState:
-        """A row of the table below."""
-        one = object.__new__(cls)
-        one._value_, one.usable, one.trusted = value, usable, trusted
-        return one
+        """Create a row of the table below."""
+        state = object.__new__(cls)
+        state._value_, state.usable, state.trusted = value, usable, trusted
+        return state
 
     NEW = "new", True, True
-    """Nothing is known yet."""
+    """It has not been probed yet."""
     UP = "up", True, True
     DEGRADED = "late", True
-    """Its health came too late, or not, in the last looks: it is chosen only if there is no better one."""
+    """Its last health checks timed out: it is chosen only if no better instance exists."""
     UNRESPONSIVE = "mute"
-    """It answers for its health, but gave a request no answer and no sign of work."""
+    """It answers health checks, but gave a request no answer and made no progress."""
     DOWN = "down"
     DUPLICATE = "twin"
-    """The same process is here under another URL."""
+    """The same process is an instance under another URL."""
     DRAINING = "draining"
     """It gets no new requests."""
     DRAINED = "drained"
-    """Nothing is left of its requests."""
+    """All its requests have ended."""
 
 
-UNASKED = NotProbed()
+NOT_PROBED = NotProbed()
 
-LATE_BEFORE_DOWN = 3
-"""How often in a row an instance may be too late with its health: one that computes hard is busy, not dead."""
+MAX_LATE_CHECKS = 3
+"""Number of late health checks in a row after which an instance counts as down: one that computes hard may be late."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where an instance is. `url`: as `normalise_url` returns it; `base_path` comes before every path; `host` is as in
-    the URL; `bootstrap_port` is that of its bootstrap server, if it has one."""
+    """The address of an instance. `url`: as `normalise_url` returns it; `base_path` precedes every path; `host`: as in
+    the URL; `bootstrap_port`: of its bootstrap server, if it has one."""
 
     url: str
     origin: Origin
@@ -152,7 +152,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str, bootstrap_port: int) -> Address:
-        """The address in a URL. Raises `ConfigError` if it is not that of an instance."""
+        """Parse an instance's URL. Raises `ConfigError` if it is invalid."""
         url = normalise_url(url)
         parts = urlsplit(url)
         return cls(
@@ -161,19 +161,18 @@ class Address(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class HealthLooks:
-    """What the looks at an instance's health have shown. `num_late`: in how many of the last ones, in a row, it was too
-    late; `trouble`: what was wrong at the last one, empty if nothing was; `have_seen_up`: whether it was ever well."""
+class HealthChecks:
+    """Results of an instance's health checks. `num_late`: number of late checks in a row; `trouble`: the error of the
+    last check, empty if it passed; `was_up`: a check has passed before."""
 
     num_late: int = 0
     trouble: str = ""
-    have_seen_up: bool = False
+    was_up: bool = False
 
 
 class Instance:
-    """An instance and its state, as far as the router knows it. The methods under "what happens to it" alone write
-    `state`, `looks`, `busy_until`, `facts` and `is_doubted`, and log what operators want to know of it; all in one
-    thread."""
+    """An instance and its state, as far as the router knows it. Only the methods under "State changes" write `state`,
+    `checks`, `busy_until`, `facts` and `is_stale`, and log the changes for operators; all in one thread."""
 
     def __init__(
         self,
@@ -186,67 +185,67 @@ class Instance:
         member: int = 0,
         unit: str = "",
         loads: LoadTable | None = None,
-        before: Instance | None = None,
+        predecessor: Instance | None = None,
     ) -> None:
-        """`before`: the instance at this address in the role that it had before."""
+        """`predecessor`: the instance at this address in its former role."""
         self.role = role
         self.address = Address.parse(url, bootstrap_port)
         self.name = name or f"{role} instance"
-        """What clients, metrics and logs call it; says no address."""
+        """Its name for clients, metrics and logs; contains no address."""
         self.member = member
-        """The number that all routers of one port know it by."""
+        """Its number, the same in all routers of a port."""
         self.unit = unit
         """Hand-offs stay within a unit."""
         self.state = InstanceState.NEW
-        self.looks = HealthLooks()
+        self.checks = HealthChecks()
         self.remove_when_drained = False
-        """Whether it is forgotten once it is drained."""
+        """It is removed once it is drained."""
         self.last_sign = 0.0
-        """When it last showed that it works, on the router's monotonic clock: bytes of an answer, or steps made."""
+        """Time of its last progress, on the router's monotonic clock: bytes of an answer, or steps."""
         self.gave_no_ticket = False
-        """Whether, as a prefill instance, it has answered without a ticket, and nobody has looked why."""
+        """As a prefill instance, it has answered without a ticket, and `Health` has not checked its connector yet."""
         self.busy_until = 0.0
-        """Until when it has asked to be left alone (`Retry-After`), on the same clock."""
+        """End of the pause that it has asked for (`Retry-After`), on the same clock."""
         self._revision = revision or Revision()
-        self.facts: Facts = UNASKED
-        """What it said when it was asked last."""
-        self.is_doubted = False
-        """Whether it has failed since it was asked: another process may be at its address. What kind of server is there
-        stays known until a look shows otherwise; what is this process's alone does not hold (`confirmed`)."""
+        self.facts: Facts = NOT_PROBED
+        """Its last facts."""
+        self.is_stale = False
+        """It has failed since its facts were fetched: another process may be at its address. The kind of the server is
+        still assumed, but facts of the process are not (`confirmed`)."""
         self._engine_id: str | None = None
-        """Which engine answered for its health last; empty if it does not say, None before the first answer."""
+        """The engine in its last health answer; empty if it names none, None before the first answer."""
         self.process = 0
-        """Number of the process at its address. It grows when another one is there, or one that may be another; what is
-        remembered of an instance (prefixes, speeds, pauses) ends with its process."""
+        """Number of the process at its address. It grows when the process was replaced, or may have been; prefixes,
+        speeds and pauses of an instance are forgotten with its process."""
         self._was_down = False
-        """Whether it was down since it was asked."""
-        self.load: InstanceLoad = InstanceLoad(loads, None if before is None else before.load)
-        """What the router has given it to do."""
+        """It was down since its facts were fetched."""
+        self.load: InstanceLoad = InstanceLoad(loads, None if predecessor is None else predecessor.load)
+        """The work that the router has sent to it."""
 
-    # What happens to it.
+    # State changes.
 
     def mark_healthy(self) -> None:
-        """Note that it has answered for its health."""
-        before, looks = self.state, self.looks
-        self.looks = HealthLooks(have_seen_up=True)
+        """Record that it has passed a health check."""
+        before, previous_checks = self.state, self.checks
+        self.checks = HealthChecks(was_up=True)
         if before in (InstanceState.NEW, InstanceState.DEGRADED, InstanceState.DOWN):
             self._enter(InstanceState.UP)
-            if before is InstanceState.DOWN and looks.have_seen_up:
+            if before is InstanceState.DOWN and previous_checks.was_up:
                 logger.warning("%s (%s) is back", self, self.url)
             elif before is not InstanceState.DEGRADED:
                 logger.info("%s (%s) is up", self, self.url)
 
-    def is_late(self, trouble: str) -> None:
-        """Note that it has not answered for its health in time."""
-        self.looks.num_late += 1
-        if self.looks.num_late >= LATE_BEFORE_DOWN or self.state is InstanceState.DOWN:
-            self.is_down(trouble)
+    def mark_late(self, trouble: str) -> None:
+        """Record that it has not answered a health check in time."""
+        self.checks.num_late += 1
+        if self.checks.num_late >= MAX_LATE_CHECKS or self.state is InstanceState.DOWN:
+            self.mark_down(trouble)
         elif self.state.usable:
             self._enter(InstanceState.DEGRADED)
 
-    def is_down(self, trouble: str) -> None:
-        """Note that it refuses connections, says that it is not well, or was late too often."""
-        self.looks.trouble = trouble
+    def mark_down(self, trouble: str) -> None:
+        """Record that it refuses connections, fails a health check, or was late too often."""
+        self.checks.trouble = trouble
         self._was_down = True
         self.invalidate()
         if self.state.usable or self.state in (InstanceState.UNRESPONSIVE, InstanceState.DUPLICATE):
@@ -254,34 +253,35 @@ class Instance:
             logger.warning("%s (%s) is not alive: %s", self, self.url, trouble)
 
     def invalidate(self) -> None:
-        """A request broke off there, or was answered by an unknown process: `Health` is to ask it again."""
-        if not self.is_doubted:
-            self.is_doubted = True
+        """Mark its facts as stale, as a request broke off or an unknown process answered: `Health` fetches them
+        again."""
+        if not self.is_stale:
+            self.is_stale = True
             self._revision.states += 1
 
-    def is_process(self, engine_id: str) -> None:
-        """Note which engine answers for its health, empty if that does not say: if it is another one than before, what
-        is known about the instance is in doubt, though it was never seen down."""
+    def set_engine_id(self, engine_id: str) -> None:
+        """Record the engine in its health answer, empty if it names none. If the engine has changed, the facts are
+        stale, though the instance was never seen down."""
         if self._engine_id not in (None, engine_id):
             self.invalidate()
             logger.warning("%s (%s): another process answers there now", self, self.url)
         self._engine_id = engine_id
 
-    def is_silent(self) -> None:
-        """Note that it gave a request no answer, and no sign of work."""
+    def mark_unresponsive(self) -> None:
+        """Record that it gave a request no answer, and made no progress."""
         self.invalidate()
         if self.state.usable:
             self._enter(InstanceState.UNRESPONSIVE)
             logger.warning("%s (%s) does not answer requests", self, self.url)
 
     def mark_responsive(self) -> None:
-        """Note that it has answered a request of the router's own."""
+        """Record that it has answered the router's own request."""
         if self.state is InstanceState.UNRESPONSIVE:
             self._enter(InstanceState.UP)
             logger.warning("%s (%s) answers requests again", self, self.url)
 
-    def is_twin_of(self, other: Instance | None) -> None:
-        """Note that the same process is here as `other`; None: no longer."""
+    def mark_duplicate(self, other: Instance | None) -> None:
+        """Record that it is the same process as `other`; None: no longer."""
         if other is None and self.state is InstanceState.DUPLICATE:
             self._enter(InstanceState.UP)
         elif other is not None and self.state.usable:
@@ -296,20 +296,24 @@ class Instance:
         if not self.draining:
             self._enter(InstanceState.DRAINING)
 
-    def is_drained(self, drained: bool) -> None:
-        """Note whether nothing was left of its requests at the last look, while it is being drained."""
+    def set_drained(self, drained: bool) -> None:
+        """Record whether all its requests have ended, while it is draining."""
         self._enter(InstanceState.DRAINED if drained else InstanceState.DRAINING)
 
-    def inherit_from(self, before: Instance, state: InstanceState) -> None:
-        """Take over the state of `before`, whose process it is in another role; that one was in `state`."""
-        self.amend(before.facts)
-        self.is_doubted, self._engine_id = before.is_doubted, before._engine_id
-        self.process, self._was_down = before.process, before._was_down
-        self.looks, self.last_sign, self.busy_until = replace(before.looks), before.last_sign, before.busy_until
+    def inherit_from(self, predecessor: Instance, state: InstanceState) -> None:
+        """Copy the state of `predecessor`, the same process in its former role, which was in `state`."""
+        self.update_facts(predecessor.facts)
+        self.is_stale, self._engine_id = predecessor.is_stale, predecessor._engine_id
+        self.process, self._was_down = predecessor.process, predecessor._was_down
+        self.checks, self.last_sign, self.busy_until = (
+            replace(predecessor.checks),
+            predecessor.last_sign,
+            predecessor.busy_until,
+        )
         self._enter(state)
 
-    def pauses(self, until: float) -> None:
-        """Leave it alone until then, on the router's monotonic clock, as it asks."""
+    def pause_until(self, until: float) -> None:
+        """Avoid it until this time on the router's monotonic clock, as it has asked for."""
         self.busy_until = until
         self._revision.states += 1
 
@@ -317,21 +321,21 @@ class Instance:
         self.state = state
         self._revision.states += 1
 
-    def learn(self, facts: Facts) -> None:
-        """Note what it says of itself when it is asked."""
-        if self._is_another_process(facts):
+    def set_facts(self, facts: Facts) -> None:
+        """Record its answer to a probe, which may come from a new process."""
+        if self._is_new_process(facts):
             self.process += 1
             self.busy_until, self.gave_no_ticket = 0.0, False
             self._revision.grow()
         self._was_down = False
-        if self.is_doubted:
-            self.is_doubted = False
+        if self.is_stale:
+            self.is_stale = False
             self._revision.states += 1
-        self.amend(facts)
+        self.update_facts(facts)
 
-    def _is_another_process(self, facts: Facts) -> bool:
-        """Whether these facts are another process's than those known so far. One that does not name itself counts as
-        another one after it was down."""
+    def _is_new_process(self, facts: Facts) -> bool:
+        """True if these facts belong to another process than the current ones. A process without a name counts as new
+        after it was down."""
         if isinstance(self.facts, NotProbed):
             return False
         before, now = _process_of(self.facts), _process_of(facts)
@@ -339,16 +343,16 @@ class Instance:
             return before != now
         return type(self.facts) is not type(facts) or self._was_down
 
-    def amend(self, facts: Facts) -> None:
-        """Note what is known about it from now on, which a request has shown: nobody has asked it."""
-        took, before, self.facts = self.stores_take_kv, self.facts, facts
+    def update_facts(self, facts: Facts) -> None:
+        """Record facts that a request has shown; the instance was not probed."""
+        took_kv, before, self.facts = self.stores_take_kv, self.facts, facts
         if facts != before:
-            if isinstance(facts, InstanceFacts) and took != facts.stores_take_kv:
-                what = "no KV; no requests are split over it meanwhile" if took else "KV again"
-                logger.warning("%s (%s): its stores take %s", self, self.url, what)
+            if isinstance(facts, InstanceFacts) and took_kv != facts.stores_take_kv:
+                change = "no KV; no requests are split over it meanwhile" if took_kv else "KV again"
+                logger.warning("%s (%s): its stores take %s", self, self.url, change)
             self._revision.grow()
 
-    # What is asked.
+    # Properties.
 
     @property
     def url(self) -> str:
@@ -357,49 +361,49 @@ class Instance:
 
     @property
     def confirmed(self) -> Facts:
-        """What is known about the process that is there now."""
-        return UNASKED if self.is_doubted else self.facts
+        """The facts of the current process; `NOT_PROBED` if they are stale."""
+        return NOT_PROBED if self.is_stale else self.facts
 
     @property
     def usable(self) -> bool:
-        """Whether it may be chosen if there is no better one."""
+        """True if it may be chosen if no better instance exists."""
         return self.state.usable
 
     @property
     def trusted(self) -> bool:
-        """Whether nothing at all is known against it."""
+        """True if it may be chosen for any request."""
         return self.state.trusted
 
     @property
     def stores_take_kv(self) -> bool:
-        """False while whatever it hands off has to be computed again."""
+        """False while its stores take no KV, so that D would compute its prompts again."""
         facts = self.facts
         return facts.stores_take_kv if isinstance(facts, InstanceFacts) else True
 
     @property
     def answers_alone(self) -> bool:
-        """Whether it can do both phases of a request. SGLang's servers of one phase refuse to."""
+        """True if it can do both phases of a request. SGLang's servers in prefill or decode mode cannot."""
         return not isinstance(self.facts, SglangFacts) or self.facts.mode == "null"
 
     @property
     def model_names(self) -> list[str]:
-        """Empty if it does not say which models it has."""
+        """Names of its models; empty if it does not report them."""
         facts = self.facts
         return facts.model_names if isinstance(facts, InstanceFacts | VllmFacts | SglangFacts) else []
 
     @property
     def draining(self) -> bool:
-        """Whether it is leaving."""
+        """True if it is draining, or drained."""
         return self.state is InstanceState.DRAINING or self.state is InstanceState.DRAINED
 
     @property
     def drained(self) -> bool:
-        """Whether it is leaving, and nothing is left of its requests."""
+        """True if it is draining and all its requests have ended."""
         return self.state is InstanceState.DRAINED
 
     @property
-    def is_held(self) -> bool:
-        """Whether one of the router's requests runs there, or may still fetch from it."""
+    def is_in_use(self) -> bool:
+        """True if a request of the router runs on it, or may still fetch from it."""
         return bool(self.load.num_legs or self.load.num_tickets)
 
     def __repr__(self) -> str:

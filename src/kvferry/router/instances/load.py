@@ -1,7 +1,6 @@
-"""The work that instances have been given, and a choice of instances as a policy sees it.
+"""The load of instances, and the candidates that a policy chooses among.
 
-The numbers of all instances are rows of a table, so that a policy scores hundreds of them with a few operations on
-vectors.
+The numbers of all instances are rows of a table, so that a policy scores hundreds of them with a few vector operations.
 """
 
 from __future__ import annotations
@@ -14,49 +13,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[Any]
-"""One number for each of some instances."""
+"""A number for each of several instances."""
 
 _HALF_LIFE_S = 1800.0
-"""Seconds after which what an instance's cache has taken in counts half."""
+"""Seconds after which tokens that a cache has stored count half."""
 
 _MAX_HALF_LIVES = 64
-"""Number of half-lives after which `LoadTable` scales its column anew, long before a number is too large."""
+"""Number of half-lives after which `LoadTable` rescales its column, long before a number is too large."""
 
-_PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _ONE = range(6)
+_PREFILL_TOKENS, _NUM_PREFILLS, _NUM_DECODES, _RECENT, _LAST_TURN, _CONSTANT = range(6)
 _NUM_COLUMNS = 6
 
 
 class LoadTable:
-    """A row of numbers for each instance. Those in the column `_RECENT` are scaled: a token that was taken in at
-    `_since` counts 1, and later ones more, so that time changes all rows by a common factor."""
+    """A row of numbers for each instance. The column `_RECENT` is scaled: a token that was stored at `_since` counts 1,
+    and later tokens count more, so that time changes all rows by a common factor."""
 
     def __init__(self) -> None:
         self._since = 0.0
         self._num_rows, self._free = 0, list[int]()
         self.numbers = np.zeros((8, _NUM_COLUMNS))
-        self.numbers[:, _ONE] = 1.0
+        self.numbers[:, _CONSTANT] = 1.0
         self.cells: Any = self.numbers.reshape(-1).data
-        """The same numbers, row after row: single ones are read and written faster here."""
+        """The same numbers as a flat buffer, in which single numbers are read and written faster."""
 
     def take_row(self) -> int:
-        """A row of zeros."""
+        """Allocate a row of zeros."""
         if self._free:
             row = self._free.pop()
-            self.numbers[row, :_ONE] = 0.0
+            self.numbers[row, :_CONSTANT] = 0.0
             return row
         self._num_rows += 1
         if self._num_rows > len(self.numbers):
             self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)])
-            self.numbers[:, _ONE] = 1.0
+            self.numbers[:, _CONSTANT] = 1.0
             self.cells = self.numbers.reshape(-1).data
         return self._num_rows - 1
 
     def free_row(self, row: int) -> None:
-        """Free the row of an instance that is gone."""
+        """Free the row of an instance that was removed."""
         self._free.append(row)
 
     def scale(self, now: float) -> float:
-        """What a token counts that is taken in at `now`."""
+        """Weight of a token that is stored at `now`."""
         half_lives = (now - self._since) / _HALF_LIFE_S
         if half_lives > _MAX_HALF_LIVES:
             self.numbers[:, _RECENT] *= math.exp2(-min(half_lives, 1000.0))
@@ -64,19 +63,19 @@ class LoadTable:
         return math.exp2(half_lives)
 
 
-def _cell(column: int, about: str) -> Any:
+def _cell(column: int, doc: str) -> Any:
     def get(load: InstanceLoad) -> float:
-        number: float = load.table.cells[load.at + column]
+        number: float = load.table.cells[load.offset + column]
         return number
 
     def put(load: InstanceLoad, value: float) -> None:
-        load.table.cells[load.at + column] = value
+        load.table.cells[load.offset + column] = value
 
-    return property(get, put, doc=about)
+    return property(get, put, doc=doc)
 
 
 class _Row:
-    """A row of a table, which is free again when no load has it any more."""
+    """A row of a table, which is freed with the last load that uses it."""
 
     __slots__ = ("number", "table")
 
@@ -88,91 +87,92 @@ class _Row:
 
 
 class InstanceLoad:
-    """What the router has given one instance to do: a row of a table, and two counts that no policy asks for. Written
-    by the `Work` of each leg, by hand-offs (`num_tickets`), or by a simulator.
+    """The load of an instance: a row of a table, and two counts that policies do not read. Written by the `Work` of
+    each leg, by hand-offs (`num_tickets`), or by a simulator.
 
-    `before`: the load of the same instance in the role that it had before. Both have one row, so that whoever chooses
-    sees what still runs there; legs and tickets are counted for each."""
+    `predecessor`: the load of the same instance in its former role. Both share a row, so that a policy sees the work of
+    both; legs and tickets are counted separately."""
 
-    __slots__ = ("_row", "at", "num_legs", "num_tickets", "row", "table")
+    __slots__ = ("_row", "num_legs", "num_tickets", "offset", "row", "table")
 
-    def __init__(self, table: LoadTable | None = None, before: InstanceLoad | None = None) -> None:
-        self._row: _Row = _Row(table or LoadTable()) if before is None else before._row
+    def __init__(self, table: LoadTable | None = None, predecessor: InstanceLoad | None = None) -> None:
+        self._row: _Row = _Row(table or LoadTable()) if predecessor is None else predecessor._row
         self.table, self.row = self._row.table, self._row.number
-        self.at = self.row * _NUM_COLUMNS
-        """Where its cells begin."""
+        self.offset = self.row * _NUM_COLUMNS
+        """Index of its first cell."""
         self.num_legs = 0
-        """Legs that are under way there."""
+        """Number of open legs."""
         self.num_tickets = 0
-        """Hand-offs of the router's requests for which it may keep blocks."""
+        """Number of hand-offs for which it may keep blocks."""
 
-    prefill_tokens = _cell(_PREFILL_TOKENS, "Of prompts that it computes or that wait there, without what it had.")
-    num_prefills = _cell(_NUM_PREFILLS, "Prompts that it computes or that wait there.")
-    num_decodes = _cell(_NUM_DECODES, "Answers that it writes or is to write.")
-    last_turn = _cell(_LAST_TURN, "The number of the last choice that was this instance; 0: none.")
+    prefill_tokens = _cell(_PREFILL_TOKENS, "Uncached tokens of its running and queued prompts.")
+    num_prefills = _cell(_NUM_PREFILLS, "Running and queued prompts.")
+    num_decodes = _cell(_NUM_DECODES, "Running and queued answers.")
+    last_turn = _cell(_LAST_TURN, "The turn in which it was last chosen; 0: never.")
 
-    def note_taken(self, num_tokens: float, now: float) -> None:
-        """Note that the instance's cache takes in this many more tokens, at `now` on the policy's clock."""
+    def add_recent(self, num_tokens: float, now: float) -> None:
+        """Record that the instance's cache stores this many tokens, at `now` on the policy's clock."""
         scale = self.table.scale(now)  # first: it may scale the column
-        self.table.cells[self.at + _RECENT] += num_tokens * scale
+        self.table.cells[self.offset + _RECENT] += num_tokens * scale
 
     def level(self, peers: Iterable[InstanceLoad]) -> None:
-        """Count the instance's cache as having taken in at least as much as those of all its peers, which it joins or
-        rejoins: until it had, all that comes would go to it, whatever waits there."""
+        """Raise its recent tokens to the lowest value of the peers that it (re)joins. Otherwise all requests would go
+        to it until it had stored as much, whatever its queue."""
         cells = self.table.cells
-        least = min((cells[one.at + _RECENT] for one in peers), default=0.0)
-        cells[self.at + _RECENT] = max(cells[self.at + _RECENT], least)
+        min_recent = min((cells[peer.offset + _RECENT] for peer in peers), default=0.0)
+        cells[self.offset + _RECENT] = max(cells[self.offset + _RECENT], min_recent)
 
     def __repr__(self) -> str:
         return f"InstanceLoad({self.table.numbers[self.row]})"
 
 
 class Work:
-    """What one leg adds to the load of its instance, from when it is sent until it is over. `uncached`: tokens of the
-    prompt that the instance probably does not have, and takes in, computed or handed over; `computes`: it will compute
-    them; `decodes`: it will answer. `ahead`: tokens that were still to be computed there before. `now` is on the
-    policy's clock."""
+    """The share of a leg in the load of its instance, from when it is sent until it is over.
 
-    __slots__ = ("_computing", "_load", "_over", "ahead", "computes", "decodes", "num_beside", "uncached")
+    `uncached`: tokens of the prompt that the instance probably has not cached and will store, computed or transferred;
+    `computes`: it will compute them; `decodes`: it will answer; `ahead`: tokens that were queued before it. `now` is on
+    the policy's clock."""
+
+    __slots__ = ("_computing", "_has_ended", "_load", "ahead", "computes", "decodes", "num_concurrent", "uncached")
 
     def __init__(self, load: InstanceLoad, uncached: int, now: float, *, computes: bool, decodes: bool) -> None:
         self._load, self.uncached, self.computes, self.decodes = load, uncached, computes, decodes
-        self.num_beside = 0.0
-        """Answers that ran on the instance meanwhile, this one included: when it began, in the end the mean with the
-        end."""
-        self._computing, self._over = computes, False
-        cells, at = load.table.cells, load.at
+        self.num_concurrent = 0.0
+        """Number of running answers on the instance, including this one: when it began; after the end, the mean of both
+        times."""
+        self._computing, self._has_ended = computes, False
+        cells, offset = load.table.cells, load.offset
         load.num_legs += 1
-        self.ahead: float = cells[at + _PREFILL_TOKENS]
+        self.ahead: float = cells[offset + _PREFILL_TOKENS]
         if decodes:
-            cells[at + _NUM_DECODES] += 1.0
+            cells[offset + _NUM_DECODES] += 1.0
         if computes:
-            cells[at + _NUM_PREFILLS] += 1.0
-            cells[at + _PREFILL_TOKENS] += uncached
+            cells[offset + _NUM_PREFILLS] += 1.0
+            cells[offset + _PREFILL_TOKENS] += uncached
         scale = load.table.scale(now)  # first: it may scale the column
-        cells[at + _RECENT] += uncached * scale
+        cells[offset + _RECENT] += uncached * scale
 
     def answered(self) -> None:
-        """Note that the answer has begun, or is given up: the prompt is not to be computed any more."""
-        cells, at = self._load.table.cells, self._load.at
+        """Record that the answer has begun, or is given up: the prompt is no longer to be computed."""
+        cells, offset = self._load.table.cells, self._load.offset
         if self._computing:
             self._computing = False
-            cells[at + _NUM_PREFILLS] -= 1.0
-            cells[at + _PREFILL_TOKENS] -= self.uncached
-        self.num_beside = cells[at + _NUM_DECODES]
+            cells[offset + _NUM_PREFILLS] -= 1.0
+            cells[offset + _PREFILL_TOKENS] -= self.uncached
+        self.num_concurrent = cells[offset + _NUM_DECODES]
 
     def end(self) -> None:
-        """End the work, however it ended. May be called several times."""
-        if self._over:
+        """End the work. May be called several times."""
+        if self._has_ended:
             return
-        self._over, before, load = True, self.num_beside, self._load
+        self._has_ended, num_at_begin, load = True, self.num_concurrent, self._load
         if self._computing:
             self.answered()
-        cells, at = load.table.cells, load.at
-        self.num_beside = (before + cells[at + _NUM_DECODES]) / 2
+        cells, offset = load.table.cells, load.offset
+        self.num_concurrent = (num_at_begin + cells[offset + _NUM_DECODES]) / 2
         load.num_legs -= 1
         if self.decodes:
-            cells[at + _NUM_DECODES] -= 1.0
+            cells[offset + _NUM_DECODES] -= 1.0
 
 
 class Target(Protocol):
@@ -184,17 +184,16 @@ class Target(Protocol):
 
     @property
     def load(self) -> InstanceLoad:
-        """The work that it has."""
+        """Its load."""
 
 
 T = TypeVar("T", bound=Target)
 
 
 class Candidates(list[T]):
-    """Instances of one router to choose among, and their loads as vectors in the same order. Never changed once it is
-    made.
+    """Instances of a router to choose among, and their loads as vectors in the same order. Immutable.
 
-    `memo` is for whoever concludes something from these instances, which stays true as long as they are the same.
+    `memo` caches results that depend on the set of instances only.
     """
 
     __slots__ = ("_rows", "_table", "memo")
@@ -202,7 +201,7 @@ class Candidates(list[T]):
     def __init__(self, instances: Iterable[T]) -> None:
         super().__init__(instances)
         self.memo: dict[Any, Any] = {}
-        loads = [one.load for one in self]
+        loads = [instance.load for instance in self]
         self._table = loads[0].table if loads else LoadTable()
         if any(load.table is not self._table for load in loads):
             raise ValueError("the loads of the instances are in several tables")
@@ -220,31 +219,31 @@ class Candidates(list[T]):
         now: float = 0.0,
         constant: float = 0.0,
     ) -> Vector:
-        """The load of each as one number: the sum of its parts by these weights, and a constant. `recent_tokens`: those
-        that its cache has taken in until `now`, of which older ones count less."""
+        """The load of each instance as a number: the weighted sum of its parts, plus a constant. `recent_tokens`:
+        weight of the tokens that its cache has stored until `now`; older tokens count less."""
         recent = recent_tokens and recent_tokens / self._table.scale(now)
         weights = np.array((prefill_tokens, num_prefills, num_decodes, recent, 0.0, constant))
-        found: Vector = self._table.numbers[self._rows].dot(weights)
-        return found
+        load: Vector = self._table.numbers[self._rows].dot(weights)
+        return load
 
     @property
     def prefill_tokens(self) -> Vector:
-        """Tokens that wait to be computed on each; like the other columns, not to be changed."""
+        """Queued tokens of each instance; like the other columns, not to be changed."""
         return self._column(_PREFILL_TOKENS)
 
     @property
     def num_decodes(self) -> Vector:
-        """Answers that each writes or is to write."""
+        """Running and queued answers of each instance."""
         return self._column(_NUM_DECODES)
 
     @property
     def last_turn(self) -> Vector:
-        """When each was last chosen, as the number of that choice."""
+        """The turn in which each instance was last chosen."""
         return self._column(_LAST_TURN)
 
     def _column(self, column: int) -> Vector:
-        found: Vector = self._table.numbers[self._rows, column]
-        return found
+        column_vector: Vector = self._table.numbers[self._rows, column]
+        return column_vector
 
 
 def candidates(instances: Iterable[T]) -> Candidates[T]:

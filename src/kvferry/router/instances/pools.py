@@ -18,8 +18,8 @@ from kvferry.router.instances.load import Candidates, LoadTable, candidates
 from kvferry.router.instances.shared_plan import SharedFleetPlan
 
 NO_TICKETS_S, _WITHOUT_KV_S = 60.0, 2.0
-"""How long requests are not split over a prefill instance that answers without tickets, or whose store takes no KV and
-which cannot be asked whether it does again."""
+"""Seconds for which a prefill instance that answers without tickets is excluded from hand-offs; the same for one whose
+store takes no KV and which does not report whether it does again."""
 
 
 class RolePool:
@@ -37,10 +37,11 @@ class RolePool:
         self.revision, self._loads = revision or Revision(), loads or LoadTable()
         self._alive = Candidates[Instance](())
         self._alive_states, self._alive_until = -1, 0.0
-        """The states of the instances for which `_alive` was found, and until when none of them stops pausing."""
+        """The states of the instances for which `_alive` was computed, and the end of the first pause."""
         self._turn, self._last_turn = 0, dict[Instance, int]()
         self.without_tickets: dict[Instance, tuple[float, int]] = {}
-        """Prefill instances over which requests are not split, and until when, on the router's monotonic clock."""
+        """Prefill instances that are excluded from hand-offs: until when, on the router's monotonic clock, and for
+        which process."""
 
     def add(
         self,
@@ -50,9 +51,9 @@ class RolePool:
         name: str = "",
         member: int = 0,
         unit: str = "",
-        before: Instance | None = None,
+        predecessor: Instance | None = None,
     ) -> Instance:
-        """Add an instance. `before`: the one at this address, which is leaving its role. Raises `ConfigError`."""
+        """Add an instance. `predecessor`: the instance at this address in its former role. Raises `ConfigError`."""
         instance = Instance(
             self.role,
             url,
@@ -62,51 +63,51 @@ class RolePool:
             member=member,
             unit=unit,
             loads=self._loads,
-            before=before,
+            predecessor=predecessor,
         )
         self.instances.append(instance)
         self.revision.grow()
         return instance
 
-    def leave_out(self, instance: Instance, seconds: float) -> None:
-        """Split no requests over a prefill instance for `seconds`: D would compute the prompts again."""
+    def exclude_from_hand_off(self, instance: Instance, seconds: float) -> None:
+        """Exclude a prefill instance from hand-offs for `seconds`: D would compute the prompts again."""
         self.without_tickets[instance] = self._clock.monotonic() + seconds, instance.process
 
-    def takes_no_kv(self, instance: Instance) -> None:
-        """A prefill instance's stores take no KV: split no requests over it until `Health` hears that they do, or for a
-        while."""
+    def mark_without_kv(self, instance: Instance) -> None:
+        """Record that a prefill instance's stores take no KV: exclude it from hand-offs until its facts change, or for
+        a while."""
         if isinstance(instance.facts, InstanceFacts):
-            instance.amend(msgspec.structs.replace(instance.facts, stores_take_kv=False))
+            instance.update_facts(msgspec.structs.replace(instance.facts, stores_take_kv=False))
         else:
-            self.leave_out(instance, _WITHOUT_KV_S)
+            self.exclude_from_hand_off(instance, _WITHOUT_KV_S)
 
     def hand_off(self, instances: Sequence[Instance]) -> Candidates[Instance]:
-        """`instances` without those that are left out, or whose stores take no KV."""
+        """`instances` without those that are excluded from hand-offs, or whose stores take no KV."""
         group = candidates(instances)
-        known: Candidates[Instance] | None = group.memo.get("hand off")
-        if known is None:
-            takers = Candidates(one for one in group if one.stores_take_kv)
-            known = group.memo["hand off"] = group if len(takers) == len(group) else takers
+        able: Candidates[Instance] | None = group.memo.get("hand off")
+        if able is None:
+            takers = Candidates(instance for instance in group if instance.stores_take_kv)
+            able = group.memo["hand off"] = group if len(takers) == len(group) else takers
         if self.without_tickets:
             now = self._clock.monotonic()
             self.without_tickets = {
-                one: (until, process)
-                for one, (until, process) in self.without_tickets.items()
-                if until > now and process == one.process
+                instance: (until, process)
+                for instance, (until, process) in self.without_tickets.items()
+                if until > now and process == instance.process
             }
-            return Candidates(one for one in known if one not in self.without_tickets)
-        return known
+            return Candidates(instance for instance in able if instance not in self.without_tickets)
+        return able
 
     def drop(self, instance: Instance) -> None:
-        """Remove an instance from the choice."""
+        """Remove an instance from the pool."""
         self.instances.remove(instance)
         self.revision.grow()
         self._last_turn.pop(instance, None)
         self.without_tickets.pop(instance, None)
 
     def alive(self, exclude: Collection[Instance] = ()) -> Candidates[Instance]:
-        """Instances that are usable and not excluded. One that is late with its health, or that asked for a pause
-        (`Retry-After`), is included only if there is no other."""
+        """Instances that are usable and not excluded. Degraded and busy (`Retry-After`) instances are included only if
+        there are no others."""
         if not exclude and self._alive_states == self.revision.states and self._alive_until == math.inf:
             return self._alive
         now = self._clock.monotonic()
@@ -117,67 +118,67 @@ class RolePool:
             self._level(before)
             self._alive_states = self.revision.states
             self._alive_until = min(
-                (one.busy_until for one in self.instances if one.busy_until > now), default=math.inf
+                (instance.busy_until for instance in self.instances if instance.busy_until > now), default=math.inf
             )
         return self._alive
 
-    def _level(self, before: Candidates[Instance]) -> None:
-        """Instances that were not among those `before` are new, or were not usable for a while."""
-        known = set(before)
-        stayed = [one.load for one in self._alive if one in known]
-        for one in self._alive:
-            if one not in known:
-                one.load.level(stayed)
+    def _level(self, former: Candidates[Instance]) -> None:
+        """Level the load of instances that are not in `former`: they are new, or were not usable for a while."""
+        known_before = set(former)
+        stayed = [instance.load for instance in self._alive if instance in known_before]
+        for instance in self._alive:
+            if instance not in known_before:
+                instance.load.level(stayed)
 
     def _find_alive(self, exclude: Collection[Instance], now: float) -> list[Instance]:
-        best = [one for one in self.instances if one.trusted and one.busy_until <= now and one not in exclude]
-        return best or self._doubtful(exclude, now)
+        trusted = [instance for instance in self.instances if instance.trusted and instance not in exclude]
+        return [instance for instance in trusted if instance.busy_until <= now] or self._find_fallback(exclude, now)
 
-    def _doubtful(self, exclude: Collection[Instance], now: float) -> list[Instance]:
-        usable = [one for one in self.instances if one.usable and one not in exclude]
-        trusted = [one for one in usable if one.trusted] or usable
-        return [one for one in trusted if one.busy_until <= now] or trusted
+    def _find_fallback(self, exclude: Collection[Instance], now: float) -> list[Instance]:
+        usable = [instance for instance in self.instances if instance.usable and instance not in exclude]
+        trusted = [instance for instance in usable if instance.trusted] or usable
+        return [instance for instance in trusted if instance.busy_until <= now] or trusted
 
     def pick(self, exclude: Collection[Instance] = ()) -> Instance | None:
-        """The next instance in turn, for requests without a prompt to choose by. If none seems usable, one of them
-        nevertheless: it may be back, and an attempt is better than an error. None if all are excluded.
+        """The next instance in turn, for requests without a prompt. If none seems usable, any of them: it may be back,
+        and an attempt is better than an error. None if all are excluded.
 
-        The one that was picked longest ago comes next, so instances may come and go.
+        The least recently picked instance comes next, so instances may join and leave.
         """
-        able = self.alive(exclude) or [one for one in self.instances if one not in exclude]
-        if not able:
+        pickable = self.alive(exclude) or [instance for instance in self.instances if instance not in exclude]
+        if not pickable:
             return None
-        chosen = min(able, key=lambda instance: self._last_turn.get(instance, 0))
+        chosen = min(pickable, key=lambda instance: self._last_turn.get(instance, 0))
         self._turn += 1
         self._last_turn[chosen] = self._turn
         return chosen
 
     @property
     def num_alive(self) -> int:
-        """How many instances seem able to serve."""
+        """Number of usable instances."""
         return sum(instance.usable for instance in self.instances)
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Both pools, the instances that have been in them and are being drained, and what the fleet's controller says."""
+    """Both pools, the draining instances that have left them, and the plan of the fleet's controller."""
 
     prefill: RolePool
     decode: RolePool
     leaving: list[Instance] = field(default_factory=list)
-    directions: SharedFleetPlan = field(default_factory=SharedFleetPlan)
+    shared_plan: SharedFleetPlan = field(default_factory=SharedFleetPlan)
 
     @classmethod
     def from_config(cls, config: RouterConfig, clock: Clock | None = None) -> Pools:
-        """Pools with the instances that flags name. Raises as `given_instances`."""
+        """Create pools with the configured instances. Raises as `configured_instances`."""
         pools = cls.empty(clock)
-        for role, url, port in given_instances(config):
+        for role, url, port in configured_instances(config):
             pools.pool(role).add(url, port)
         return pools
 
     @classmethod
     def empty(cls, clock: Clock | None = None) -> Pools:
-        """Pools without instances."""
+        """Create pools without instances."""
         revision, loads = Revision(), LoadTable()
         return cls(RolePool("prefill", clock, revision, loads), RolePool("decode", clock, revision, loads))
 
@@ -188,7 +189,7 @@ class Pools:
 
     @property
     def revision(self) -> int:
-        """A number that changes whenever an instance came, went or said something new about itself."""
+        """A number that changes whenever an instance joins, leaves or changes its facts."""
         return self.prefill.revision.number
 
     def pool(self, role: LegRole) -> RolePool:
@@ -196,15 +197,19 @@ class Pools:
         return self.prefill if role == "prefill" else self.decode
 
     def find(self, url: str) -> Instance | None:
-        """The instance at this URL; one that is not draining comes first."""
-        return next((one for one in self if one.url == url), None)
+        """The instance at this URL; None if there is none. Instances that are not draining come first."""
+        return next((instance for instance in self if instance.url == url), None)
 
-    def member(self, member: int) -> Instance:
-        """The instance with this number, which is here."""
-        return next(one for one in self if one.member == member)
+    def staying(self, url: str) -> list[Instance]:
+        """The instances at this URL that are not to be removed once they are drained."""
+        return [instance for instance in self if instance.url == url and not instance.remove_when_drained]
+
+    def member(self, number: int) -> Instance:
+        """The instance with this number, which exists."""
+        return next(instance for instance in self if instance.member == number)
 
     def retire(self, instance: Instance) -> None:
-        """Send it no new requests. May be called repeatedly."""
+        """Send an instance no new requests. May be called repeatedly."""
         if not instance.draining:
             instance.drain()
             self.pool(instance.role).drop(instance)
@@ -216,29 +221,29 @@ class Pools:
         self.prefill.revision.grow()
 
 
-def given_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
-    """Role, URL and bootstrap port of each instance that flags name. Raises `ConfigError` when there is no decode
-    instance or an address is wrong."""
+def configured_instances(config: RouterConfig) -> list[tuple[LegRole, str, int]]:
+    """Role, URL and bootstrap port of each configured instance. Raises `ConfigError` if there is no decode instance or
+    an address is invalid."""
     if not config.decode_url and config.instances_file is None and not (config.registration or config.declared):
         raise ConfigError(
             "the router needs at least one decode instance; name it with --decode-url http://host:port, or let"
             " instances register themselves with --registration"
         )
-    found: dict[str, tuple[LegRole, str, int]] = {}
+    instances: dict[str, tuple[LegRole, str, int]] = {}
     ports = [*config.bootstrap_port, *[BOOTSTRAP_PORT] * len(config.prefill_url)]
-    for one in config.prefill_url:
-        if one.startswith(SCHEME):
+    for address in config.prefill_url:
+        if address.startswith(SCHEME):
             continue
-        if (url := normalise_url(one)) in found:
+        if (url := normalise_url(address)) in instances:
             raise ConfigError(f"--prefill-url {url} is given twice")
-        found[url] = "prefill", url, ports[len(found)]
-    for one in config.decode_url:
-        if one.startswith(SCHEME):
+        instances[url] = "prefill", url, ports[len(instances)]
+    for address in config.decode_url:
+        if address.startswith(SCHEME):
             continue
-        url = normalise_url(one)
-        if found.get(url, ("",))[0] == "prefill":
+        url = normalise_url(address)
+        if instances.get(url, ("",))[0] == "prefill":
             raise ConfigError(f"--prefill-url {url} is a --decode-url too; an instance has one role")
-        if url in found:
+        if url in instances:
             raise ConfigError(f"--decode-url {url} is given twice")
-        found[url] = "decode", url, BOOTSTRAP_PORT
-    return [*found.values()]
+        instances[url] = "decode", url, BOOTSTRAP_PORT
+    return [*instances.values()]

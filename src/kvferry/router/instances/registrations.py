@@ -1,8 +1,7 @@
 """Instances that register themselves and stay for as long as they renew their lease.
 
-The leases are what the routers of one port share. Only instances that hold the deployment's token can register, and
-each is asked about itself before it gets requests. If another instance, or none, answers at the address that a message
-names, the registration is refused.
+The routers of a port share the leases. Only instances with the deployment's token can register, and each is probed
+before it gets requests. If another instance, or none, answers at the address in a message, the registration is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvferry.http.server.routes import Route
 from kvferry.router.config import RouterConfig
 from kvferry.router.errors import InstanceConflict, RegistrationRefused
 from kvferry.router.instances.connections import Connections
-from kvferry.router.instances.facts import ask_about
+from kvferry.router.instances.facts import fetch_facts
 from kvferry.router.instances.instance import BOOTSTRAP_PORT, Facts, Instance, NotProbed, SglangFacts, UnknownFacts
 from kvferry.router.instances.membership import Membership
 from kvferry.router.instances.pools import Pools
@@ -39,16 +38,16 @@ from kvferry.router.instances.shared_state import SharedState
 
 logger = logging.getLogger(__name__)
 
-_Doing = Literal["serving", "draining", "drained", "gone"]
+_LeaseState = Literal["serving", "draining", "drained", "gone"]
 
 MAX_REGISTERED = 4096
-_LOOK_S = 0.5
-_STOOD_STILL_S = 2.0
-"""How long this process itself must have stood still for leases to be extended: instances could not be heard then."""
+_SWEEP_INTERVAL_S = 0.5
+_MIN_PAUSE_S = 2.0
+"""Seconds that this process must have been stopped for leases to be extended: it could not receive renewals then."""
 
 
 class Registrations:
-    """The route for instances, and the end of their leases."""
+    """Serves the route for registrations, and ends leases."""
 
     def __init__(
         self,
@@ -61,14 +60,14 @@ class Registrations:
     ) -> None:
         self._config, self._pools, self._connections, self._clock = config, pools, connections, clock
         self._membership, self._state = membership, state
-        self._asking: set[str] = set()
+        self._probing: set[str] = set()
 
     def routes(self) -> list[Route]:
-        """Served beside the router's other routes."""
+        """The route for registrations."""
         return [Route("POST", REGISTER_PATH, self.register, "register")]
 
     async def register(self, request: HttpRequest, response: Response) -> None:
-        """POST /kvferry/instances/register: an instance is there, will be gone soon, or is gone."""
+        """Serve POST /kvferry/instances/register: an instance is up, draining, or gone."""
         if not self._config.registration:
             raise RegistrationRefused("this router does not accept registrations; start it with --registration")
         message = await request.body.read(SizeLimit(MAX_MESSAGE, "a registration"))
@@ -77,124 +76,128 @@ class Registrations:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the registration cannot be read: {error}") from error
         url = _url(announcement)
-        self._membership.catch_up()
+        self._membership.refresh()
         match announcement.state:
             case "up":
-                state = await self._up(url, announcement)
+                state = await self._on_up(url, announcement)
             case "draining":
-                state = self._draining(url, announcement)
+                state = self._on_draining(url, announcement)
             case "gone":
-                state = self._gone(url, announcement)
+                state = self._on_gone(url, announcement)
         response.send_json(msgspec.json.encode(Registered(lease_s=self._lease_s, state=state)))
 
     async def watch(self) -> None:
         """End leases that were not renewed; runs until it is cancelled."""
-        before = self._clock.monotonic()
+        checked_at = self._clock.monotonic()
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
             now = self._clock.monotonic()
             try:
-                self.look(now, missed_s=now - before if now - before > _STOOD_STILL_S else 0.0)
+                self.sweep(now, missed_s=now - checked_at if now - checked_at > _MIN_PAUSE_S else 0.0)
             except Unavailable as error:
                 logger.warning("leases could not be checked, and will be again soon: %s", error)
-            before = now
+            checked_at = now
 
-    def look(self, now: float, missed_s: float = 0.0) -> None:
-        """Drain and then forget instances whose lease is over at `now`. `missed_s`: how long this process could not
-        receive renewals."""
+    def sweep(self, now: float, missed_s: float = 0.0) -> None:
+        """Drain and then remove instances whose lease has expired at `now`. `missed_s`: seconds in which this process
+        could not receive renewals."""
         if missed_s:
             self._state.extend_leases(missed_s)
         for url in self._state.end_leases(now):
             self._retire(url, "has not renewed its lease")
 
-    # A message.
+    # Messages.
 
-    async def _up(self, url: str, said: Announcement) -> _Doing:
-        lease, here = self._state.lease(url), self._here(url)
-        if lease is not None and lease.process == said.process:
-            self._renew(url, said)
-            if here is None:  # the lease goes on, so that its process stays out
+    async def _on_up(self, url: str, announcement: Announcement) -> _LeaseState:
+        lease, instance = self._state.lease(url), self._find(url)
+        if lease is not None and lease.process == announcement.process:
+            self._renew(url, announcement)
+            if instance is None:  # the lease is renewed, so that its process stays removed
                 raise InstanceConflict(
                     f"an operator removed {url}; restart the instance, or add it with `kvferry fleet add`"
                 )
-            return _doing(here)
-        if here is not None and lease is None:
-            return _doing(here)  # named by flags, a file or an operator: it needs no lease
+            return _lease_state(instance)
+        if instance is not None and lease is None:
+            return _lease_state(instance)  # configured by flags, a file or an operator: it needs no lease
         if lease is None and self._state.num_leases() >= MAX_REGISTERED:
             raise QueueFull(f"{MAX_REGISTERED} instances are registered here, which is the limit")
-        facts = await self._ask(url, said)
-        self._renew(url, said)
-        return self._admit(url, said, facts)
+        facts = await self._probe(url, announcement)
+        self._renew(url, announcement)
+        return self._admit(url, announcement, facts)
 
-    def _renew(self, url: str, said: Announcement) -> None:
-        self._state.set_lease(url, said.process, self._clock.monotonic() + self._lease_s)
+    def _renew(self, url: str, announcement: Announcement) -> None:
+        self._state.set_lease(url, announcement.process, self._clock.monotonic() + self._lease_s)
 
-    def _admit(self, url: str, said: Announcement, facts: Facts) -> _Doing:
-        """Add an instance whose process is new, with what it reported when it was asked. That an operator drained the
-        process before it is over with that process."""
+    def _admit(self, url: str, announcement: Announcement, facts: Facts) -> _LeaseState:
+        """Add an instance whose process is new, with its facts. An operator's drain of the former process does not
+        apply to the new one."""
         self._membership.supersede(url)
-        here = self._here(url)
-        if here is not None and here.role != said.role:
-            self._retire(url, f"registers for {said.role}")
-            here = None
-        if here is None:
-            here = self._membership.register(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT)
-            logger.warning("%s (%s) has registered", here, here.url)
-        here.learn(facts)
-        here.mark_healthy()
-        return _doing(here)
+        instance = self._find(url)
+        if instance is not None and instance.role != announcement.role:
+            self._retire(url, f"registers for {announcement.role}")
+            instance = None
+        if instance is None:
+            instance = self._membership.register(announcement.role, url, announcement.bootstrap_port or BOOTSTRAP_PORT)
+            logger.warning("%s (%s) has registered", instance, instance.url)
+        instance.set_facts(facts)
+        instance.mark_healthy()
+        return _lease_state(instance)
 
-    def _draining(self, url: str, said: Announcement) -> _Doing:
+    def _on_draining(self, url: str, announcement: Announcement) -> _LeaseState:
         lease = self._state.lease(url)
-        if lease is None or lease.process != said.process:
+        if lease is None or lease.process != announcement.process:
             return "drained"
-        self._renew(url, said)
+        self._renew(url, announcement)
         self._retire(url, "will be gone")
-        return "draining" if any(one.url == url and not one.drained for one in self._pools) else "drained"
+        return (
+            "draining" if any(instance.url == url and not instance.drained for instance in self._pools) else "drained"
+        )
 
-    def _gone(self, url: str, said: Announcement) -> _Doing:
+    def _on_gone(self, url: str, announcement: Announcement) -> _LeaseState:
         lease = self._state.lease(url)
-        if lease is not None and lease.process == said.process:
+        if lease is not None and lease.process == announcement.process:
             self._state.end_lease(url)
             self._retire(url, "is gone")
         return "gone"
 
     # Instances.
 
-    def _here(self, url: str) -> Instance | None:
+    def _find(self, url: str) -> Instance | None:
         """The instance at this URL, unless it will be removed once it is drained."""
-        return next((one for one in self._pools if one.url == url and not one.remove_when_drained), None)
+        return next(iter(self._pools.staying(url)), None)
 
-    def _retire(self, url: str, why: str) -> None:
-        if self._membership.names(url):
+    def _retire(self, url: str, reason: str) -> None:
+        if self._membership.is_listed(url):
             return
-        for one in [one for one in self._pools if one.url == url and not one.remove_when_drained]:
-            logger.warning("%s (%s) %s: it is drained and removed", one, one.url, why)
-            self._membership.retire(one, remove_when_drained=True)
+        for instance in self._pools.staying(url):
+            logger.warning("%s (%s) %s: it is drained and removed", instance, instance.url, reason)
+            self._membership.retire(instance, remove_when_drained=True)
 
-    async def _ask(self, url: str, said: Announcement) -> Facts:
-        """What the instance reports about itself. Raises `InstanceConflict` if that is not what the message says."""
-        if url in self._asking:
+    async def _probe(self, url: str, announcement: Announcement) -> Facts:
+        """Fetch the facts of the instance. Raises `InstanceConflict` if they contradict the message."""
+        if url in self._probing:
             raise InstanceConflict(f"another registration of {url} is being checked")
-        self._asking.add(url)
-        instance = Instance(said.role, url, said.bootstrap_port or BOOTSTRAP_PORT, name=f"the instance at {url}")
+        self._probing.add(url)
+        instance = Instance(
+            announcement.role, url, announcement.bootstrap_port or BOOTSTRAP_PORT, name=f"the instance at {url}"
+        )
         timeout_s = self._config.health_timeout_s
         try:
             status, _ = await self._connections.ask(instance, "GET", "/health", timeout_s)
-            facts = await ask_about(instance, self._connections, self._config.protocol, timeout_s)
+            facts = await fetch_facts(instance, self._connections, self._config.protocol, timeout_s)
         except TransferError as error:
             is_tls = isinstance(error.__cause__, ssl.SSLError)
             hint = "" if is_tls else "; if it has another address, set --advertise-url on the instance"
             raise InstanceConflict(f"{error}{hint}") from error
         finally:
-            self._asking.discard(url)
-            if not any(one.address.origin == instance.address.origin for one in self._pools):
+            self._probing.discard(url)
+            if not any(other.address.origin == instance.address.origin for other in self._pools):
                 self._connections.close(instance)
         if status != 200 or isinstance(facts, NotProbed):
             raise InstanceConflict(f"{instance} does not serve yet (GET /health: {status})")
-        complaint = _mismatch(facts, said)
-        if complaint is not None:
-            raise InstanceConflict(f"{instance} {complaint}")
+        mismatch = _mismatch(facts, announcement)
+        if mismatch is not None:
+            raise InstanceConflict(f"{instance} {mismatch}")
         return facts
 
     @property
@@ -202,28 +205,28 @@ class Registrations:
         return self._config.registration_lease_s
 
 
-def _doing(instance: Instance) -> _Doing:
+def _lease_state(instance: Instance) -> _LeaseState:
     if not instance.draining:
         return "serving"
     return "drained" if instance.drained else "draining"
 
 
-def _url(said: Announcement) -> str:
+def _url(announcement: Announcement) -> str:
     try:
-        return Instance(said.role, said.url).url
+        return Instance(announcement.role, announcement.url).url
     except ConfigError as error:
         raise InvalidRequest(str(error), param="url") from error
 
 
-def _mismatch(facts: Facts, said: Announcement) -> str | None:
-    """How an instance differs from what it registered as (`said`); None: it does not."""
+def _mismatch(facts: Facts, announcement: Announcement) -> str | None:
+    """The difference between an instance's facts and its announcement; None if there is none."""
     match facts:
         case UnknownFacts():
             return "is no server of kvferry, vLLM or SGLang"
-        case InstanceFacts(role=role) if role not in ("both", said.role):
-            return f"was started as a {role} instance, not for {said.role}"
-        case InstanceFacts(engine_id=engine_id) if said.engine_id and engine_id != said.engine_id:
+        case InstanceFacts(role=role) if role not in ("both", announcement.role):
+            return f"was started as a {role} instance, not for {announcement.role}"
+        case InstanceFacts(engine_id=engine_id) if announcement.engine_id and engine_id != announcement.engine_id:
             return "is another instance than the one that registers; does --advertise-url name the right one?"
-        case SglangFacts(mode=mode) if mode not in ("null", said.role):
-            return f"was started for {mode}, not for {said.role}"
+        case SglangFacts(mode=mode) if mode not in ("null", announcement.role):
+            return f"was started for {mode}, not for {announcement.role}"
     return None

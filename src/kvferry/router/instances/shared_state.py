@@ -1,9 +1,8 @@
-"""What the routers of one port know together: the instances, who has registered, the tickets that are kept for next
-turns, and which routers there are.
+"""State that the routers of a port share: the instances, their leases, the tickets for next turns, and the routers.
 
-One SQLite database: a file in the folder of the routers' group, or in memory for a router alone. There is no leader and
-nobody is waited for: each router writes what happened to it, and looks a few times a second for what others wrote. What
-is written outlives the router that wrote it. Owns the connection; knows instances only as rows.
+One SQLite database: a file in the folder of the routers' group, or in memory for a single router. There is no leader
+and no waiting: each router writes its own changes, and reads the others' a few times a second. Rows outlive the router
+that wrote them. Owns the connection; knows instances only as rows.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from kvferry.core.entropy import token_hex
 from kvferry.core.errors import Unavailable
 from kvferry.router.instances.instance import LegRole
 
-_LOCKED_MS = 500
-"""How long another router may hold the database: it does so for microseconds, unless it was stopped just then."""
+_MAX_LOCK_WAIT_MS = 500
+"""Maximum wait for another router's transaction, which takes microseconds unless that router was stopped."""
 _MAX_FORMER_NAMES = 4096
 _MAX_USED = 2**16
-"""Signed requests of half a minute that are remembered."""
+"""Maximum number of remembered signed requests, of half a minute."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -49,8 +48,8 @@ CREATE TABLE IF NOT EXISTS used (nonce TEXT PRIMARY KEY, at_ns INTEGER NOT NULL)
 
 
 class MemberRow(NamedTuple):
-    """One instance. `id` is never used again; `remove_when_drained`: it is removed once it is drained; `unit`: it hands
-    off within that only; `declared`: a fleet's controller decides about it."""
+    """An instance. `id` is never reused; `remove_when_drained`: it is removed once it is drained; `unit`: it hands off
+    within this unit only; `declared`: a fleet's controller manages it."""
 
     id: int
     name: str
@@ -72,7 +71,8 @@ class LeaseRow(NamedTuple):
 
 
 class TicketRow(NamedTuple):
-    """What a decode instance (`member`) keeps for a conversation's next turn; `params` is JSON."""
+    """The ticket for the KV that a decode instance (`member`) keeps for a conversation's next turn; `params` is
+    JSON."""
 
     session: str
     member: int
@@ -83,8 +83,8 @@ class TicketRow(NamedTuple):
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other router opens its database meanwhile: SQLite does not wait for one that changes the journal's mode."""
+def _open_lock(folder: Path) -> Iterator[None]:
+    """Keep other routers from opening the database: SQLite does not wait while the journal's mode is changed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -94,25 +94,26 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 class SharedState:
-    """Methods raise `Unavailable` if another router holds the database for too long; what was asked was not done then.
-    Used by one event loop."""
+    """The database. Methods raise `Unavailable` if another router locks it for too long; nothing was changed then. Used
+    by one event loop."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: of the routers' group, which only their user can read; None: this router is alone."""
+        """`folder`: of the routers' group, which only their user can read; None: a single router."""
         self.folder, self.is_shared = folder, folder is not None
         path = ":memory:" if folder is None else str(folder / "routers.sqlite")
-        self._database = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_MS / 1000)
-        self._seen = -1
+        self._database = sqlite3.connect(path, isolation_level=None, timeout=_MAX_LOCK_WAIT_MS / 1000)
+        self._data_version = -1
         self._pid = os.getpid()
-        with nullcontext() if folder is None else _alone(folder):
-            if self.is_shared:  # survives the death of any process; nothing here survives the machine's
+        with nullcontext() if folder is None else _open_lock(folder):
+            if self.is_shared:  # survives the death of any process; need not survive the machine's
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = OFF")
             self._database.executescript(_SCHEMA)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """While the body runs, no other router writes; all that it does is done, or nothing."""
+        """Run the body as a transaction: no other router writes meanwhile, and either all of its changes apply or
+        none."""
         if self._database.in_transaction:
             yield
             return
@@ -125,9 +126,9 @@ class SharedState:
         self._run("COMMIT")
 
     def has_changed(self) -> bool:
-        """Whether another router wrote something since this was last asked."""
+        """True if another router has written since the last call."""
         [[version]] = self._run("PRAGMA data_version")
-        before, self._seen = self._seen, version
+        before, self._data_version = self._data_version, version
         return bool(version != before)
 
     def close(self) -> None:
@@ -136,18 +137,18 @@ class SharedState:
         self._database.close()
 
     def fact(self, name: str, default: str = "") -> str:
-        """A text that all share; the first router that asks decides about the default."""
+        """Return a shared text; the first router that calls this sets the default."""
         self._run("INSERT OR IGNORE INTO facts VALUES (?, ?)", name, default)
         [[value]] = self._run("SELECT value FROM facts WHERE name = ?", name)
         return str(value)
 
-    def known_fact(self, name: str) -> str:
-        """A text that all share; empty if nobody has set it."""
-        found = self._run("SELECT value FROM facts WHERE name = ?", name)
-        return str(found[0][0]) if found else ""
+    def get_fact(self, name: str) -> str:
+        """Return a shared text; empty if it was not set."""
+        rows = self._run("SELECT value FROM facts WHERE name = ?", name)
+        return str(rows[0][0]) if rows else ""
 
     def set_fact(self, name: str, value: str) -> None:
-        """Replace a text that all share."""
+        """Replace a shared text."""
         self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", name, value)
 
     def secret(self) -> bytes:
@@ -157,50 +158,50 @@ class SharedState:
     # Routers.
 
     def join(self, url: str) -> None:
-        """Note that this process serves, and answers other routers at `url`."""
+        """Record that this process serves, and answers other routers at `url`."""
         started = psutil.Process(self._pid).create_time()
         self._run("INSERT OR REPLACE INTO routers VALUES (?, ?, ?)", self._pid, started, url)
 
     def leave(self) -> None:
-        """Note that this process does not serve any more."""
+        """Record that this process no longer serves."""
         self._run("DELETE FROM routers WHERE pid = ?", self._pid)
 
-    def others(self) -> dict[int, str]:
-        """The URLs of the other routers that live, by process id; those that died are forgotten."""
+    def siblings(self) -> dict[int, str]:
+        """URLs of the other routers that are alive, by process id; dead routers are removed."""
         rows = self._run("SELECT pid, started, url FROM routers WHERE pid != ?", self._pid)
-        dead = [pid for pid, started, _ in rows if not _lives(pid, started)]
+        dead = [pid for pid, started, _ in rows if not _is_alive(pid, started)]
         for pid in dead:
             self._run("DELETE FROM routers WHERE pid = ?", pid)
             self._run("DELETE FROM idle WHERE pid = ?", pid)
         return {pid: url for pid, _, url in rows if pid not in dead}
 
     def note_idle(self, member: int, idle: bool) -> None:
-        """Note whether this router has nothing running at a member that it knows is draining."""
-        where = (self._pid, member)
-        known = bool(self._run("SELECT 1 FROM idle WHERE pid = ? AND member = ?", *where))
-        if idle and not known:
-            self._run("INSERT INTO idle VALUES (?, ?)", *where)
-        elif known and not idle:
-            self._run("DELETE FROM idle WHERE pid = ? AND member = ?", *where)
+        """Record whether this router has no running request at a draining member."""
+        key = (self._pid, member)
+        was_idle = bool(self._run("SELECT 1 FROM idle WHERE pid = ? AND member = ?", *key))
+        if idle and not was_idle:
+            self._run("INSERT INTO idle VALUES (?, ?)", *key)
+        elif was_idle and not idle:
+            self._run("DELETE FROM idle WHERE pid = ? AND member = ?", *key)
 
     def all_idle(self, member: int) -> bool:
-        """Whether no other router has anything running at a member that is draining."""
+        """True if no other router has a running request at a draining member."""
         idle = {pid for (pid,) in self._run("SELECT pid FROM idle WHERE member = ?", member)}
-        return self.others().keys() <= idle
+        return self.siblings().keys() <= idle
 
     # Members.
 
     def members(self) -> list[MemberRow]:
-        """All members, in the order in which they came."""
-        found = self._run(
+        """All members, in the order in which they were added."""
+        rows = self._run(
             "SELECT id, name, role, url, bootstrap_port, draining, drained, remove_when_drained, unit, declared"
             " FROM members ORDER BY id"
         )
-        return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in found]
+        return [MemberRow._make([*row[:5], *map(bool, row[5:8]), row[8], bool(row[9])]) for row in rows]
 
     def add_member(self, role: LegRole, url: str, bootstrap_port: int) -> int:
-        """Add a member; returns its id. It has the name that it had when it was here before, or a new one. No other
-        member has that name: a fleet, which names its members itself, may have taken it meanwhile."""
+        """Add a member; return its id. It gets its former name, if it had one and a fleet's member has not taken it
+        meanwhile, or a new one."""
         with self.changing():
             former = self._run("DELETE FROM former_names WHERE role = ? AND url = ? RETURNING name", role, url)
             name = former[0][0] if former else ""
@@ -208,27 +209,27 @@ class SharedState:
                 number = int(self.fact(f"next {role}", "0"))
                 self.set_fact(f"next {role}", str(number + 1))
                 name = f"{role}-{number}"
-            [[found]] = self._run(
+            [[member_id]] = self._run(
                 "INSERT INTO members (name, role, url, bootstrap_port) VALUES (?, ?, ?, ?) RETURNING id",
                 name, role, url, bootstrap_port,
             )  # fmt: skip
-        return int(found)
+        return int(member_id)
 
     def declare_member(self, name: str, role: LegRole, url: str, bootstrap_port: int, unit: str) -> int:
-        """Add an instance of a fleet, which has named it. One with that name, such as the same process in another role,
-        is called after both from now on. Returns its id."""
+        """Add an instance of a fleet under the fleet's name for it; return its id. Another instance with that name,
+        such as the same process in another role, is renamed to name and role."""
         with self.changing():
-            for before, its_role in self._run("SELECT id, role FROM members WHERE name = ?", name):
-                other = f"{name}-{its_role}"
-                while self._is_taken(other):
-                    other += f"-{its_role}"
-                self._run("UPDATE members SET name = ? WHERE id = ?", other, before)
-            [[found]] = self._run(
+            for same_named, role_of_same_named in self._run("SELECT id, role FROM members WHERE name = ?", name):
+                new_name = f"{name}-{role_of_same_named}"
+                while self._is_taken(new_name):
+                    new_name += f"-{role_of_same_named}"
+                self._run("UPDATE members SET name = ? WHERE id = ?", new_name, same_named)
+            [[member_id]] = self._run(
                 "INSERT INTO members (name, role, url, bootstrap_port, unit, declared) VALUES (?, ?, ?, ?, ?, 1)"
                 " RETURNING id",
                 name, role, url, bootstrap_port, unit,
             )  # fmt: skip
-        return int(found)
+        return int(member_id)
 
     def _is_taken(self, name: str) -> bool:
         return bool(self._run("SELECT 1 FROM members WHERE name = ?", name))
@@ -241,11 +242,11 @@ class SharedState:
         )  # fmt: skip
 
     def set_drained(self, member: int, drained: bool) -> None:
-        """Note whether nothing is left of its requests."""
+        """Record whether all requests of a draining member have ended."""
         self._run("UPDATE members SET drained = ? WHERE id = ?", drained, member)
 
     def remove_member(self, member: int) -> None:
-        """Remove a member that is gone; if it comes back, metrics go on under its name."""
+        """Remove a member that is gone; its name is kept for its return, so that its metrics continue."""
         with self.changing():
             self._run(
                 "INSERT OR REPLACE INTO former_names SELECT role, url, name FROM members WHERE id = ? AND NOT declared",
@@ -263,16 +264,16 @@ class SharedState:
 
     def lease(self, url: str) -> LeaseRow | None:
         """The lease of the process that registered this URL."""
-        found = self._run("SELECT process, until FROM leases WHERE url = ?", url)
-        return LeaseRow(*found[0]) if found else None
+        rows = self._run("SELECT process, until FROM leases WHERE url = ?", url)
+        return LeaseRow(*rows[0]) if rows else None
 
     def num_leases(self) -> int:
-        """How many URLs are registered."""
+        """Number of registered URLs."""
         [[number]] = self._run("SELECT count(*) FROM leases")
         return int(number)
 
     def set_lease(self, url: str, process: str, until: float) -> None:
-        """Note that a process has registered, or has renewed its lease."""
+        """Set the lease of a process that has registered, or has renewed its lease."""
         self._run("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", url, process, until)
 
     def end_lease(self, url: str) -> None:
@@ -280,11 +281,11 @@ class SharedState:
         self._run("DELETE FROM leases WHERE url = ?", url)
 
     def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by a time in which nobody could renew them."""
+        """Extend all leases by a time in which they could not be renewed."""
         self._run("UPDATE leases SET until = until + ?", seconds)
 
     def end_leases(self, now: float) -> list[str]:
-        """End the leases that are over; returns their URLs."""
+        """Remove expired leases; return their URLs."""
         if not self._run("SELECT 1 FROM leases WHERE until <= ? LIMIT 1", now):
             return []
         return [url for (url,) in self._run("DELETE FROM leases WHERE until <= ? RETURNING url", now)]
@@ -292,26 +293,29 @@ class SharedState:
     # Tickets.
 
     def take_ticket(self, session: str) -> TicketRow | None:
-        """Remove and return a conversation's ticket: one router gets it."""
+        """Remove and return a conversation's ticket; only one router gets it."""
         return _ticket(self._run("DELETE FROM tickets WHERE session = ? RETURNING *", session))
 
-    def keep_ticket(self, ticket: TicketRow, most: int) -> list[TicketRow]:
-        """Returns those that had to go for it: the one before of its conversation, and the oldest beyond `most`."""
+    def store_ticket(self, ticket: TicketRow, max_tickets: int) -> list[TicketRow]:
+        """Store a ticket; return the removed ones: its conversation's former ticket, and the oldest beyond
+        `max_tickets`."""
         with self.changing():
-            gone = self._run("DELETE FROM tickets WHERE session = ? RETURNING *", ticket.session)
+            removed = self._run("DELETE FROM tickets WHERE session = ? RETURNING *", ticket.session)
             self._run("INSERT INTO tickets VALUES (?, ?, ?, ?, ?, ?)", *ticket)
             [[number]] = self._run("SELECT count(*) FROM tickets")
-            if number > most:
+            if number > max_tickets:
                 oldest = "SELECT session FROM tickets ORDER BY rowid LIMIT ?"
-                gone += self._run(f"DELETE FROM tickets WHERE session IN ({oldest}) RETURNING *", number - most)
-        return [TicketRow(*row) for row in gone]
+                removed += self._run(
+                    f"DELETE FROM tickets WHERE session IN ({oldest}) RETURNING *", number - max_tickets
+                )
+        return [TicketRow(*row) for row in removed]
 
     def has_ticket(self, session: str) -> bool:
-        """Whether a ticket is kept for a conversation."""
+        """True if a conversation has a ticket."""
         return bool(self._run("SELECT 1 FROM tickets WHERE session = ?", session))
 
     def has_tickets_of(self, member: int) -> bool:
-        """Whether an instance keeps something for a next turn."""
+        """True if an instance keeps KV for a next turn."""
         return bool(self._run("SELECT 1 FROM tickets WHERE member = ? LIMIT 1", member))
 
     def tickets(self) -> list[TicketRow]:
@@ -321,7 +325,7 @@ class SharedState:
     # Signed requests.
 
     def use(self, nonce: str, at_ns: int, oldest_ns: int) -> bool:
-        """Whether a signed request is new to all routers, which remember it from now on; as `core.keys.ReplayGuard`."""
+        """Return True if a signed request is new to all routers, and remember it; as `core.keys.ReplayGuard`."""
         self._run("DELETE FROM used WHERE at_ns < ?", oldest_ns)
         [[number]] = self._run("SELECT count(*) FROM used")
         if number >= _MAX_USED:
@@ -339,7 +343,7 @@ def _ticket(rows: Iterable[Any]) -> TicketRow | None:
     return next((TicketRow(*row) for row in rows), None)
 
 
-def _lives(pid: int, started: float) -> bool:
+def _is_alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
         return bool(process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE)

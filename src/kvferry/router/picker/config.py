@@ -1,4 +1,4 @@
-"""Settings of an endpoint picker beside those of a router. A field's docstring is its flag's help."""
+"""Settings that an endpoint picker has beside a router's. A field's docstring is its flag's help."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvferry.core.settings.bounds import CountOrZero, PortOrAny, SecondsOrZero, 
 
 @dataclass(frozen=True, kw_only=True)
 class PickerConfig:
-    """What the gateway is told, and where it asks."""
+    """The gRPC port for gateways, and the content of the picker's answers."""
 
     grpc_port: PortOrAny = 9002
     """Port on which gateways ask, by gRPC: Envoy's external processing and gRPC's health checks. 0 takes any free
     one."""
 
     prefill_header: str = "x-prefiller-host-port"
-    """Header that tells the decode instance's side which prefill instance to use, as host:port. The default is that of
-    llm-d's sidecar."""
+    """Header that names the prefill instance, as host:port, for the decode instance's side. The default is the header
+    of llm-d's sidecar."""
 
     fallbacks: CountOrZero = 0
     """Number of other decode instances that are named after the chosen one, for a gateway that tries one after the

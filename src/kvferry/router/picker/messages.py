@@ -1,5 +1,5 @@
-"""Messages of Envoy's external processing: what a request's say, and those that answer them. Only this module and its
-neighbours import what `kvferry[picker]` brings."""
+"""Messages of Envoy's external processing: reads a request's messages, and makes the answers. Only this package imports
+the dependencies of `kvferry[picker]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 _SERVED, _SUBSET = f"{DESTINATION}-served", f"{DESTINATION}-subset"
 _NAMESPACE, _SUBSET_NAMESPACE = "envoy.lb", "envoy.lb.subset_hint"
 _CHUNK_BYTES = 64 * 1024
-"""Most bytes in one message of a body that is sent on; gRPC takes 4 MiB, and Envoy's buffers are smaller."""
+"""Maximum number of bytes of a body in one message; gRPC takes 4 MiB, and Envoy's buffers are smaller."""
 
 Message = Any
 """A `ProcessingRequest` or a `ProcessingResponse`; the generated classes have no types."""
@@ -31,29 +31,31 @@ FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
 
 
 def read_headers(message: Message) -> RawHeaders:
-    """The headers of `request_headers` or `response_headers`, names in lower case; those of HTTP/2 begin with a
+    """The headers of `request_headers` or `response_headers`, names in lower case; HTTP/2's pseudo-headers begin with a
     colon."""
-    return [(one.key.lower().encode(), one.raw_value or one.value.encode()) for one in message.headers.headers]
+    return [
+        (header.key.lower().encode(), header.raw_value or header.value.encode()) for header in message.headers.headers
+    ]
 
 
 def subset_of(message: Message) -> Collection[str] | None:
-    """The endpoints of which one must be chosen; None: any."""
-    found = message.metadata_context.filter_metadata.get(_SUBSET_NAMESPACE)
-    if found is None or _SUBSET not in found.fields:
+    """The endpoints among which the gateway lets the picker choose; None: any."""
+    metadata = message.metadata_context.filter_metadata.get(_SUBSET_NAMESPACE)
+    if metadata is None or _SUBSET not in metadata.fields:
         return None
-    value = found.fields[_SUBSET]
-    named = [one.string_value for one in value.list_value.values] or value.string_value.split(",")
-    return {one.strip() for one in named}
+    value = metadata.fields[_SUBSET]
+    endpoints = [item.string_value for item in value.list_value.values] or value.string_value.split(",")
+    return {endpoint.strip() for endpoint in endpoints}
 
 
 def served_by(message: Message) -> str:
-    """The endpoint that answers, as the gateway says with the answer's headers; empty if it does not."""
-    found = message.metadata_context.filter_metadata.get(_NAMESPACE)
-    return "" if found is None or _SERVED not in found.fields else str(found.fields[_SERVED].string_value)
+    """The endpoint that answers, from the gateway's metadata of the answer's headers; empty if missing."""
+    metadata = message.metadata_context.filter_metadata.get(_NAMESPACE)
+    return "" if metadata is None or _SERVED not in metadata.fields else str(metadata.fields[_SERVED].string_value)
 
 
 def destination(endpoints: str, headers: RawHeaders, without: Iterable[str]) -> Message:
-    """Answers a request's headers: where it goes, other headers to set, and those to remove."""
+    """The answer to a request's headers: its endpoints, headers to set, and headers to remove."""
     mutation = ext_proc.HeaderMutation(
         set_headers=_options([(DESTINATION.encode(), endpoints.encode()), *headers]), remove_headers=without
     )
@@ -66,7 +68,7 @@ def destination(endpoints: str, headers: RawHeaders, without: Iterable[str]) -> 
 
 
 def request_body(body: bytes, *, ends: bool) -> Iterator[Message]:
-    """Answers a request's body. `ends`: no trailers follow."""
+    """The answers to a request's body. `ends`: no trailers follow."""
     view = memoryview(body)
     for start in range(0, max(1, len(body)), _CHUNK_BYTES):
         chunk = view[start : start + _CHUNK_BYTES].tobytes()
@@ -75,12 +77,12 @@ def request_body(body: bytes, *, ends: bool) -> Iterator[Message]:
 
 
 def request_trailers() -> Message:
-    """Answers a request's trailers: they go on as they are."""
+    """The answer to a request's trailers, which are forwarded unchanged."""
     return ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
 
 
-def passed_on(message: Message, mode: int) -> Message:
-    """Answers what comes of the answer: it goes on as it is. `mode`: how the gateway sends bodies."""
+def forwarded(message: Message, mode: int) -> Message:
+    """The answer to a message about the response, which is forwarded unchanged. `mode`: the gateway's body mode."""
     kind = message.WhichOneof("request")
     if kind == "response_headers":
         return ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse())
@@ -93,7 +95,7 @@ def passed_on(message: Message, mode: int) -> Message:
 
 
 def refusal(error: RequestError, path: str, request_id: str) -> Message:
-    """The client's answer to a request for `path`, without any instance."""
+    """The error response to a request for `path`, which no instance gets."""
     headers = [(b"content-type", b"application/json"), *answer_headers(error)]
     return ext_proc.ProcessingResponse(
         immediate_response=ext_proc.ImmediateResponse(

@@ -1,5 +1,5 @@
-"""The picker as a process: gRPC for gateways, and beside it the HTTP of a router that no client reaches (health,
-metrics, decisions, which instances there are, registration)."""
+"""The picker as a process: gRPC for gateways, and a router's HTTP server without clients' paths (health, metrics,
+decisions, instances, registration)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvferry.http.server.listen import authority
 from kvferry.http.server.routes import Routes
 from kvferry.router.app import Router, build_router
 from kvferry.router.config import RouterConfig
-from kvferry.router.instances.pools import given_instances
+from kvferry.router.instances.pools import configured_instances
 from kvferry.router.picker.config import PickerConfig
 from kvferry.router.picker.stream import ProcessedRequest
 from kvferry.router.server import freeze_garbage_collector
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 _READY = ("readiness", EXTERNAL_PROCESSOR, "")
-"""Names of gRPC's health check that say whether requests are answered; `liveness` says that the process is there."""
+"""Services in gRPC's health check that report readiness; `liveness` reports that the process is running."""
 
 
 def run_picker(
@@ -51,14 +51,14 @@ def run_picker(
     once gateways are answered. Raises `ConfigError`."""
     if (config.workers or 1) > 1:
         raise ConfigError("--workers is for a router; start several pickers behind one Kubernetes service instead")
-    for _, url, _ in given_instances(config):
+    for _, url, _ in configured_instances(config):
         _require_address(url)
     with shutdown_deadline() as limit:
         return uvloop.run(limit.run(_serve(config, picker, http, access, on_ready, limit)))
 
 
 def _require_address(url: str) -> None:
-    """Gateways take addresses, not names."""
+    """Raise `ConfigError` unless the URL's host is an address: gateways do not take names."""
     try:
         ip_address(urlsplit(url).hostname or "")
     except ValueError as error:
@@ -83,44 +83,44 @@ async def _serve(
             " it, or have them show a certificate (--tls-cert, --tls-ca, --tls-verify-clients)",
             picker.grpc_port,
         )
-    asked, health = grpc_server(router, picker, http)
-    port = bind(asked, picker, http)
+    gateways, health = grpc_server(router, picker, http)
+    port = bind(gateways, picker, http)
 
     def serving(host: str, http_port: int) -> None:
         url = f"{http.scheme}://{authority(http.host, http_port)}"
         on_ready({"url": url, "grpc": authority(http.host, port)})
 
-    async def shows(status: int) -> None:
+    async def set_status(status: int) -> None:
         for name in _READY:
             await health.set(name, status)
 
     with signals_end(server):
         async with router.running():
-            await router.health.first_look()
+            await router.health.probe_all()
             await health.set("liveness", health_pb2.HealthCheckResponse.SERVING)
-            await shows(health_pb2.HealthCheckResponse.SERVING)
-            await asked.start()
+            await set_status(health_pb2.HealthCheckResponse.SERVING)
+            await gateways.start()
             try:
                 await server.run(serving)
             finally:
-                await shows(health_pb2.HealthCheckResponse.NOT_SERVING)
-                await asked.stop(http.shutdown_grace_s)
+                await set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
+                await gateways.stop(http.shutdown_grace_s)
     return 0
 
 
 def grpc_server(
     router: Router, picker: PickerConfig, http: HttpConfig
 ) -> tuple[grpc.aio.Server, grpc_health.HealthServicer]:
-    """The server of gateways, not started, and the health that it shows."""
-    most = router.services.config.max_in_flight + router.services.config.max_waiting
-    server = grpc.aio.server(maximum_concurrent_rpcs=2 * most, options=[("grpc.so_reuseport", 0)])
+    """Create the server for gateways, not started, and its health service."""
+    max_requests = router.services.config.max_in_flight + router.services.config.max_waiting
+    server = grpc.aio.server(maximum_concurrent_rpcs=2 * max_requests, options=[("grpc.so_reuseport", 0)])
 
     async def process(messages: Any, stream: Any) -> None:
         await ProcessedRequest(router, picker, http.limits, stream).run()
 
     handler = grpc.stream_stream_rpc_method_handler(process, _decoded, ext_proc.ProcessingResponse.SerializeToString)
-    named = grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
-    server.add_generic_rpc_handlers((named,))
+    generic_handler = grpc.method_handlers_generic_handler(EXTERNAL_PROCESSOR, {"Process": handler})
+    server.add_generic_rpc_handlers((generic_handler,))
     health = grpc_health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server, health
@@ -134,7 +134,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _decoded(data: bytes) -> ext_proc.ProcessingRequest:
-    """A message of a gateway; an empty one, which is none, if it cannot be read."""
+    """Decode a gateway's message; an empty message, which is invalid, if it cannot be decoded."""
     try:
         return ext_proc.ProcessingRequest.FromString(data)
     except DecodeError:
@@ -142,16 +142,16 @@ def _decoded(data: bytes) -> ext_proc.ProcessingRequest:
 
 
 def bind(server: grpc.aio.Server, picker: PickerConfig, http: HttpConfig) -> int:
-    """Listen for gateways; returns the port. With --tls-verify-clients, only gateways are answered that show a
-    certificate of --tls-ca. Raises `ConfigError`."""
-    where = authority(http.host, picker.grpc_port)
+    """Listen for gateways; return the port. With --tls-verify-clients, gateways need a certificate of --tls-ca. Raises
+    `ConfigError`."""
+    address = authority(http.host, picker.grpc_port)
     try:
         if http.tls_cert is None:
-            return int(server.add_insecure_port(where))
+            return int(server.add_insecure_port(address))
         key, cert = read_whole(http.tls_key or http.tls_cert), read_whole(http.tls_cert)
         verifies = http.tls_verify_clients and http.tls_ca is not None
         signers = read_whole(http.tls_ca) if verifies and http.tls_ca is not None else None
         credentials = grpc.ssl_server_credentials([(key, cert)], signers, require_client_auth=verifies)
-        return int(server.add_secure_port(where, credentials))
+        return int(server.add_secure_port(address, credentials))
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"cannot listen on {where}: {error}; choose another --host or --grpc-port") from error
+        raise ConfigError(f"cannot listen on {address}: {error}; choose another --host or --grpc-port") from error

@@ -12,6 +12,6 @@ from kvferry.router.protocols.nixl import produce_params
 
 
 def dynamo(transfer_id: str) -> Form:
-    """D samples the first token again. P has no way to be told that nobody fetches, so a decode worker fetches it, and
+    """D samples the first token again. P has no release request, so a decode worker fetches it, and
     drops it."""
     return Form(protocol="dynamo", transfer_id=transfer_id, produce=produce_params(transfer_id), released_by="d")

@@ -1,6 +1,6 @@
-"""How P and D agree on one hand-off, as data: what each leg is sent, and where the ticket comes from.
+"""The form of a hand-off as data: the fields of both legs, and the source of the ticket.
 
-One file beside this one makes the form of each protocol.
+Each protocol has a module in this package that makes its forms.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
     produce: dict[str, Any]
     early: dict[str, Any] | None = None
-    """D's ticket, where it can be known before P has answered."""
+    """D's ticket, if it is known before P has answered."""
     concurrent: bool = False
-    """Whether D is called together with P, with the early ticket."""
-    early_is_all: bool = False
+    """D is called together with P, with the early ticket."""
+    early_is_final: bool = False
     """P's answer brings no ticket; the early one stays."""
     uses_rendezvous: bool = False
-    """The ticket is fields at the top of D's body, and good for one P and one D: it is void when either fails."""
+    """The ticket is a set of fields at the top of D's body, for one P and one D. It is void when either fails."""
     shares_seed: bool = False
-    """P's token is the client's first, so both legs must draw with one seed. Otherwise D draws it."""
-    released_by: Literal["p", "d", "nobody"] = "p"
-    """How P hears that nobody fetches: from the router; through a decode instance, which gives the ticket up (vLLM's
-    only way); or by the end of its connection."""
+    """P's token is the client's first token, so both legs need the same seed. Otherwise D samples it."""
+    released_by: Literal["p", "d"] | None = "p"
+    """Sender of a release to P, if the KV is not fetched: the router (`p`); a decode instance that gives the ticket up,
+    vLLM's only way (`d`); or None, as the end of the connection is enough."""
     prefill_fields: dict[str, Any] = msgspec.field(default_factory=dict)
-    prefill_without: tuple[str, ...] = ()
+    prefill_excluded_fields: tuple[str, ...] = ()
     prefill_headers: RawHeaders = msgspec.field(default_factory=list)
 
     def read_ticket(self, answer: bytes, *, from_kvferry: bool) -> msgspec.Raw | None:
         """D's ticket from P's answer, None if there is none. Raises `msgspec.MsgspecError` if it is not an object, and
-        `ProtocolError` if it is of another hand-off.
+        `ProtocolError` if it belongs to another hand-off.
 
-        kvferry's instances (`from_kvferry`) write of which one it is. Other engines need not, and get it written, as D
-        may find a hand-off by other keys of a ticket that has no `transfer_id`.
+        Tickets of kvferry's instances (`from_kvferry`) have a `transfer_id`. It is added to other engines' tickets,
+        since D may otherwise identify a hand-off by other keys.
         """
         params = _ANSWER.decode(answer).kv_transfer_params
-        if self.early_is_all:
+        if self.early_is_final:
             return msgspec.Raw(msgspec.json.encode(self.early))
         if bytes(params) in (b"null", b"{}"):
             return None
-        named = _TICKET.decode(params).transfer_id
-        if named is None and not from_kvferry:
+        ticket_id = _TICKET.decode(params).transfer_id
+        if ticket_id is None and not from_kvferry:
             return self._with_transfer_id(params)
-        if named != self.transfer_id:
+        if ticket_id != self.transfer_id:
             raise ProtocolError("the ticket is of another hand-off")
         return params
 

@@ -1,4 +1,4 @@
-"""kvferry's own form: the ticket carries P's first token, and where D may ask P itself, both are called at once."""
+"""kvferry's own form: the ticket contains P's first token; P and D are called concurrently if D can ask P itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from kvferry.router.protocols.nixl import produce_params
 
 
 def sequential(transfer_id: str, *, is_known: bool = True) -> Form:
-    """P answers with the ticket, then D is called with it. Also used for engines that the router does not know, which
-    cannot be told to release anything."""
+    """P answers with the ticket, then D is called with it. Also the form for unknown engines, which have no request to
+    release a hand-off."""
     return Form(
         protocol="kvferry",
         transfer_id=transfer_id,
         produce=produce_params(transfer_id),
         shares_seed=True,
-        released_by="p" if is_known else "nobody",
+        released_by="p" if is_known else None,
     )
 
 
 def concurrent(origin: KVSource, *, takes_first_token: bool = True) -> MakeForm:
-    """D gets P's address and asks P before P has answered. Inside vLLM, D samples the first token itself; without being
-    told what P had cached, it would report all tokens that it fetches as cached."""
+    """D gets P's address and asks P before P has answered. Inside vLLM, D samples the first token itself; without
+    `remote_prefill_cached_tokens` it would report all tokens that it fetches as cached."""
     ticket = Ticket(
         transfer_id="",
         remote_engine_id=origin.engine_id,

@@ -1,7 +1,7 @@
-"""vLLM's own form, that of its `NixlConnector`: P answers with a ticket, then D is called with it.
+"""The form of vLLM's `NixlConnector`: P answers with a ticket, then D is called with it.
 
-Connectors that leave the KV where D finds it by itself answer without one; D then gets the request as it came.
-kvferry's connectors in vLLM speak it too; they know a hand-off by its `transfer_id`, which NIXL's leaves alone.
+Connectors whose D finds the KV by itself answer without a ticket; D then gets the request as the client sent it.
+kvferry's connectors in vLLM use this form too. They identify a hand-off by `transfer_id`, which NIXL's ignores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def nixl(transfer_id: str) -> Form:
 
 
 def produce_params(transfer_id: str) -> dict[str, Any]:
-    """What asks P for a ticket. The empty keys are part of the protocol."""
+    """The `kv_transfer_params` that request a ticket from P. The empty keys are part of the protocol."""
     return {
         "do_remote_decode": True,
         "do_remote_prefill": False,

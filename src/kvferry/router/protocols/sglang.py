@@ -1,12 +1,12 @@
-"""The form of SGLang's disaggregation: P and D are called at once, and meet by a number.
+"""The form of SGLang's disaggregation: P and D are called concurrently, with the same bootstrap room.
 
-Both get the client's request with three fields at its top: where P's bootstrap server is, and the room in which the two
-find each other (`bootstrap_host`, `bootstrap_port`, `bootstrap_room`). P's answer is of no use but to tell that it
-failed; a room serves one P and one D, so that when either fails both legs are sent anew. The prompts of a batch meet in
-rooms that follow one another, which both servers count up from the first.
+Both get the client's request with the address of P's bootstrap server and the number of the room as fields at its top
+(`bootstrap_host`, `bootstrap_port`, `bootstrap_room`). P's answer only matters if it is an error. A room serves one P
+and one D: when either fails, both legs are sent again with a new room. The prompts of a batch use consecutive rooms,
+which both servers count up from the first.
 
-Run with the servers of SGLang 0.5.23 (`tests/end_to_end/sglang`); they resolve the data-parallel rank of a P with
-several (`disagg_prefill_dp_rank`) at its bootstrap server themselves.
+Run with the servers of SGLang 0.5.23 (`tests/end_to_end/sglang`). They resolve the data-parallel rank of a P with
+several ranks (`disagg_prefill_dp_rank`) at its bootstrap server themselves.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from kvferry.router.protocols.form import Form
 
 
 def sglang(transfer_id: str, host: str, bootstrap_port: int) -> Form:
-    """P at `host`. SGLang takes 63 bits for a room; 62 are used, so that those of a batch fit behind it."""
+    """Make the form of a hand-off from P at `host`. A room has 63 bits; 62 are used, so that a batch's rooms fit
+    too."""
     room = int(transfer_id[:16], 16) >> 2
-    meeting = {"bootstrap_host": host, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
+    bootstrap_fields = {"bootstrap_host": host, "bootstrap_port": bootstrap_port, "bootstrap_room": room}
     return Form(
         protocol="sglang",
         transfer_id=transfer_id,
         produce={},
-        early=meeting,
-        early_is_all=True,
+        early=bootstrap_fields,
+        early_is_final=True,
         concurrent=True,
-        prefill_fields=meeting,
+        prefill_fields=bootstrap_fields,
         uses_rendezvous=True,
-        released_by="nobody",
+        released_by=None,
     )

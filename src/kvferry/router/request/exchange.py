@@ -1,12 +1,11 @@
-"""One client's request on its way through the instances, told from its plan to the end of its answer.
+"""The course of one request through the instances, from its plan to the end of its answer.
 
-Prefill on one instance, decode on another: one after the other, or both at once. If a prefill instance fails, another
+Prefill runs on one instance and decode on another, sequentially or concurrently. If a prefill instance fails, another
 one is tried, and after that D does both phases; if a decode instance fails, another one gets the same ticket. The
-client gets an instance's answer, whether its status is good or bad, or an error if no instance gave any.
+client gets an instance's answer, whatever its status, or an error if no instance gave any.
 
-Decides by outcomes: `Placement` knows whom to ask next, `RequestLegs` what to send, `HandOff` what P has said,
-`Delivery` brings the answer to the client, and `RequestRecord` notes it all. Legs need no task: each tells of its
-changes, and the story goes on.
+`Placement` chooses the next instance, `RequestLegs` sends the legs, `HandOff` reads P's answer, `Delivery` sends the
+answer to the client, and `RequestRecord` records the result. Legs have no task: a change of a leg wakes this one.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from kvferry.router.request.next_turn import Conversation
 from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.request_legs import RequestLegs
 from kvferry.router.request.services import Services
-from kvferry.router.request.waking import wait_for_first_look, wait_for_instances
+from kvferry.router.request.waking import wait_for_first_probe, wait_for_instances
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The leg whose answer is the client's; `hand_off`: from which it has its KV."""
+    """The leg whose answer the client gets; `hand_off`: the source of its KV."""
 
     leg: Leg
     hand_off: HandOff | None = None
@@ -49,20 +48,20 @@ class Exchange:
     def __init__(self, services: Services, request: ClientRequest, body: RequestBody, response: Response) -> None:
         chooser = services.chooser
         self._services, self._request, self._body, self._response = services, request, body, response
-        asked = chooser.read(request.path, body, request.first)
-        self._record = record = RequestRecord(services, request, asked)
+        traits = chooser.read(request.path, body, request.first)
+        self._record = record = RequestRecord(services, request, traits)
         self._placement = Placement(
-            chooser, services.pools, services.metrics, services.config.retries, asked, record.decision
+            chooser, services.pools, services.metrics, services.config.retries, traits, record.decision
         )
         turns = services.next_turns
-        conversation = Conversation(turns, asked) if turns is not None and asked.session else None
+        conversation = Conversation(turns, traits) if turns is not None and traits.session else None
         self._legs = RequestLegs(services, request, body, record, conversation)
         self._delivery = Delivery(services, response, body, self._legs, record)
         self._busy_left_s = services.config.busy_wait_s
         self._lost_decode: PeerLost | None = None
 
     async def run(self) -> None:
-        """Answer the client."""
+        """Serve the request and answer the client."""
         services, legs, num_bytes = self._services, self._legs, 0
         try:
             if not services.pools.decode.alive():
@@ -78,14 +77,14 @@ class Exchange:
                 if answer is None:
                     services.metrics.served("local")
             if answer is None:
-                answer = await self._whole(plan)
+                answer = await self._aggregated(plan)
             self._record.answered(answer.leg, None if answer.hand_off is None else answer.hand_off.leg)
             if await self._delivery.send(answer.leg):
                 num_bytes = self._response.num_bytes
                 if answer.hand_off is not None:
-                    answer.hand_off.settle()  # D has fetched all that P kept for it, or has given it up
+                    answer.hand_off.settle()  # D has fetched P's KV, or has given it up
                     if answer.hand_off.outcome == "waiting":
-                        await legs.prefill_ends(answer.hand_off)
+                        await legs.wait_for_prefill(answer.hand_off)
         except RequestError as error:
             self._response.fail(error)
         finally:
@@ -93,16 +92,18 @@ class Exchange:
             self._record.over(legs.sent, num_bytes)
 
     def _plan(self) -> Plan:
-        """The plan for the request's body; its sender may ask for no hand-off where an instance can do without."""
+        """Plan the request; its client may request an answer without a hand-off if an instance does both phases."""
         pools = self._services.pools
-        if self._request.first.get(AGGREGATE) == b"1" and any(one.answers_alone for one in pools.decode.instances):
+        if self._request.first.get(AGGREGATE) == b"1" and any(
+            instance.answers_alone for instance in pools.decode.instances
+        ):
             return Aggregated("client")
         return make_plan(self._request.path, self._body, pools)
 
-    async def _whole(self, plan: Plan) -> Answer:
-        """Have one decode instance serve both phases. Raises `RequestError` where none can."""
+    async def _aggregated(self, plan: Plan) -> Answer:
+        """Let one decode instance serve both phases. Raises `RequestError` if none can."""
         decodes = self._services.pools.decode.instances
-        if decodes and not any(one.answers_alone for one in decodes) and is_to_be_disaggregated(plan):
+        if decodes and not any(decode.answers_alone for decode in decodes) and is_to_be_disaggregated(plan):
             raise unanswered(self._lost_decode, "prefill")
         if self._legs.conversation is not None:
             self._legs.conversation.drop()  # no prefill instance will fetch that KV
@@ -111,12 +112,12 @@ class Exchange:
     async def _hand_off(self, prefill: Instance) -> Answer | None:
         """P computes the prompt, and D fetches the KV and answers. None: P failed.
 
-        If D can be told before P has answered where to ask, both are called at once. What then becomes of the two:
+        If D can ask P before P has answered, both are called concurrently. The outcomes of both legs:
 
             P                   D                                         the request
             -                   has begun to answer                       D's answer; P goes on beside it
             -                   failed, no other can serve, not P's fault D's answer; if D is lost, P does both
-            -                   failed, and they meet in a room           another P: the room is void
+            -                   failed, and both use a rendezvous         another P: the room is void
             waiting             waiting, or failed                        is waited for
             failed              -                                         another P
             refused the request -                                         P's answer
@@ -128,18 +129,18 @@ class Exchange:
         """
         placement, legs, record = self._placement, self._legs, self._record
         if prefill.state is InstanceState.NEW:
-            await wait_for_first_look(self._services, prefill)
+            await wait_for_first_probe(self._services, prefill)
         form = placement.form(prefill)
         if isinstance(form, str):
             record.failed_instance(prefill, form)
             self._give_up(prefill)
             return None
-        at_once = form.concurrent and form.early is not None
-        self._services.metrics.served("concurrent" if at_once else "sequential")
+        is_concurrent = form.concurrent and form.early is not None
+        self._services.metrics.served("concurrent" if is_concurrent else "sequential")
         hand_off = legs.prefill(prefill, form)
         d: Leg | None = None  # called before P has answered
-        last: Leg | None = None  # the same, once it has failed
-        if at_once and (decode := placement.next_decode(prefill)) is not None:
+        last: Leg | None = None  # the same leg, once it has failed
+        if is_concurrent and (decode := placement.next_decode(prefill)) is not None:
             d = legs.decode(decode, hand_off)
         while True:
             if d is not None and d.has_served:
@@ -147,7 +148,7 @@ class Exchange:
             if d is not None and d.has_failed:
                 self._decode_failed(d, hand_off)
                 d, last = None, d
-            if at_once and d is None:
+            if is_concurrent and d is None:
                 if self._is_final(last):
                     hand_off.leg.close()
                     if last is None or last.state == "lost":
@@ -161,16 +162,16 @@ class Exchange:
             match hand_off.outcome:
                 case "waiting":
                     await legs.changes.wait()
-                case "ticket" if d is not None and hand_off.is_as_promised:
+                case "ticket" if d is not None and hand_off.matches_early_ticket:
                     await legs.changes.wait()
                 case "ticket":
                     if d is not None:
                         d.close()
                         placement.reset_failed()
                     return await self._with_ticket(hand_off, last)
-                case "nothing" if not at_once:
+                case "nothing" if not is_concurrent:
                     prefill.gave_no_ticket = not isinstance(prefill.facts, InstanceFacts)
-                    return await self._decode(hand_off)  # which may find it in a store
+                    return await self._decode(hand_off)  # D may find the KV in a store
                 case outcome:
                     if (early := d or last) is not None:
                         early.close()
@@ -183,30 +184,30 @@ class Exchange:
                     return None
 
     def _give_up(self, prefill: Instance) -> None:
-        """Give up this P, which failed; whatever a D failed with was its fault."""
+        """Give up this P, which failed. Failures of decode instances were its fault and are reset."""
         self._placement.failed(prefill)
         self._placement.reset_failed()
 
     async def _with_ticket(self, hand_off: HandOff, last: Leg | None) -> Answer:
-        """A decode instance is called with P's ticket. `last` has failed with the early one."""
+        """Call a decode instance with P's ticket. `last` has failed with the early ticket."""
         prefill = hand_off.prefill
         if hand_off.is_without_kv:
-            self._services.pools.prefill.takes_no_kv(prefill)
-            if (whole := await self._delivery.from_prefill(hand_off)) is not None:
-                return Answer(whole, hand_off)
+            self._services.pools.prefill.mark_without_kv(prefill)
+            if (answer_leg := await self._delivery.serve_on_prefill(hand_off)) is not None:
+                return Answer(answer_leg, hand_off)
         answer = await self._decode(hand_off, last)
         if answer.leg.verdict == "fault" and isinstance(prefill.facts, VllmFacts):
             prefill.invalidate()  # Another process may be at its address now.
         return answer
 
     async def _decode(self, hand_off: HandOff | None, last: Leg | None = None) -> Answer:
-        """The first good answer of a decode instance, after a pause if all are full; otherwise the last bad answer, so
-        that the client sees what was wrong. Raises `RequestError` when there is none."""
+        """The first good answer of a decode instance, after a pause if all are busy; otherwise the last bad answer, so
+        that the client sees the reason. Raises `RequestError` if there is no answer."""
         placement, legs, prefill = self._placement, self._legs, None if hand_off is None else hand_off.prefill
         last = None if last is None or last.state == "lost" else last
         while True:
             while (instance := placement.next_decode(prefill)) is not None:
-                leg = legs.whole(instance) if hand_off is None else legs.decode(instance, hand_off)
+                leg = legs.aggregated(instance) if hand_off is None else legs.decode(instance, hand_off)
                 while leg.state == "sent":
                     await legs.changes.wait()
                 if leg.has_served:
@@ -228,26 +229,26 @@ class Exchange:
             last = None
 
     async def _from_any_instance(self) -> Answer:
-        """No decode instance answers: both phases on an instance of any role. Raises `RequestError` when there is
-        none."""
-        whole = await self._delivery.from_the_beginning()
-        if whole is None:
+        """Serve both phases on an instance of any role, as no decode instance answers. Raises `RequestError` if none
+        can."""
+        leg = await self._delivery.serve_anywhere()
+        if leg is None:
             raise unanswered(self._lost_decode)
-        self._legs.release()  # nobody fetches any more
-        return Answer(whole)
+        self._legs.release()  # no leg fetches P's KV
+        return Answer(leg)
 
     def _decode_failed(self, leg: Leg, hand_off: HandOff | None) -> None:
-        """A decode instance failed this request; if it was lost, it fetches nothing."""
+        """Record the failure of a decode leg. A lost leg does not fetch P's KV."""
         self._placement.failed(leg.instance)
         self._record.failed(leg)
         if leg.error is not None:
             self._lost_decode = leg.error
             if hand_off is not None:
-                hand_off.given = False
+                hand_off.decode_has_ticket = False
 
     def _is_final(self, d: Leg | None) -> bool:
-        """Whether a decode leg that failed is over for good, whatever P answers: no other instance can serve, and P is
-        not the cause."""
+        """True if a decode leg failed for good, whatever P answers: no other instance can serve, and P is not the
+        cause."""
         if self._placement.has_other_decode():
             return False
         if d is None or d.state == "lost":

@@ -1,6 +1,6 @@
-"""One hand-off as the router sees it: what P was asked, what came of it, and what P may hold for D.
+"""One hand-off as the router sees it: P's leg, its outcome, and the KV that P may hold for D.
 
-Owns P's leg and what it says. Does not know to whom the ticket goes.
+Owns P's leg and its answer. Does not know which decode instance gets the ticket.
 """
 
 from __future__ import annotations
@@ -24,38 +24,43 @@ from kvferry.router.request.record import RequestRecord
 from kvferry.router.request.releases import Releases
 
 PrefillOutcome = Literal["waiting", "ticket", "nothing", "refused", "failed"]
-"""What P's leg has come to. `nothing`: P has computed, and keeps nothing for another instance; `refused`: it found an
-error in the request, and its answer is the client's."""
+"""The outcome of P's leg. `nothing`: P has computed the prompt and keeps no KV for another instance; `refused`: P found
+an error in the request, and its answer is the client's."""
 
 
 class HandOff:
-    """A hand-off from the moment that P is asked. `given`: a decode instance has the ticket, and fetches with it or
-    gives it up. `kept`: what P was to fetch of the conversation's earlier turns."""
+    """A hand-off from the moment that P's leg is sent. `decode_has_ticket`: a decode instance has the ticket, and
+    fetches with it or gives it up. `previous_ticket`: for P to fetch the KV of the conversation's earlier turns."""
 
     __slots__ = (
-        "_conversation", "_held", "_kept", "_record", "beside", "form", "given", "is_as_promised", "is_without_kv",
-        "leg", "outcome", "prefill", "ticket",
+        "_conversation", "_is_held", "_previous_ticket", "_record", "decode_has_ticket", "decode_leg", "form",
+        "is_without_kv", "leg", "matches_early_ticket", "outcome", "prefill", "ticket",
     )  # fmt: skip
 
     def __init__(
-        self, leg: Leg, form: Form, kept: KeptTicket | None, conversation: Conversation | None, record: RequestRecord
+        self,
+        leg: Leg,
+        form: Form,
+        previous_ticket: KeptTicket | None,
+        conversation: Conversation | None,
+        record: RequestRecord,
     ) -> None:
         self.prefill, self.form, self.leg = leg.instance, form, leg
-        self._kept, self._conversation, self._record = kept, conversation, record
+        self._previous_ticket, self._conversation, self._record = previous_ticket, conversation, record
         self.outcome: PrefillOutcome = "waiting"
         self.ticket: Any = form.early
-        """What D is sent: the early ticket, if there is one, and P's once that has come."""
-        self.is_as_promised, self.is_without_kv = True, False
-        """Whether P's ticket is of the engine that the early one named, and whether no store took its KV."""
-        self.given, self._held = False, True
-        self.beside: Leg | None = None
-        """D's leg, where it was called with the early ticket."""
+        """The ticket for D: the early one, if there is one, until P's has come."""
+        self.matches_early_ticket, self.is_without_kv = True, False
+        """P's ticket comes from the engine that the early one named; no store took P's KV."""
+        self.decode_has_ticket, self._is_held = False, True
+        self.decode_leg: Leg | None = None
+        """D's leg, if it was called with the early ticket."""
         self.prefill.load.num_tickets += 1
-        leg.on_change = self._look
+        leg.on_change = self._on_leg_change
 
-    def _look(self) -> bool:
-        """Take in what has become of P's leg. False: there is nothing to decide, as D has the ticket that P has now
-        written, and has not answered yet."""
+    def _on_leg_change(self) -> bool:
+        """Update the outcome from P's leg. Return False if the request has nothing to decide: D already has the same
+        ticket, and has not answered yet."""
         leg = self.leg
         if self.outcome != "waiting":
             return True
@@ -68,15 +73,15 @@ class HandOff:
             self.settle()
         elif leg.state == "ended":
             try:
-                return self._read(leg.take())
+                return self._read_answer(leg.take())
             except ProtocolError:
                 self._fail("wrong_ticket")
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._fail("broken_answer")
         return True
 
-    def _read(self, answer: bytes) -> bool:
-        """Take in what P says of the hand-off. Returns whether there is something to decide."""
+    def _read_answer(self, answer: bytes) -> bool:
+        """Read the ticket in P's answer. Return True if the request has something to decide."""
         prefill, facts = self.prefill, self.prefill.facts
         params = self.form.read_ticket(answer, from_kvferry=isinstance(facts, InstanceFacts))
         if params is None:
@@ -84,57 +89,57 @@ class HandOff:
             self.settle()
         else:
             self.outcome, self.ticket = "ticket", params
-            origin, self.is_without_kv = about_ticket(params)
+            origin, self.is_without_kv = inspect_ticket(params)
             early = self.form.early
             if early is not None and origin is not None:
-                self.is_as_promised = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
-            if self.form.early_is_all:
-                pass  # which says nothing of the instance
+                self.matches_early_ticket = origin.engine_id == early.get("remote_engine_id", origin.engine_id)
+            if self.form.early_is_final:
+                pass  # the early ticket contains no fact of the instance
             elif isinstance(facts, InstanceFacts) and (origin is None or origin.engine_id != facts.engine_id):
                 prefill.invalidate()  # Another process is at this address now.
             elif isinstance(facts, VllmFacts) and origin is not None and origin.port:
-                prefill.amend(facts.with_origin(origin))
+                prefill.update_facts(facts.with_origin(origin))
         self._record.prefilled(self.leg, prefill_usage(answer))
-        is_fetching = self.beside is not None and self.beside.state == "sent"
-        return not (params is not None and self.is_as_promised and is_fetching)
+        is_fetching = self.decode_leg is not None and self.decode_leg.state == "sent"
+        return not (params is not None and self.matches_early_ticket and is_fetching)
 
     def _fail(self, reason: str) -> None:
         self.outcome = "failed"
         self._record.failed(self.leg, reason)
 
-    # What becomes of what P holds.
+    # Release of P's KV.
 
     def give_up(self) -> None:
-        """D gets nothing from P: nor will P fetch the KV of earlier turns, which another may do if P has not begun
-        to."""
+        """End P's leg without a hand-off. The ticket of earlier turns goes back for the next P, unless P may have begun
+        to fetch."""
         self.leg.close()
-        kept, self._kept = self._kept, None
-        if kept is not None and self._conversation is not None:
-            self._conversation.give_back(kept, unused=self.leg.was_unreachable)
+        ticket, self._previous_ticket = self._previous_ticket, None
+        if ticket is not None and self._conversation is not None:
+            self._conversation.return_ticket(ticket, unused=self.leg.was_unreachable)
 
     def abandon(self) -> None:
-        """P's leg is of no use any more, and P holds nothing."""
+        """End P's leg, which holds no KV."""
         self.leg.close()
         self.outcome = "failed"
         self.settle()
 
     def settle(self) -> bool:
-        """P holds nothing (any more), or is told now to release it; returns whether it may have held something."""
-        held, self._held = self._held, False
-        self.prefill.load.num_tickets -= held
-        return held
+        """Record that P holds no KV, or is sent a release now. Return True if it may have held some."""
+        was_held, self._is_held = self._is_held, False
+        self.prefill.load.num_tickets -= was_held
+        return was_held
 
     def release(self, releases: Releases, decodes: RolePool, client_headers: RawHeaders) -> None:
-        """Have P free what nobody will fetch. Returns at once."""
-        if self.outcome == "waiting" and self._kept is not None:
+        """Let P free KV that no instance will fetch. Returns at once."""
+        if self.outcome == "waiting" and self._previous_ticket is not None:
             self.give_up()
         if not self.settle():
             return
         match self.form.released_by:
             case "p":
                 releases.start(self.prefill, self.form.transfer_id)
-            case "d" if self.outcome == "ticket" and not self.given and (one := decodes.pick()):
-                releases.refuse(one, self.ticket, client_headers)
+            case "d" if self.outcome == "ticket" and not self.decode_has_ticket and (decode := decodes.pick()):
+                releases.release_through(decode, self.ticket, client_headers)
 
 
 class _Details(msgspec.Struct):
@@ -163,12 +168,12 @@ _ANSWER = msgspec.json.Decoder(_PrefillAnswer)
 
 
 def prefill_usage(answer: bytes) -> PrefillUsage:
-    """Read it from P's answer, whatever else is in it; of an answer with wrong numbers, nothing."""
+    """Read the usage from P's answer; empty if its numbers are invalid."""
     try:
-        found = _ANSWER.decode(answer)
+        parsed = _ANSWER.decode(answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return PrefillUsage()
-    usage, params = found.usage or _Usage(), found.kv_transfer_params
+    usage, params = parsed.usage or _Usage(), parsed.kv_transfer_params
     result, details = params.prefill_result if params else None, usage.prompt_tokens_details
     num_cached = min(details.cached_tokens if details else 0, usage.prompt_tokens)
     return PrefillUsage(usage.prompt_tokens, num_cached, result.timeline if result else None)
@@ -181,16 +186,16 @@ class _Ticket(msgspec.Struct):
     remote_ranks: list[RankAddress] | None = None
     remote_address_seal: str = ""
     remote_prefixes: Any = None
-    """A key of kvferry's connectors only."""
+    """A key that only kvferry's connectors write."""
     remote_stores: list[str] | None = None
 
 
 _TICKET = msgspec.json.Decoder(_Ticket)
 
 
-def about_ticket(params: msgspec.Raw) -> tuple[KVSource | None, bool]:
-    """Where a ticket comes from, None if it does not say, and without a port if D cannot ask there before P has
-    answered; and whether no store took its KV, so that D would have to compute the prompt."""
+def inspect_ticket(params: msgspec.Raw) -> tuple[KVSource | None, bool]:
+    """The origin of a ticket, and True if no store took its KV, so that D would have to compute the prompt. The origin
+    is None if the ticket contains none, and has no port if D cannot ask there before P has answered."""
     try:
         ticket = _TICKET.decode(params)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

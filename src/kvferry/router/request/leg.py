@@ -1,14 +1,13 @@
-"""One leg: one request to one instance, from when it is sent until it has ended or is lost.
+"""One leg: a request to one instance, from when it is sent until it has ended or is lost.
 
-    sent    no byte of the answer's body is here; another instance may answer instead
+    sent    no byte of the answer's body has come; another instance may answer instead
     begun   the answer has begun
-    ended   all of it is here, or was passed on
-    lost    no (more) answer will come; `error` says why
+    ended   all of the answer has come, or was forwarded
+    lost    no (more) answer will come; `error` gives the reason
 
-A leg owns what it takes of its instance, from `Legs.send` until it is over: its place in the counts of requests and of
-work, and the connection. `close` gives back whatever is left, and cuts an answer that nobody wants any more, so that
-the instance stops. What it learns of its instance (down, silent, busy) it tells the instance. How long it is waited
-for is told in `patience`.
+From `Legs.send` until it is over, a leg owns its connection and its share in the instance's load. `close` releases
+both, and cuts an unfinished answer so that the instance stops. A leg reports the state of its instance (down, silent,
+busy) to the `Instance`. `progress_timeout` limits the wait for it.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from kvferry.router.request.progress_timeout import ProgressTimeout
 
 logger = logging.getLogger(__name__)
 
-_SLOWEST_PREFILL = 1000
-"""Bytes of a request's body for which an instance has one second more to begin its answer: not every engine computes a
-prompt in steps that can be counted."""
+_MIN_PREFILL_BYTES_PER_S = 1000
+"""Bytes of a request's body per additional second until its answer must begin: not every engine computes a prompt in
+steps that can be counted."""
 _MAX_SWEEP_S = 1.0
 _STEPS = re.compile(rb"^(?:kvferry:engine_steps_total|vllm:iteration_tokens_total_count)(?:\{[^\n]*\})? (\S+)$", re.M)
-"""How many steps an engine has made, in the metrics of kvferry and of vLLM."""
+"""Number of steps of an engine, in the metrics of kvferry and of vLLM."""
 
-MAX_BUSY_S = 60.0
-"""Longest that an instance is passed over, whatever its `Retry-After` says."""
-_MIN_PAUSE_S, _USUAL_PAUSE_S = 0.1, 1.0
-"""An instance that answers `Retry-After: 0` is not asked without end; and one that says nothing that can be read."""
+MAX_RETRY_AFTER_S = 60.0
+"""Maximum number of seconds that a busy instance is avoided, whatever its `Retry-After`."""
+_MIN_RETRY_AFTER_S, _DEFAULT_RETRY_AFTER_S = 0.1, 1.0
+"""Seconds after `Retry-After: 0`, so that an instance is not asked without pause; and after a missing or unreadable
+one."""
 
 Verdict = Literal["served", "busy", "fault"]
-"""Who is at fault, according to an answer's status. `served`: the request was done, or is the client's fault, and the
-answer is the client's; `busy`: load, and another instance may have room; `fault`: the instance failed, another may
-not."""
+"""The meaning of an answer's status. `served`: the request succeeded or is the client's error, and the answer is the
+client's; `busy`: the instance is overloaded, and another one may not be; `fault`: the instance failed."""
 
 
 def verdict(status: int) -> Verdict:
@@ -68,39 +67,40 @@ def verdict(status: int) -> Verdict:
 
 
 def retry_after_s(headers: RawHeaders) -> float:
-    """How long an answer of 429 or 503 asks to wait; a date, or a value that cannot be read, counts as missing."""
-    told = find_header(headers, b"retry-after") or b""
-    return max(_MIN_PAUSE_S, float(told) if told.isdigit() and len(told) < 9 else _USUAL_PAUSE_S)
+    """Seconds to wait after a 429 or 503, by `Retry-After`; a date, or a value that cannot be read, counts as
+    missing."""
+    value = find_header(headers, b"retry-after") or b""
+    return max(_MIN_RETRY_AFTER_S, float(value) if value.isdigit() and len(value) < 9 else _DEFAULT_RETRY_AFTER_S)
 
 
 LegState = Literal["sent", "begun", "ended", "lost"]
-"""How far a leg is; see the module."""
+"""State of a leg, as the module's docstring defines it."""
 
 
 class LegChanges(msgspec.Struct, eq=False):
     """Wakes the request that waits for its legs. A change between two waits is not missed."""
 
-    _told: bool = False
+    _is_set: bool = False
     _waiter: asyncio.Future[None] | None = None
     _error: Exception | None = None
 
-    def tell(self) -> None:
-        """Note that a leg has changed."""
-        self._told = True
+    def notify(self) -> None:
+        """Wake the waiter, as a leg has changed."""
+        self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Note a fault of ours, which is the request's error."""
+        """Record a fault of the router, which becomes the request's error, and wake the waiter."""
         self._error = error
-        self.tell()
+        self.notify()
 
     async def wait(self) -> None:
         """Wait for the next change. Raises the error of `fail`."""
-        if not self._told:
+        if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._told, self._waiter = False, None
+        self._is_set, self._waiter = False, None
         if self._error is not None:
             raise self._error
 
@@ -110,17 +110,17 @@ class Leg:
 
     __slots__ = (
         "_call", "_changes", "_legs", "begun_at", "ended_at", "error", "first_byte_at", "head", "instance", "on_change",
-        "patience", "span", "state", "verdict", "work",
+        "progress_timeout", "span", "state", "verdict", "work",
     )  # fmt: skip
 
     def __init__(
-        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges, patience: ProgressTimeout,
-        now: float,
+        self, legs: Legs, call: Call, instance: Instance, work: Work, changes: LegChanges,
+        progress_timeout: ProgressTimeout, now: float,
     ) -> None:  # fmt: skip
-        self._legs, self._call, self._changes, self.patience = legs, call, changes, patience
+        self._legs, self._call, self._changes, self.progress_timeout = legs, call, changes, progress_timeout
         self.instance, self.work = instance, work
         self.on_change: Callable[[], bool] | None = None
-        """Called before the task that waits for the request's legs is woken, which is not if it returns False."""
+        """Called before the task that waits for the request's legs is woken; it is not woken if this returns False."""
         self.state: LegState = "sent"
         self.head = NO_HEAD
         """Status and headers of the answer, once it has begun."""
@@ -130,40 +130,40 @@ class Leg:
         self.span: Span | None = None
         self.begun_at = now
         self.first_byte_at = self.ended_at = 0.0
-        """When the first byte came and when the leg ended, on the router's monotonic clock; 0 before that."""
-        call.watch(self._changed)
+        """Times of the first byte and of the leg's end, on the router's monotonic clock; 0 before."""
+        call.watch(self._on_call_change)
 
-    # What comes of it.
+    # Outcome.
 
     @property
     def failure(self) -> str:
-        """Why it failed, as a label for metrics; empty: it has not, or its end was no failure of the instance."""
+        """Reason of the failure, as a label for metrics; empty if the instance has not failed."""
         if self.verdict in ("busy", "fault"):
             return str(self.head.status)
         return "" if self.error is None else failure(self.error)
 
     @property
     def has_served(self) -> bool:
-        """Whether an answer for the client has begun."""
+        """True if an answer for the client has begun."""
         return self.verdict == "served" and self.state != "lost"
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was lost, or the answer reports load or a fault."""
+        """True if it was lost, or the answer reports load or a fault."""
         return self.state == "lost" or self.verdict in ("busy", "fault")
 
     @property
     def was_unreachable(self) -> bool:
-        """Whether the instance has seen nothing of it."""
+        """True if the instance has received nothing of it."""
         return isinstance(self.error, Unreachable)
 
     @property
     def is_marked(self) -> bool:
-        """Whether the answer's events say how far it has come (`core.messages.continuation`)."""
+        """True if the answer's events have progress marks (`core.messages.continuation`)."""
         return self.head.is_event_stream and self.head.status == 200 and PROGRESS in self.head.first
 
-    def _changed(self) -> None:
-        """Called by its call when more has come, or it is over."""
+    def _on_call_change(self) -> None:
+        """Called by the call when more of the answer has come, or the call is over."""
         call, state = self._call, self.state
         try:
             match call.state:
@@ -177,11 +177,11 @@ class Leg:
                     assert call.error is not None
                     self._lose(call.error)
                 case "answering" if call.head.is_event_stream or state == "lost":
-                    return  # nobody waits for single pieces of a stream
+                    return  # the request's task does not wait for single pieces of a stream
             if self.on_change is None or self.on_change():
-                self._changes.tell()
+                self._changes.notify()
         except Exception as error:
-            # The edge: a fault of ours is this request's, and not its connection's.
+            # A fault of the router ends this request, but not its connection.
             logger.exception("a leg to %s is given up", self.instance)
             self.error = PeerLost(f"the answer of {self.instance} cannot be taken: {error}")
             self._end("lost")
@@ -190,24 +190,24 @@ class Leg:
     def _begin(self, call: Call) -> None:
         self.state, self.head, status = "begun", call.head, call.head.status
         self.first_byte_at = now = self._legs.now()
-        self.patience.answer_began(self._legs.between_bytes_s, now)
+        self.progress_timeout.answer_began(self._legs.between_bytes_s, now)
         self.work.answered()
         self.verdict = verdict(status)
         if self.verdict == "busy" and (self.work.computes or self.work.decodes):
-            self.instance.pauses(now + min(retry_after_s(self.head.headers), MAX_BUSY_S))
+            self.instance.pause_until(now + min(retry_after_s(self.head.headers), MAX_RETRY_AFTER_S))
 
     def _lose(self, error: TransferError) -> None:
         instance = self.instance
         match error:
             case LegTimedOut():
                 self.error = error
-                instance.is_silent()
+                instance.mark_unresponsive()
             case Overloaded():
                 self.error = Unreachable(f"{instance} takes no connection: {error}")
-                instance.pauses(self._legs.now() + _USUAL_PAUSE_S)
+                instance.pause_until(self._legs.now() + _DEFAULT_RETRY_AFTER_S)
             case Unreachable() | AnswerTimeout():  # only connecting has a deadline of the client's own
                 self.error = Unreachable(f"{instance} cannot be reached: {error}")
-                instance.is_down(str(error))
+                instance.mark_down(str(error))
             case _:
                 self.error = PeerLost(f"the answer of {instance} is incomplete: {error}")
                 if not isinstance(error, UnreadableStream):
@@ -221,43 +221,43 @@ class Leg:
         self._legs.open.pop(self, None)
         self.work.end()
 
-    # What is done with the answer.
+    # The answer's body.
 
     def take(self) -> bytes:
-        """What is here of the body and has not been taken."""
+        """The bytes of the body that have come since the last call."""
         return self._call.take()
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body. Raises `PeerLost` if it is longer than `max_bytes`, or does not come to its end."""
+        """The whole body. Raises `PeerLost` if it is longer than `max_bytes`, or incomplete."""
         try:
             return await self._call.read(max_bytes)
         except TransferError as error:
             raise self.error or PeerLost(f"the answer of {self.instance} cannot be read: {error}") from error
 
     def collect(self, max_bytes: int) -> None:
-        """Keep all of the answer until it is taken; one that is longer is lost."""
+        """Buffer the whole answer until it is taken; a longer one is lost."""
         self._call.collect(max_bytes)
 
     async def relay(self, response: Response, reader: Reader, *, movable: bool = False) -> None:
-        """Write what `reader` makes of the body to a response that has begun, and leave the response open. `movable`:
-        another instance can give the rest. Raises `PeerLost`."""
-        self.patience.movable = movable
+        """Write the output of `reader` for the body to a response that has begun, and leave the response open.
+        `movable`: another instance can give the rest. Raises `PeerLost`."""
+        self.progress_timeout.movable = movable
         try:
             await relay(self._call, response, reader)
         except TransferError as error:
             raise self.error or PeerLost(f"the answer of {self.instance} cannot be read: {error}") from error
 
-    def look(self, now: float) -> None:
-        """Note what has come since the last look; give it up if that took too long."""
-        patience = self.patience
-        patience.look(self._call, now)
-        if patience.is_over(self._legs.total_s, now):
-            waited_s = patience.waited_for(now)
+    def check_timeout(self, now: float) -> None:
+        """Record the progress since the last check; give the leg up if it took too long."""
+        timeout = self.progress_timeout
+        timeout.observe(self._call, now)
+        if timeout.is_over(self._legs.total_s, now):
+            waited_s = timeout.waited_for(now)
             self._call.fail(LegTimedOut(f"{self.instance} was given up after {waited_s:.1f} s without an answer"))
 
     def close(self) -> None:
-        """End it: nobody wants it any more, or all of it was used. May be called several times."""
-        self.on_change = None  # which may refer to whoever has this leg
+        """End the leg; an unfinished answer is cut. May be called several times."""
+        self.on_change = None  # breaks a reference cycle with the owner of this leg
         if self.state != "ended":
             self._call.close()
             self._end("lost")
@@ -272,13 +272,13 @@ class Legs:
         self.total_s = config.answer_timeout_s
         self._silence_s = min(self._first_byte_s, self.between_bytes_s)
         self.open: dict[Leg, None] = {}
-        """The legs that are under way, in the order in which they were sent."""
+        """The open legs, in the order in which they were sent."""
         self._steps: dict[Instance, bytes] = {}
-        self._asking: set[Instance] = set()
+        self._probing: set[Instance] = set()
 
     @property
     def num_open(self) -> int:
-        """How many legs wait for bytes."""
+        """Number of open legs."""
         return len(self.open)
 
     def send(
@@ -293,73 +293,73 @@ class Legs:
         uncached: int = 0,
         computes: bool = False,
         decodes: bool = False,
-        beside: Leg | None = None,
+        partner: Leg | None = None,
     ) -> Leg:
-        """Send a leg, with these lines of headers; `changes` is told whenever its state changes. `uncached`,
-        `computes`, `decodes`: as in `Work`; `beside`: as in `ProgressTimeout`. Raises `InvalidRequest` for what
-        cannot be sent."""
+        """Send a leg, with these lines of headers; `changes` is notified whenever its state changes. `uncached`,
+        `computes`, `decodes`: as in `Work`; `partner`: as in `ProgressTimeout`. Raises `InvalidRequest` if it cannot
+        be sent."""
         try:
             call = self._connections.http.start(
                 instance.address.origin, method, instance.address.base_path + target, headers, body, repeatable=True
-            )  # repeatable if nothing has come of it
+            )  # repeatable as long as nothing of the answer has come
         except ValueError as error:
             raise InvalidRequest(f"the request cannot be sent on: {error}") from error
         now = self.now()
         work = Work(instance.load, uncached, now, computes=computes, decodes=decodes)
-        silence_s = self._first_byte_s + (0 if body is None else len(body) / _SLOWEST_PREFILL)
-        leg = Leg(self, call, instance, work, changes, ProgressTimeout(instance, silence_s, now, beside), now)
+        silence_s = self._first_byte_s + (0 if body is None else len(body) / _MIN_PREFILL_BYTES_PER_S)
+        leg = Leg(self, call, instance, work, changes, ProgressTimeout(instance, silence_s, now, partner), now)
         self.open[leg] = None
         return leg
 
-    # Legs that wait too long.
+    # Timeouts.
 
     async def watch(self) -> None:
         """Give up legs that have waited too long; runs until it is cancelled."""
         sweep_s = min(_MAX_SWEEP_S, self._silence_s / 4)
         async with asyncio.TaskGroup() as group:
-            before = self.now()
+            checked_at = self.now()
             while True:
                 await asyncio.sleep(sweep_s)
-                late_s = self.now() - before - sweep_s
-                self.look(missed_s=late_s if late_s > sweep_s else 0.0)
-                before = self.now()
-                for instance in self._quiet() - self._asking:
-                    self._asking.add(instance)
-                    group.create_task(self._look_for_steps(instance))
+                lag_s = self.now() - checked_at - sweep_s
+                self.check_timeouts(missed_s=lag_s if lag_s > sweep_s else 0.0)
+                checked_at = self.now()
+                for instance in self._silent_instances() - self._probing:
+                    self._probing.add(instance)
+                    group.create_task(self._probe_steps(instance))
 
-    def look(self, missed_s: float = 0.0) -> None:
-        """Give up what has waited too long. `missed_s`: how long this process itself stood still, and could not see any
-        progress: what came meanwhile has not been read yet."""
+    def check_timeouts(self, missed_s: float = 0.0) -> None:
+        """Give up legs that have waited too long. `missed_s`: seconds that this process itself was stopped and could
+        not see any progress; bytes that came meanwhile have not been read yet."""
         now = self.now()
         if missed_s:
             for leg in self.open:
-                leg.patience.stood_still(missed_s, now)
-            for instance in self._waited_for():
+                leg.progress_timeout.add_pause(missed_s, now)
+            for instance in self._awaited_instances():
                 instance.last_sign = min(now, instance.last_sign + missed_s)
         for leg in tuple(self.open):
-            leg.look(now)
+            leg.check_timeout(now)
 
-    def _waited_for(self) -> OrderedSet[Instance]:
+    def _awaited_instances(self) -> OrderedSet[Instance]:
         return _instances_of(self.open)
 
-    def _quiet(self) -> OrderedSet[Instance]:
-        """The instances whose step counter to read: those that have shown no progress for a while."""
-        now, waited_for = self.now(), self._waited_for()
-        quiet = [leg for leg in self.open if leg.patience.silent_for(now) > self._silence_s / 4]
-        self._steps = {one: steps for one, steps in self._steps.items() if one in waited_for}
+    def _silent_instances(self) -> OrderedSet[Instance]:
+        """The instances without progress for a while, whose step counter is to be read."""
+        now, waited_for = self.now(), self._awaited_instances()
+        quiet = [leg for leg in self.open if leg.progress_timeout.silent_for(now) > self._silence_s / 4]
+        self._steps = {instance: steps for instance, steps in self._steps.items() if instance in waited_for}
         return _instances_of(quiet)
 
-    async def _look_for_steps(self, instance: Instance) -> None:
+    async def _probe_steps(self, instance: Instance) -> None:
         try:
             status, text = await self._connections.metrics(instance, self._silence_s / 2)
         except TransferError:
             return
         except Exception:
-            # The edge of this room: the router goes on, whatever an instance calls its metrics.
+            # Metrics come from outside: the router goes on, whatever they contain.
             logger.exception("%s: its metrics could not be read", instance)
             return
         finally:
-            self._asking.discard(instance)
+            self._probing.discard(instance)
         steps = b" ".join(_STEPS.findall(text)) if status == 200 else b""
         if self._steps.get(instance, steps) != steps:
             instance.last_sign = self.now()
@@ -368,4 +368,4 @@ class Legs:
 
 def _instances_of(legs: Iterable[Leg]) -> OrderedSet[Instance]:
     """The instances that the legs wait for."""
-    return OrderedSet(one for leg in legs for one in leg.patience.waits_for)
+    return OrderedSet(instance for leg in legs for instance in leg.progress_timeout.watched_instances)

@@ -1,10 +1,10 @@
-"""The KV that decode instances keep of a conversation, for the prefill instance that computes its next turn.
+"""Tickets for the KV that decode instances keep of a conversation, for the prefill of its next turn.
 
-D has the KV of the answer, P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D keeps
-its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next request
-of the same conversation, whichever router of the port that comes to. Each can be used once, and is released if it is of
-no use. An instance that is leaving keeps what it has for a while (`--keep-while-draining-s`): the next turn fetches it
-from there, and its own decode instance has all of the conversation then.
+D has the KV of the answer; P does not and would compute the answer's tokens again. With `--keep-for-next-turn`, D
+keeps_kv its blocks and returns a ticket. The router removes the ticket from the answer, and gives it to P with the next
+request of the same conversation, whichever router of the port gets it. A ticket can be used once, and is released if it
+is useless. A draining instance keeps_kv its blocks for a while (`--keep-while-draining-s`): the next turn fetches them,
+and its decode instance then has the whole conversation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 _MAX_TICKET = 64 * 1024
 _MAX_CONVERSATIONS = 8192
 _MAX_MODEL = 256
-"""Characters of a model's name that tell conversations apart."""
-_REMEMBERED_S = 480.0
-"""How long D keeps blocks unless told otherwise (`decoder_kv_blocks_ttl`)."""
+"""Characters of a model's name that are part of a conversation's key."""
+_TICKET_TTL_S = 480.0
+"""Default seconds for which D keeps_kv blocks (`decoder_kv_blocks_ttl`)."""
 
-_LOOK_S = 0.5
+_SWEEP_INTERVAL_S = 0.5
 
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
@@ -50,7 +50,7 @@ class _Ticket(msgspec.Struct):
 
 @dataclass(frozen=True)
 class KeptTicket:
-    """`decode` keeps blocks until `until`, under `transfer_id`; `params` is what P gets in order to fetch them."""
+    """`decode` keeps_kv blocks until `until`, under `transfer_id`; P gets `params` in order to fetch them."""
 
     decode: Instance
     engine_id: str
@@ -60,103 +60,103 @@ class KeptTicket:
 
 
 class NextTurns:
-    """Tickets by conversation, which all routers of one port share; those of conversations that were silent longest are
-    dropped first. At worst a ticket is lost, and the next turn is computed."""
+    """Tickets by conversation, shared by all routers of a port; the least recent conversations are dropped first. If a
+    ticket is lost, the next turn is computed."""
 
     def __init__(
         self, pools: Pools, state: SharedState, clock: Clock, releases: Releases, *, keep_while_draining_s: float
     ) -> None:
         self._pools, self._state, self._clock, self._releases = pools, state, clock, releases
         self._keep_while_draining_s = keep_while_draining_s
-        self._leaving: dict[int, float] = {}
-        """Since when instances are leaving, by their number."""
+        self._draining_since: dict[int, float] = {}
+        """Start of draining, by the number of the instance."""
 
     def take(self, session: str, prefill: Instance) -> KeptTicket | None:
-        """Where `prefill` fetches the KV of earlier turns; None if there is nothing that it can fetch, and what there
-        is is released then. The process that keeps it may be gone."""
-        kept = self._pop(session)
-        if kept is None or kept.until <= self._clock.monotonic() or _is_another(kept):
+        """Take the ticket with which `prefill` fetches the KV of earlier turns. None if it can fetch nothing; a ticket
+        that it cannot read is released. The process that keeps_kv the KV may be gone."""
+        ticket = self._pop(session)
+        if ticket is None or ticket.until <= self._clock.monotonic() or _was_replaced(ticket):
             return None
         facts = prefill.facts
         if (
-            isinstance(kept.decode.confirmed, NotProbed)
+            isinstance(ticket.decode.confirmed, NotProbed)
             or not isinstance(facts, InstanceFacts)
-            or not _fits(kept, facts)
+            or not _can_read(ticket, facts)
         ):
-            self.release(kept)
+            self.release(ticket)
             return None
-        return kept
+        return ticket
 
-    def put_back(self, session: str, kept: KeptTicket) -> None:
-        """The ticket has not reached the prefill instance that it was taken for: the next one may fetch it, unless
-        there is a newer one or its instance has been leaving for too long."""
+    def return_ticket(self, session: str, ticket: KeptTicket) -> None:
+        """Return a ticket that has not reached its prefill instance, for the next one. It is released if there is a
+        newer ticket or its instance has been draining for too long."""
         try:
-            if not self._is_of_use(kept.decode) or self._state.has_ticket(session):
-                self.release(kept)
+            if not self._is_usable(ticket.decode) or self._state.has_ticket(session):
+                self.release(ticket)
             else:
-                self._insert(session, kept)
+                self._insert(session, ticket)
         except Unavailable:
-            self.release(kept)
+            self.release(ticket)
 
     def drop(self, session: str) -> None:
-        """The conversation continues without a prefill instance, so the ticket is released."""
-        kept = self._pop(session)
-        if kept is not None:
-            self.release(kept)
+        """Release the ticket of a conversation that continues without a prefill instance."""
+        ticket = self._pop(session)
+        if ticket is not None:
+            self.release(ticket)
 
-    def release(self, kept: KeptTicket) -> None:
-        """Have D free what it keeps, which nobody will fetch. Returns at once; may be called several times."""
-        if kept.until > self._clock.monotonic():
-            self._releases.start(kept.decode, kept.transfer_id)
+    def release(self, ticket: KeptTicket) -> None:
+        """Let D free blocks that no instance will fetch. Returns at once; may be called several times."""
+        if ticket.until > self._clock.monotonic():
+            self._releases.start(ticket.decode, ticket.transfer_id)
 
     async def release_all(self) -> None:
-        """Release all at the end of the last router, as no turn comes any more. Returns once all instances know."""
+        """Release all tickets at the end of the last router. Returns once all instances have been told."""
         now, rows = self._clock.monotonic(), self._state.tickets()
-        kept = [one for row in rows if row.until > now and (one := self._pop(row.session)) is not None]
+        tickets = [ticket for row in rows if row.until > now and (ticket := self._pop(row.session)) is not None]
         try:
-            await self._releases.send_all([(one.decode, one.transfer_id) for one in kept])
+            await self._releases.send_all([(ticket.decode, ticket.transfer_id) for ticket in tickets])
         except asyncio.CancelledError:
             logger.warning(
                 "stopped before all %d hand-offs kept for next turns were released: the rest end after"
                 " decoder_kv_blocks_ttl",
-                len(kept),
+                len(tickets),
             )
             raise
 
     async def watch(self) -> None:
-        """Drop tickets that are of no use any more; runs until it is cancelled."""
+        """Drop useless tickets again and again; runs until it is cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
             with suppress(Unavailable):
-                self.look()
+                self.sweep()
 
-    def look(self) -> None:
-        """Drop tickets that have expired, or whose instance has been leaving for too long or is gone."""
-        now, here = self._clock.monotonic(), {one.member: one for one in self._pools}
+    def sweep(self) -> None:
+        """Drop tickets that have expired, or whose instance has been draining for too long or is gone."""
+        now, instances = self._clock.monotonic(), {instance.member: instance for instance in self._pools}
         for row in self._state.tickets():
-            decode = here.get(row.member)
-            is_of_use = decode is not None and self._is_of_use(decode)
-            if row.until <= now or decode is None or not is_of_use or _is_another(_kept(row, decode)):
-                kept = self._pop(row.session)
-                if kept is not None and kept.decode.draining:
-                    self.release(kept)
-        self._leaving = {member: since for member, since in self._leaving.items() if member in here}
+            decode = instances.get(row.member)
+            is_of_use = decode is not None and self._is_usable(decode)
+            if row.until <= now or decode is None or not is_of_use or _was_replaced(_to_ticket(row, decode)):
+                ticket = self._pop(row.session)
+                if ticket is not None and ticket.decode.draining:
+                    self.release(ticket)
+        self._draining_since = {member: since for member, since in self._draining_since.items() if member in instances}
 
-    def _is_of_use(self, decode: Instance) -> bool:
-        """Whether a turn may still come for what this instance keeps: it stays, or has not been leaving for long."""
+    def _is_usable(self, decode: Instance) -> bool:
+        """True if a turn may still fetch KV from this instance: it is not draining, or not for long."""
         if not decode.draining:
-            self._leaving.pop(decode.member, None)
+            self._draining_since.pop(decode.member, None)
             return True
         now = self._clock.monotonic()
-        return now - self._leaving.setdefault(decode.member, now) < self._keep_while_draining_s
+        return now - self._draining_since.setdefault(decode.member, now) < self._keep_while_draining_s
 
-    def _insert(self, session: str, kept: KeptTicket) -> None:
-        params = msgspec.json.encode(kept.params)
-        row = TicketRow(session, kept.decode.member, kept.engine_id, kept.transfer_id, params, kept.until)
-        for gone in self._state.keep_ticket(row, _MAX_CONVERSATIONS):
-            decode = next((one for one in self._pools if one.member == gone.member), None)
-            if decode is not None and gone.transfer_id != kept.transfer_id:  # a stream may tell of it twice
-                self.release(_kept(gone, decode))
+    def _insert(self, session: str, ticket: KeptTicket) -> None:
+        params = msgspec.json.encode(ticket.params)
+        row = TicketRow(session, ticket.decode.member, ticket.engine_id, ticket.transfer_id, params, ticket.until)
+        for evicted in self._state.store_ticket(row, _MAX_CONVERSATIONS):
+            decode = next((instance for instance in self._pools if instance.member == evicted.member), None)
+            if decode is not None and evicted.transfer_id != ticket.transfer_id:  # a stream may contain a ticket twice
+                self.release(_to_ticket(evicted, decode))
 
     def _pop(self, session: str) -> KeptTicket | None:
         try:
@@ -164,91 +164,93 @@ class NextTurns:
         except Unavailable as error:
             logger.warning("a turn is computed without the last one's KV: %s", error)
             return None
-        decode = None if row is None else next((one for one in self._pools if one.member == row.member), None)
-        return None if row is None or decode is None else _kept(row, decode)
+        decode = (
+            None if row is None else next((instance for instance in self._pools if instance.member == row.member), None)
+        )
+        return None if row is None or decode is None else _to_ticket(row, decode)
 
-    def take_from_body(self, session: str, decode: Instance, body: bytes) -> bytes:
-        """A whole answer without its ticket, which is remembered."""
-        content, ticket = _without_ticket(body)
+    def strip_body(self, session: str, decode: Instance, body: bytes) -> bytes:
+        """Remove the ticket from an unstreamed answer, and store it."""
+        content, ticket = _strip_ticket(body)
         if ticket is not None:
-            self._keep(session, decode, ticket)
+            self._store(session, decode, ticket)
         return content
 
-    def take_from_events(self, session: str, decode: Instance, events: bytes) -> bytes:
-        """The last events of a stream without the ticket, which is remembered."""
+    def strip_events(self, session: str, decode: Instance, events: bytes) -> bytes:
+        """Remove the ticket from the last events of a stream, and store it."""
         if _MARK not in events:
             return events
-        left = []
+        stripped = []
         for event in events.split(_EVENT_END)[:-1]:
             if event.startswith(_DATA + b"{"):
-                event = _DATA + self.take_from_body(session, decode, event[len(_DATA) :])
-            left.append(event + _EVENT_END)
-        return b"".join(left)
+                event = _DATA + self.strip_body(session, decode, event[len(_DATA) :])
+            stripped.append(event + _EVENT_END)
+        return b"".join(stripped)
 
-    def _keep(self, session: str, decode: Instance, ticket: bytes) -> None:
+    def _store(self, session: str, decode: Instance, content: bytes) -> None:
         facts = decode.confirmed
         try:
-            told = msgspec.json.decode(ticket, type=_Ticket)
-            params = msgspec.json.decode(ticket, type=dict[str, Any])
+            parsed = msgspec.json.decode(content, type=_Ticket)
+            params = msgspec.json.decode(content, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
-        until = self._clock.monotonic() + _REMEMBERED_S
+        until = self._clock.monotonic() + _TICKET_TTL_S
         engine_id = facts.engine_id if isinstance(facts, InstanceFacts) else ""
-        kept = KeptTicket(decode, engine_id, told.remote_transfer_id, params, until)
-        if not engine_id or len(ticket) > _MAX_TICKET or not self._is_of_use(decode):
-            self.release(kept)
+        ticket = KeptTicket(decode, engine_id, parsed.remote_transfer_id, params, until)
+        if not engine_id or len(content) > _MAX_TICKET or not self._is_usable(decode):
+            self.release(ticket)
             self.drop(session)
             return
         try:
-            self._insert(session, kept)
+            self._insert(session, ticket)
         except Unavailable as error:
             logger.warning("the next turn will be computed without this one's KV: %s", error)
-            self.release(kept)
+            self.release(ticket)
 
 
 class Conversation:
-    """What one request has to do with the turns before and after it. `keeps`: D keeps its KV for the next turn, and its
-    answer brings the ticket."""
+    """The tickets of one request's conversation. `keeps_kv`: D keeps_kv its KV for the next turn, and its answer
+    contains the ticket."""
 
-    __slots__ = ("_session", "_turns", "keeps")
+    __slots__ = ("_session", "_turns", "keeps_kv")
 
-    def __init__(self, turns: NextTurns, asked: PromptTraits) -> None:
+    def __init__(self, turns: NextTurns, traits: PromptTraits) -> None:
         self._turns = turns
-        self._session = f"{asked.model[:_MAX_MODEL]} {asked.session}"
+        self._session = f"{traits.model[:_MAX_MODEL]} {traits.session}"
         """Conversations of different models are different."""
-        self.keeps = False
+        self.keeps_kv = False
 
-    def goes_on(self, instances: list[Instance]) -> None:
-        """The answer has one choice, whose KV D keeps if all `instances` from which it may come are kvferry's: only
-        their tickets can be removed from it."""
-        known = [isinstance(one.confirmed, InstanceFacts) for one in instances if one.usable]
-        self.keeps = bool(known) and all(known)
+    def keep_if_supported(self, instances: list[Instance]) -> None:
+        """Let D keep the KV of an answer with one choice, if all `instances` that may give it are kvferry's: only their
+        tickets can be removed from it."""
+        is_kvferry = [isinstance(instance.confirmed, InstanceFacts) for instance in instances if instance.usable]
+        self.keeps_kv = bool(is_kvferry) and all(is_kvferry)
 
     def take(self, prefill: Instance) -> KeptTicket | None:
-        """Where `prefill` fetches the KV of earlier turns; None: nowhere."""
+        """Take the ticket with which `prefill` fetches the KV of earlier turns; None if there is none."""
         return self._turns.take(self._session, prefill)
 
     def drop(self) -> None:
-        """Note that the conversation continues without a prefill instance."""
+        """Release the ticket, as the conversation continues without a prefill instance."""
         self._turns.drop(self._session)
 
-    def give_back(self, kept: KeptTicket, *, unused: bool) -> None:
-        """P does not fetch it. If it is not `unused`, P may have begun to, and nobody else can any more."""
+    def return_ticket(self, ticket: KeptTicket, *, unused: bool) -> None:
+        """Return a ticket that P does not use; unless it is `unused`, P may have begun to fetch and it is released."""
         if unused:
-            self._turns.put_back(self._session, kept)
+            self._turns.return_ticket(self._session, ticket)
         else:
-            self._turns.release(kept)
+            self._turns.release(ticket)
 
-    def without_ticket(self, decode: Instance, content: bytes, *, events: bool) -> bytes:
-        """A whole answer, or the last `events` of a stream, without its ticket, which is remembered."""
-        if not self.keeps:
+    def strip_ticket(self, decode: Instance, content: bytes, *, events: bool) -> bytes:
+        """Remove the ticket from an unstreamed answer, or from the last `events` of a stream, and store it."""
+        if not self.keeps_kv:
             return content
-        take = self._turns.take_from_events if events else self._turns.take_from_body
-        return take(self._session, decode, content)
+        strip = self._turns.strip_events if events else self._turns.strip_body
+        return strip(self._session, decode, content)
 
 
-def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:
-    """Divide an answer from the ticket in it."""
+def _strip_ticket(body: bytes) -> tuple[bytes, bytes | None]:
+    """Separate an answer from the ticket in it."""
     if _MARK not in body:
         return body, None
     try:
@@ -261,18 +263,18 @@ def _without_ticket(body: bytes) -> tuple[bytes, bytes | None]:
     return msgspec.json.encode({**fields, HAND_OFF_FIELD: None}), bytes(ticket)
 
 
-def _kept(row: TicketRow, decode: Instance) -> KeptTicket:
+def _to_ticket(row: TicketRow, decode: Instance) -> KeptTicket:
     params = msgspec.json.decode(row.params, type=dict[str, Any])
     return KeptTicket(decode, row.engine_id, row.transfer_id, params, row.until)
 
 
-def _fits(kept: KeptTicket, prefill: InstanceFacts) -> bool:
-    """Whether P reads what D writes, as far as both say."""
-    facts = kept.decode.facts
+def _can_read(ticket: KeptTicket, prefill: InstanceFacts) -> bool:
+    """True if P reads the tickets that D writes, as far as their facts say."""
+    facts = ticket.decode.facts
     return not isinstance(facts, InstanceFacts) or facts.tickets.is_readable_by(prefill.tickets)
 
 
-def _is_another(kept: KeptTicket) -> bool:
-    """Whether the process that kept the blocks is known to be gone: another answers in its place."""
-    facts = kept.decode.facts
-    return not isinstance(facts, NotProbed) and getattr(facts, "engine_id", None) != kept.engine_id
+def _was_replaced(ticket: KeptTicket) -> bool:
+    """True if the process that kept the blocks is known to be gone: another one answers at its address."""
+    facts = ticket.decode.facts
+    return not isinstance(facts, NotProbed) and getattr(facts, "engine_id", None) != ticket.engine_id

@@ -1,5 +1,5 @@
-"""How much of a stream the client has. The instance marks each event (`core.messages.continuation`); the marks are
-removed on the way, and only whole events are forwarded.
+"""Progress of a stream towards the client. The instance marks each event (`core.messages.continuation`); the marks are
+removed, and only whole events are forwarded.
 
 The event with the finish reason is held back until the rest (usage, `[DONE]`) has come: a stream either reaches the
 client up to its end, or it can be continued.
@@ -23,16 +23,16 @@ from kvferry.router.instances.instance import Facts
 _END = b"\n\n"
 _DONE = b"data: [DONE]"
 ERROR_EVENT = b'data: {"error"'
-_MAY_GO_ELSEWHERE = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
-"""Types of errors that are the instance's, not the request's."""
+_RETRYABLE_ERRORS = frozenset({"unavailable_error", "server_error", "hand_off_error", "rate_limit_error"})
+"""Types of errors that the instance causes, not the request."""
 
 _MAX_HELD_BYTES = 16 * 2**20
-"""Most bytes that are held back until they are whole."""
+"""Maximum number of bytes that are held back for the end of an event, or of the stream."""
 
-_BEFORE_THE_LAST = Pattern(MARK, "first line", (LAST_MARK,))
+_MARKED_EVENTS = Pattern(MARK, "first line", (LAST_MARK,))
 
 _MAX_MARKS = 256
-"""More are read and kept as numbers: a line takes ten times the memory of its tokens."""
+"""Maximum number of unparsed marks. More are parsed, since a line takes ten times the memory of its tokens."""
 
 
 class _Error(msgspec.Struct):
@@ -43,14 +43,14 @@ class _ErrorEvent(msgspec.Struct):
     error: _Error
 
 
-class EventPassage(ABC):
-    """The events of one stream, which several instances of the kind `kind` may send in turn: an event is forwarded
-    whole or not at all. `begun`: the client has some. `error`: an event with which the instance itself ended the
-    stream. `hopeless`: no instance can continue it."""
+class ResumableStream(ABC):
+    """The events of a stream that several instances of the kind `kind` may send in turn. An event is forwarded whole or
+    not at all. `begun`: the client has an event. `error`: the event with which the instance itself ended the stream.
+    `is_unrecoverable`: no instance can continue it."""
 
     def __init__(self, kind: type[Facts]) -> None:
         self.kind = kind
-        self.begun = self.hopeless = False
+        self.begun = self.is_unrecoverable = False
         self.error = b""
         self._partial = b""
         self._closing: list[bytes] = []
@@ -58,7 +58,7 @@ class EventPassage(ABC):
 
     @abstractmethod
     def _event(self, event: bytes) -> bytes:
-        """What the client gets of an event now."""
+        """Process an event, and return the bytes to forward to the client now."""
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
@@ -66,18 +66,18 @@ class EventPassage(ABC):
         `OverflowError` if the marks of the last instance were invalid."""
 
     def count_tokens(self) -> int:
-        """The number of tokens behind the first one, once `closing` has come; 0 if the stream does not tell."""
+        """Number of tokens after the first one, once `closing` has come; 0 if the stream does not contain it."""
         return 0
 
     def restart(self) -> None:
-        """Continue with another instance, which sends the rest; what was held back of the last one's is dropped."""
+        """Continue with another instance, which sends the rest. Held back events of the last instance are dropped."""
         self.error, self._partial = b"", b""
         self._closing.clear()
         self._num_closing_bytes = 0
 
     def take(self, payload: bytes) -> bytes:
-        """What the client gets of the next piece of the body. Raises `UnreadableStream` if an event, or the part after
-        the last one, has no end."""
+        """Process the next piece of the body, and return the bytes to forward. Raises `UnreadableStream` if an event,
+        or the end of the stream, is too long."""
         if self._partial:
             payload, self._partial = self._partial + payload, b""
         if not payload.endswith(_END):
@@ -90,18 +90,18 @@ class EventPassage(ABC):
 
     @abstractmethod
     def _pattern(self) -> Pattern | None:
-        """Which events go to the client as they are, but for what is kept."""
+        """The events that are forwarded as they are, except for their captured part."""
 
     def pattern(self) -> Pattern | None:
-        """Which chunks may be forwarded without `take`, because they contain one such event each."""
+        """The chunks that may be forwarded without `take`, because each is one such event."""
         return self._pattern() if self.begun and not (self._partial or self._closing) else None
 
     @abstractmethod
-    def passed(self, kept: bytes) -> None:
-        """What was kept of events that were forwarded without `take`. If it cannot be read, the stream is `hopeless`:
-        the client has those events."""
+    def on_forwarded(self, captured: bytes) -> None:
+        """Process the captured part of events that were forwarded without `take`. If it cannot be read, the stream
+        `is_unrecoverable`, as the client has those events."""
 
-    def _hold(self, event: bytes) -> bytes:
+    def _hold_back(self, event: bytes) -> bytes:
         """Hold back the end of the stream until it is complete."""
         self._closing.append(event)
         self._num_closing_bytes += len(event)
@@ -112,7 +112,7 @@ class EventPassage(ABC):
         if num_bytes > _MAX_HELD_BYTES:
             raise UnreadableStream(f"{num_bytes} bytes of a stream without the end of an event, or of the stream")
 
-    def _refuse(self, event: bytes) -> bytes:
+    def _end_with_error(self, event: bytes) -> bytes:
         """End a stream that ended with an error; the first error event counts."""
         if event.startswith(ERROR_EVENT):
             self.error = self.error or event
@@ -120,24 +120,24 @@ class EventPassage(ABC):
 
     @property
     def closing(self) -> bytes | None:
-        """The end of the stream, which the client does not have yet; None if it has not come completely."""
+        """The end of the stream, which the client does not have yet; None if it is incomplete."""
         if not self._closing or not self._closing[-1].startswith(_DONE):
             return None
         return b"".join(self._closing)
 
     @property
-    def can_go_elsewhere(self) -> bool:
-        """Whether the connection broke, or the instance reported an error that may be its own and not the request's."""
-        if self.hopeless or not self.error:
-            return not self.hopeless
+    def can_be_resumed(self) -> bool:
+        """True if the connection broke, or the instance reported an error that it may have caused itself."""
+        if self.is_unrecoverable or not self.error:
+            return not self.is_unrecoverable
         try:
-            told = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
+            event = msgspec.json.decode(self.error.removeprefix(b"data: "), type=_ErrorEvent)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return True
-        return told.error.type in _MAY_GO_ELSEWHERE
+        return event.error.type in _RETRYABLE_ERRORS
 
 
-class Progress(EventPassage):
+class Progress(ResumableStream):
     """The progress of a stream whose events have marks."""
 
     def __init__(self) -> None:
@@ -148,13 +148,13 @@ class Progress(EventPassage):
 
     def _event(self, event: bytes) -> bytes:
         if self._closing:
-            return self._hold(event)
+            return self._hold_back(event)
         if not event.startswith(MARK):
-            return self._refuse(event)
+            return self._end_with_error(event)
         mark, _, event = event.partition(b"\n")
         if mark.endswith(LAST_MARK):
             self._last = mark
-            return self._hold(event)
+            return self._hold_back(event)
         if not self.begun:
             self.begun, self._first = True, mark
         marks = self._marks
@@ -164,11 +164,11 @@ class Progress(EventPassage):
         return event
 
     def _pattern(self) -> Pattern:
-        return _BEFORE_THE_LAST
+        return _MARKED_EVENTS
 
-    def passed(self, kept: bytes) -> None:
-        """The marks, a line each."""
-        self._marks += kept.split(b"\n")[:-1]
+    def on_forwarded(self, captured: bytes) -> None:
+        """Append the captured marks, a line each."""
+        self._marks += captured.split(b"\n")[:-1]
         if len(self._marks) > _MAX_MARKS:
             self._compact()
 
@@ -176,7 +176,7 @@ class Progress(EventPassage):
         try:
             self._read_marks()
         except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
-            self.hopeless = True
+            self.is_unrecoverable = True
             self._marks.clear()
 
     def count_tokens(self) -> int:
@@ -190,16 +190,16 @@ class Progress(EventPassage):
         self._marks.clear()
 
     def fields(self) -> dict[str, Any]:
-        """Where another instance continues; empty if the client has nothing yet."""
+        """The position at which another instance continues; empty if the client has nothing yet."""
         if not self.begun:
             return {}
         self._read_marks()
         first = decode_mark(self._first)
-        told = {
+        continuation = {
             "token_ids": self._tokens.tolist(),
             "seed": first.seed,
             "created": first.created,
             "num_cached_tokens": first.num_cached_tokens or 0,
             "answer": first.answer,
         }
-        return {HAND_OFF_FIELD: {CONTINUE_KEY: msgspec.convert(told, Continuation)}}
+        return {HAND_OFF_FIELD: {CONTINUE_KEY: msgspec.convert(continuation, Continuation)}}

@@ -1,8 +1,7 @@
-"""What is noted about one request: the record of its decision, metrics, spans, what its times teach the estimates, and
-what who scales the fleet is told.
+"""The record of one request: its decision, metrics, spans, measurements for the estimates and for the autoscaler.
 
-Changes nothing of what becomes of the request. Times of the record are wall-clock times, those of legs are on the
-router's monotonic clock.
+Does not influence the request. Times of the record are wall-clock times; times of legs are on the router's monotonic
+clock.
 """
 
 from __future__ import annotations
@@ -25,57 +24,59 @@ from kvferry.router.request.services import Services
 logger = logging.getLogger(__name__)
 
 _EVENT_BYTES = 240
-"""About how many bytes a token takes in a stream: decoding is measured by bytes, as answers are not read."""
+"""Approximate bytes of a token in a stream: decoding is measured by bytes, as answers are not parsed."""
 _TEXT_BYTES = 4.0
-"""About how many bytes a token takes in an answer that is sent as a whole."""
+"""Approximate bytes of a token in an unstreamed answer."""
 _MAX_ATTEMPTS = 64
 
 
 class RequestRecord:
-    """The record of one request: its decision, metrics, spans and what it adds to estimates."""
+    """Records the decision, metrics, spans and measurements of one request."""
 
-    def __init__(self, services: Services, request: ClientRequest, asked: PromptTraits) -> None:
+    def __init__(self, services: Services, request: ClientRequest, traits: PromptTraits) -> None:
         chooser = services.chooser
         self.now, self._metrics, self._estimates = services.clock.wall, services.metrics, chooser.estimates
-        self._asked = asked
-        self.decision = chooser.record(request.path, asked, request.request_id, request.arrived)
-        self._seen = RequestObservation(request.arrived, asked.num_tokens, asked.num_tokens, streams=asked.streams)
-        chooser.traffic.note(self._seen)
+        self._traits = traits
+        self.decision = chooser.record(request.path, traits, request.request_id, request.arrived)
+        self._observation = RequestObservation(
+            request.arrived, traits.num_tokens, traits.num_tokens, streams=traits.streams
+        )
+        chooser.traffic.note(self._observation)
         self.num_tokens = 0
-        """Number of tokens behind the first one, if its instance tells; `Delivery` writes it."""
+        """Number of tokens after the first one, if the instance reports it; `Delivery` sets it."""
         self._prefill_ended_at = 0.0
         self._answered: Leg | None = None
         """The decode leg that streams the client's answer with P's KV."""
         self.span: Span | None = None
         """The span of the request, if it is traced."""
         if chooser.tracer is not None:
-            about = {"kvferry.request_id": request.request_id.decode(errors="replace")}
+            attributes = {"kvferry.request_id": request.request_id.decode(errors="replace")}
             name = f"POST {request.path}"
-            self.span = chooser.tracer.request(name, request.headers, request.arrived, about)
+            self.span = chooser.tracer.request(name, request.headers, request.arrived, attributes)
 
     def sent(self, kind: str, instance: Instance) -> int:
-        """A leg is sent: `prefill`, `decode` or `continuation`. Returns how many tokens of the prompt the instance
-        probably does not have."""
-        decision, seen = self.decision, self._seen
-        uncached = max(0, self._asked.num_tokens - decision.cached.tokens(instance))
+        """Record that a leg is sent: `prefill`, `decode` or `continuation`. Return the number of tokens of the prompt
+        that the instance probably has not cached."""
+        decision, observation = self.decision, self._observation
+        uncached = max(0, self._traits.num_tokens - decision.cached.tokens(instance))
         if kind == "prefill":
             decision.prefill_sent = self.now()
-            seen.prefill, seen.uncached = instance.name, uncached
+            observation.prefill, observation.uncached = instance.name, uncached
         elif kind == "decode":
             decision.decode_sent = self.now()
-            seen.decode = instance.name
-            if not seen.prefill:
-                seen.uncached = uncached
+            observation.decode = instance.name
+            if not observation.prefill:
+                observation.uncached = uncached
         return uncached
 
     def failed(self, leg: Leg, reason: str = "") -> None:
-        """Note that a leg is of no use, for this reason or its own."""
+        """Record that a leg failed, for this reason or its own."""
         self.failed_instance(leg.instance, reason or leg.failure or "lost")
         if leg.span is not None:
             leg.span.end(self.now(), {}, reason or leg.failure)
 
     def failed_instance(self, instance: Instance, reason: str) -> None:
-        """Note that an instance could not serve it."""
+        """Record that an instance could not serve the request."""
         if len(self.decision.attempts) < _MAX_ATTEMPTS:
             self.decision.attempts.append(Attempt(instance.role, instance.name, reason))
         self._metrics.leg_failed(instance, reason)
@@ -83,45 +84,50 @@ class RequestRecord:
         logger.info("request %s: %s failed: %s", request_id, instance, reason)
 
     def prefilled(self, leg: Leg, usage: PrefillUsage) -> None:
-        """P has answered: how long it took, and where its time went."""
+        """Record P's answer, its duration and its phases."""
         estimates, decision = self._estimates, self.decision
-        if usage.timeline is not None and not _can_be(usage.timeline, leg.ended_at - leg.begun_at):
+        if usage.timeline is not None and not _is_plausible(usage.timeline, leg.ended_at - leg.begun_at):
             usage = msgspec.structs.replace(usage, timeline=None)
         decision.prefill_answered, decision.prefill_usage = self.now(), usage
         computed = usage.prompt_tokens - usage.cached_tokens if usage.prompt_tokens else leg.work.uncached
         estimates.prefilled(leg.instance.name, leg.work.ahead + computed, leg.ended_at - leg.begun_at)
-        estimates.tokenized(self._asked.num_bytes, usage.prompt_tokens)
-        self._see_prefill(leg, usage, computed)
+        estimates.tokenized(self._traits.num_bytes, usage.prompt_tokens)
+        self._observe_prefill(leg, usage, computed)
         if self._answered is not None:  # the client had its first token by then
             estimates.hand_off.add(self._answered.work.uncached, 0.0)
         if leg.span is not None:
-            told = usage.timeline or Timeline()
+            timeline = usage.timeline or Timeline()
             for name, begun, ended in (
-                ("queue", told.prefill_queued, told.prefill_started),
-                ("prefill", told.prefill_started, told.prefill_done),
+                ("queue", timeline.prefill_queued, timeline.prefill_started),
+                ("prefill", timeline.prefill_started, timeline.prefill_done),
             ):
                 if begun is not None and ended is not None:
                     leg.span.finished_child(name, begun, ended)
             leg.span.end(decision.prefill_answered, {"kvferry.cached_tokens": usage.cached_tokens})
 
-    def _see_prefill(self, leg: Leg, usage: PrefillUsage, computed: float) -> None:
-        seen, told = self._seen, usage.timeline
+    def _observe_prefill(self, leg: Leg, usage: PrefillUsage, computed: float) -> None:
+        observation, timeline = self._observation, usage.timeline
         self._prefill_ended_at = leg.ended_at
         if usage.prompt_tokens:
-            seen.prompt_tokens, seen.uncached = usage.prompt_tokens, int(computed)
-        seen.prefill_tokens, seen.prefill_s = leg.work.ahead + computed, leg.ended_at - leg.begun_at
-        if told is not None and told.prefill_started is not None and told.prefill_done is not None:
-            seen.prefill_tokens, seen.prefill_s = computed, told.prefill_done - told.prefill_started
+            observation.prompt_tokens, observation.uncached = usage.prompt_tokens, int(computed)
+        observation.prefill_tokens, observation.prefill_s = leg.work.ahead + computed, leg.ended_at - leg.begun_at
+        if timeline is not None and timeline.prefill_started is not None and timeline.prefill_done is not None:
+            observation.prefill_tokens, observation.prefill_s = (
+                computed,
+                timeline.prefill_done - timeline.prefill_started,
+            )
 
     def answered(self, leg: Leg, prefill: Leg | None) -> None:
-        """An answer for the client has begun; if it streams, with its first token. `prefill`: P's leg, whose KV it
-        has."""
+        """Record that an answer for the client has begun; if it streams, with its first token. `prefill`: P's leg,
+        whose KV it uses."""
         self.decision.first_byte = now = self.now()
-        if self._asked.streams and leg.has_served:
-            self._seen.first_s = max(0.0, now - self.decision.arrived)  # the clock may have been set back
+        if self._traits.streams and leg.has_served:
+            self._observation.first_s = max(0.0, now - self.decision.arrived)  # the clock may have been set back
             if prefill is not None:
-                self._seen.hand_off_s = max(0.0, leg.first_byte_at - prefill.ended_at) if prefill.ended_at else 0.0
-        if not (self._asked.streams and leg.work.decodes and leg.has_served):
+                self._observation.hand_off_s = (
+                    max(0.0, leg.first_byte_at - prefill.ended_at) if prefill.ended_at else 0.0
+                )
+        if not (self._traits.streams and leg.work.decodes and leg.has_served):
             return
         estimates, work = self._estimates, leg.work
         if prefill is None:
@@ -132,19 +138,20 @@ class RequestRecord:
             self._answered = leg
 
     def over(self, legs: list[Leg], num_bytes: int) -> None:
-        """The request is over, and so are its legs. `num_bytes` of a whole answer were sent to the client, or 0."""
-        decision, last, seen = self.decision, legs[-1] if legs else None, self._seen
-        seen.state = "done" if num_bytes else "failed"
+        """Record the end of the request and its legs. `num_bytes`: bytes of a complete answer sent to the client, else
+        0."""
+        decision, last, observation = self.decision, legs[-1] if legs else None, self._observation
+        observation.state = "done" if num_bytes else "failed"
         if num_bytes and last is not None and last.work.decodes and last.first_byte_at:
             seconds = last.ended_at - last.first_byte_at
-            if self._asked.streams:
+            if self._traits.streams:
                 num_tokens = self.num_tokens or max(1.0, num_bytes / _EVENT_BYTES - 1.0)
-                self._estimates.decoded(last.work.num_beside, num_tokens, seconds)
-                seen.answer_s, seen.output_tokens = seconds, num_tokens
+                self._estimates.decoded(last.work.num_concurrent, num_tokens, seconds)
+                observation.answer_s, observation.output_tokens = seconds, num_tokens
             else:
-                seen.output_tokens = min(num_bytes / _TEXT_BYTES, self._asked.max_tokens or 1e9)
-                seen.answer_s = last.ended_at - max(last.begun_at, self._prefill_ended_at)
-            seen.beside = last.work.num_beside
+                observation.output_tokens = min(num_bytes / _TEXT_BYTES, self._traits.max_tokens or 1e9)
+                observation.answer_s = last.ended_at - max(last.begun_at, self._prefill_ended_at)
+            observation.beside = last.work.num_concurrent
         decision.done = now = self.now()
         self._metrics.phases(decision.phases())
         if self.span is not None:
@@ -153,11 +160,17 @@ class RequestRecord:
                     leg.span.end(now, {})
             if decision.first_byte is not None:
                 self.span.finished_child("first byte", decision.arrived, decision.first_byte)
-            about: Attributes = {"kvferry.decision": decision.reason, "kvferry.prompt_tokens": decision.prompt_tokens}
-            self.span.end(now, about, "" if num_bytes else "not delivered")
+            attributes: Attributes = {
+                "kvferry.decision": decision.reason,
+                "kvferry.prompt_tokens": decision.prompt_tokens,
+            }
+            self.span.end(now, attributes, "" if num_bytes else "not delivered")
 
 
-def _can_be(told: Timeline, seconds: float) -> bool:
-    """Whether an instance's stamps of its prefill are in order, and within the `seconds` that its leg took."""
-    stamps = [one for one in (told.prefill_queued, told.prefill_started, told.prefill_done) if one is not None]
-    return all(one <= later for one, later in pairwise(stamps)) and (not stamps or stamps[-1] - stamps[0] <= seconds)
+def _is_plausible(timeline: Timeline, seconds: float) -> bool:
+    """True if an instance's timestamps of its prefill are in order, and within the `seconds` that its leg took."""
+    stages = (timeline.prefill_queued, timeline.prefill_started, timeline.prefill_done)
+    stamps = [stamp for stamp in stages if stamp is not None]
+    return all(earlier <= later for earlier, later in pairwise(stamps)) and (
+        not stamps or stamps[-1] - stamps[0] <= seconds
+    )

@@ -1,6 +1,6 @@
-"""Sends an instance's answer to the client as it comes, without anything that leads around the router.
+"""Forwards an instance's answer to the client, without anything that leads around the router.
 
-Addresses of instances are made unreadable in errors, and redirects are not forwarded.
+Addresses of instances are masked in errors, and redirects are not forwarded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvferry.router.request.leg import Leg
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED_S = 600.0
-"""How long a host is made unreadable after no instance is there any more: another may still tell of it."""
+_FORMER_HOST_TTL_S = 600.0
+"""Seconds for which the host of a former instance is still masked, since other instances may still name it."""
 
 _NOTHING = re.compile(rb"(?!)")
 _MAX_ERROR = 256 * 1024
-"""Bytes of an error's body; it is read whole, to be looked through."""
+"""Maximum number of bytes of an error's body, which is read whole and masked."""
 _ERROR = b'"error"'
 
 
@@ -42,9 +42,8 @@ class Relay:
         """Send an answer that no other instance can continue. False if the connection to the instance broke before the
         end.
 
-        The client then gets an error event if the answer is an event stream; otherwise its connection is cut too: what
-        has been sent cannot become an error any more, and must not look complete. Raises `RequestError` if nothing can
-        be sent of the answer.
+        The client then gets an error event if the answer is an event stream. Otherwise its connection is cut too, so
+        that the answer does not look complete. Raises `RequestError` if nothing of the answer can be sent.
         """
         if 300 <= leg.head.status < 400:
             raise BadAnswer(f"{leg.instance} answered with a redirect, which is not forwarded to clients")
@@ -58,7 +57,7 @@ class Relay:
             response.end(leg.take())
             return True
         try:
-            await leg.relay(response, _Masking(self) if is_stream else _UNREAD)
+            await leg.relay(response, _Masking(self) if is_stream else _PASSTHROUGH)
         except PeerLost as error:
             logger.warning("request %s: %s", response.request.id, error)
             response.fail(stream_lost_error(error))
@@ -67,7 +66,7 @@ class Relay:
         return True
 
     async def read(self, leg: Leg, max_bytes: int) -> bytes:
-        """All of an answer of which nothing has been sent. Raises `InstanceLost`."""
+        """Read all of an answer of which nothing has been sent. Raises `InstanceLost`."""
         try:
             return await leg.read(max_bytes)
         except PeerLost as error:
@@ -77,17 +76,17 @@ class Relay:
         """The answer's headers as the client gets them."""
         headers = for_client(leg.head.headers, with_length=with_length)
         search = self._addresses.pattern().search
-        if search(b"\n".join([value for _, value in headers])):  # one search: most answers name no instance
+        if search(b"\n".join([value for _, value in headers])):  # a single search: most answers name no instance
             headers = [header for header in headers if not search(header[1])]
         return headers
 
     def hide(self, text: bytes) -> bytes:
-        """The text without addresses of instances, in the same length."""
-        return self._addresses.pattern().sub(lambda found: b"*" * len(found[0]), text)
+        """Mask addresses of instances in a text, whose length does not change."""
+        return self._addresses.pattern().sub(lambda match: b"*" * len(match[0]), text)
 
 
-class _Unread:
-    """A body that goes to the client as it is."""
+class _Passthrough:
+    """Forwards a body as it is."""
 
     def take(self, payload: bytes) -> bytes:
         return payload
@@ -95,15 +94,15 @@ class _Unread:
     def pattern(self) -> Pattern | None:
         return Pattern()
 
-    def passed(self, kept: bytes) -> None:
+    def on_forwarded(self, captured: bytes) -> None:
         pass
 
 
-_UNREAD = _Unread()
+_PASSTHROUGH = _Passthrough()
 
 
-class _Masking(_Unread):
-    """Addresses are made unreadable where an error is told."""
+class _Masking(_Passthrough):
+    """Masks addresses in chunks that contain an error."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
@@ -116,30 +115,32 @@ class _Masking(_Unread):
 
 
 class _Addresses:
-    """How instances may be named in a text: by host, with or without scheme and port."""
+    """The pattern of instances' addresses in a text: hosts, with or without scheme and port."""
 
     def __init__(self, pools: Pools, clock: Clock) -> None:
         self._pools, self._clock = pools, clock
         self._revision = -1
         self._hosts: set[str] = set()
-        self._left: dict[str, float] = {}
-        """Hosts at which no instance is any more, and until when they are looked for."""
+        self._former_hosts: dict[str, float] = {}
+        """Hosts of former instances, and the time until which they are masked."""
         self._pattern = _NOTHING
 
     def pattern(self) -> re.Pattern[bytes]:
-        """Finds any of them; built again when something new is known about an instance."""
+        """The pattern of all addresses; compiled again when an instance's facts change."""
         if self._revision != self._pools.revision:
             self._revision, now = self._pools.revision, self._clock.monotonic()
             hosts = {host for instance in self._pools for host in _hosts(instance) if host}
-            self._left |= dict.fromkeys(self._hosts - hosts, now + _REMEMBERED_S)
-            self._left = {host: until for host, until in self._left.items() if until > now and host not in hosts}
+            self._former_hosts |= dict.fromkeys(self._hosts - hosts, now + _FORMER_HOST_TTL_S)
+            self._former_hosts = {
+                host: until for host, until in self._former_hosts.items() if until > now and host not in hosts
+            }
             self._hosts = hosts
-            self._pattern = address_pattern(hosts | self._left.keys())
+            self._pattern = address_pattern(hosts | self._former_hosts.keys())
         return self._pattern
 
 
 def address_pattern(hosts: Collection[str]) -> re.Pattern[bytes]:
-    """Finds any of these hosts in a text, with or without scheme and port."""
+    """The pattern of these hosts in a text, with or without scheme and port."""
     if not hosts:
         return _NOTHING
     names = b"|".join(re.escape(host.encode()) for host in sorted(hosts, key=len, reverse=True))
@@ -147,7 +148,7 @@ def address_pattern(hosts: Collection[str]) -> re.Pattern[bytes]:
 
 
 def _hosts(instance: Instance) -> Iterator[str]:
-    """All hosts by which an instance may be named."""
+    """All hosts that may appear in an instance's texts."""
     yield instance.address.host
     match instance.facts:
         case InstanceFacts() as facts:
@@ -157,7 +158,7 @@ def _hosts(instance: Instance) -> Iterator[str]:
 
 
 def stream_lost_error(error: PeerLost) -> InstanceLost | InstanceSilent:
-    """What a client is told whose answer has begun and cannot be continued."""
+    """The error for a client whose answer has begun and cannot be continued."""
     if isinstance(error, LegTimedOut):
         return InstanceSilent("the instance stopped sending in the middle of its answer, which is incomplete")
     return InstanceLost("the instance broke off; the answer is incomplete")

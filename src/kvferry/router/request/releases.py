@@ -1,7 +1,7 @@
-"""Tells prefill instances that nobody will fetch a hand-off, so that they free its blocks now.
+"""Releases hand-offs that no instance will fetch, so that prefill instances free their blocks now.
 
-Owns the tasks that do it: they outlive the request, and end with the app. A lost release costs memory until the lease
-is over, and nothing else; so each is tried once, and too many at once are dropped.
+Owns the tasks that send the releases: they outlive the request, and end with the app. A lost release only costs memory
+until the lease expires; so each is tried once, and dropped if too many run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 RELEASE_PATH = "/kvferry/release"
 NO_MODEL = "kvferry-release"
-"""A model that no server serves."""
+"""Name of a model that no server serves."""
 
-_MAX_AT_ONCE = 1024
-_FEW = 32
+_MAX_CONCURRENT = 1024
+_BATCH_SIZE = 32
 
 
 class Releases:
@@ -38,41 +38,44 @@ class Releases:
         self.num_running = 0
 
     def open(self, group: asyncio.TaskGroup) -> None:
-        """Run in `group` from now on."""
+        """Run the tasks in `group` from now on."""
         self._group = group
 
     def start(self, prefill: Instance, transfer_id: str) -> None:
-        """Tell a prefill instance of kvferry's to end a hand-off. Returns at once."""
-        self._begin(prefill, RELEASE_PATH, _released(transfer_id), [], expected=200)
+        """Send a release to one of kvferry's prefill instances. Returns at once."""
+        self._begin(prefill, RELEASE_PATH, _release_body(transfer_id), [], expected=200)
 
     async def send_all(self, held: Sequence[tuple[Instance, str]]) -> None:
-        """Send all of these as `start` does, a few at a time, as there may be thousands, and wait for it. No instance
-        waits for another."""
+        """Send these releases in small batches, as there may be thousands, and wait for them. Instances do not wait for
+        each other."""
         by_instance: dict[Instance, list[tuple[Instance, str]]] = {}
-        for one in held:
-            by_instance.setdefault(one[0], []).append(one)
-        await asyncio.gather(*map(self._one_by_one, by_instance.values()))
+        for hand_off in held:
+            by_instance.setdefault(hand_off[0], []).append(hand_off)
+        await asyncio.gather(*map(self._send_batches, by_instance.values()))
 
-    async def _one_by_one(self, held: Sequence[tuple[Instance, str]]) -> None:
-        for begin in range(0, len(held), _FEW):
-            few = held[begin : begin + _FEW]
-            sent = [self._send(one, RELEASE_PATH, _released(name), [], expected=200) for one, name in few]
+    async def _send_batches(self, held: Sequence[tuple[Instance, str]]) -> None:
+        for begin in range(0, len(held), _BATCH_SIZE):
+            batch = held[begin : begin + _BATCH_SIZE]
+            sent = [
+                self._send(instance, RELEASE_PATH, _release_body(transfer_id), [], expected=200)
+                for instance, transfer_id in batch
+            ]
             self.num_running += len(sent)
             await asyncio.gather(*sent)
 
-    def refuse(self, decode: Instance, ticket: msgspec.Raw, client_headers: RawHeaders) -> None:
+    def release_through(self, decode: Instance, ticket: msgspec.Raw, client_headers: RawHeaders) -> None:
         """Release a hand-off of a vLLM prefill instance through a decode instance that has never seen the ticket.
         Returns at once.
 
-        vLLM has no other way: a decode server that refuses a request, here because of its model name, hands the ticket
-        to its connector, which gives it up at P.
+        vLLM has no other way: a decode server that refuses a request, in this case because of its model name, gives
+        the ticket to its connector, which releases it at P.
         """
         body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": ticket}
         allowed = [(name, value) for name, value in client_headers if name in KEY_HEADERS]
         self._begin(decode, "/v1/completions", msgspec.json.encode(body), allowed, expected=404)
 
     def _begin(self, instance: Instance, path: str, body: bytes, headers: RawHeaders, expected: int) -> None:
-        if self._group is None or self.num_running >= _MAX_AT_ONCE:
+        if self._group is None or self.num_running >= _MAX_CONCURRENT:
             self._metrics.released("dropped")
             return
         self.num_running += 1
@@ -87,12 +90,12 @@ class Releases:
             logger.info("a hand-off is left to its lease: %s", error)
             self._metrics.released("failed")
         except Exception:
-            # The edge: a release that fails must not end the task group, and with it the router.
+            # A release that fails must not end the task group, and with it the router.
             logger.exception("a hand-off is left to its lease")
             self._metrics.released("failed")
         finally:
             self.num_running -= 1
 
 
-def _released(transfer_id: str) -> bytes:
+def _release_body(transfer_id: str) -> bytes:
     return msgspec.json.encode({"transfer_id": transfer_id})

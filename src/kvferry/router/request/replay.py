@@ -1,8 +1,8 @@
-"""How much of a stream the client has, if the instance does not mark its tokens: vLLM's, and those of several choices.
+"""Continues streams without progress marks: vLLM's, and streams of several choices.
 
-Another instance gets the same request from the beginning, and what the client has is left out of its answer once it is
-seen to be the same: a greedy or seeded answer repeats itself, as far as the engine's arithmetic does. If it differs,
-the client gets an error, and no token of the other answer.
+Another instance gets the same request from the beginning. A greedy or seeded answer repeats itself, as far as the
+engine's arithmetic does, and the part that the client already has is left out. If the answer differs, the client gets
+an error, and no token of the other answer.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from typing import Any
 from kvferry.http.relay import Pattern
 from kvferry.router.errors import UnreadableStream
 from kvferry.router.instances.instance import Facts
-from kvferry.router.request.progress import ERROR_EVENT, EventPassage
+from kvferry.router.request.progress import ERROR_EVENT, ResumableStream
 
 _DATA = b"data: "
 _DONE = b"data: [DONE]"
 _FINISHED = b'"finish_reason":"'
 _NO_CHOICES = b'"choices":[]'
-"""What the event with the usage contains, after those of all choices."""
-_IN_THE_MIDDLE = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
+"""Part of the event with the usage, which follows the events of all choices."""
+_CONTENT_EVENTS = Pattern(_DATA, "all", (_FINISHED, _NO_CHOICES, ERROR_EVENT, _DONE))
 
 _MAX_EVENTS = 256
-"""Most events that are read; further ones are kept as their text."""
+"""Maximum number of unparsed events."""
 
 _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "content", "token_ids")
 _ONCE = ("role", "prompt_token_ids", "prompt_logprobs")
 
 
-class Replay(EventPassage):
-    """One stream, of one choice or more, which several instances of the kind `kind` may send in turn."""
+class Replay(ResumableStream):
+    """A stream, of one choice or more, that several instances of the kind `kind` may send in turn."""
 
     def __init__(self, kind: type[Facts]) -> None:
         super().__init__(kind)
-        self._read = _Said()
-        self._unread: list[bytes] = []
-        self._finishes = False
-        """Whether a choice has come to its end."""
+        self._sent = _ChoiceState()
+        self._pending: list[bytes] = []
+        self._has_finished = False
+        """True if a choice has ended."""
         self._created: Any = None
-        self._again: _Said | None = None
+        self._repeated: _ChoiceState | None = None
 
     def restart(self) -> None:
-        """The next instance begins from the start."""
+        """The next instance sends the answer from the beginning."""
         super().restart()
-        self._read_on()
-        self._again, self._finishes = _Said(), False
+        self._parse_pending()
+        self._repeated, self._has_finished = _ChoiceState(), False
 
     def fields(self) -> dict[str, Any]:
         """No fields: the request is sent again as it came."""
@@ -56,153 +56,154 @@ class Replay(EventPassage):
 
     def _event(self, event: bytes) -> bytes:
         if self._closing:
-            return self._hold(self._dated(event))
+            return self._hold_back(self._with_created(event))
         if not event.startswith(_DATA):
-            return event if self._again is None else b""  # a comment, to keep the connection alive
+            return event if self._repeated is None else b""  # a comment, to keep the connection alive
         if event.startswith(ERROR_EVENT):
-            return self._refuse(event)
+            return self._end_with_error(event)
         if event.startswith(_DONE):
-            return self._refuse(event) if self.error or not self._is_all_there() else self._hold(event)
-        if self._finishes and _NO_CHOICES in event:
-            return self._hold(self._dated(event))
-        self._finishes = self._finishes or _FINISHED in event
-        if self._again is not None:
-            event = self._only_new(event, self._again)
+            return self._end_with_error(event) if self.error or not self._is_complete() else self._hold_back(event)
+        if self._has_finished and _NO_CHOICES in event:
+            return self._hold_back(self._with_created(event))
+        self._has_finished = self._has_finished or _FINISHED in event
+        if self._repeated is not None:
+            event = self._new_part(event, self._repeated)
         if event:
             self.begun = True
-            self._unread.append(event)
+            self._pending.append(event)
             self._compact()
         return event
 
     def _pattern(self) -> Pattern | None:
-        return _IN_THE_MIDDLE if self._again is None else None
+        return _CONTENT_EVENTS if self._repeated is None else None
 
-    def passed(self, kept: bytes) -> None:
-        """Whole events."""
-        self._unread += kept.split(b"\n\n")[:-1]
+    def on_forwarded(self, captured: bytes) -> None:
+        """Append captured whole events."""
+        self._pending += captured.split(b"\n\n")[:-1]
         self._compact()
 
     def _compact(self) -> None:
-        """A stream that cannot be read cannot be continued; as long as its instance goes on, it is forwarded."""
-        if len(self._unread) > _MAX_EVENTS:
+        """Parse pending events. A stream that cannot be parsed cannot be continued, but is forwarded as long as its
+        instance sends it."""
+        if len(self._pending) > _MAX_EVENTS:
             with suppress(UnreadableStream):
-                self._read_on()
+                self._parse_pending()
 
-    def _is_all_there(self) -> bool:
-        """Whether an answer that ends now is as long as the first one was."""
-        if self._again is None or self._again.covers(self._read):
+    def _is_complete(self) -> bool:
+        """True if an answer that ends now is as long as the first one was."""
+        if self._repeated is None or self._repeated.covers(self._sent):
             return True
-        self.hopeless = True
+        self.is_unrecoverable = True
         return False
 
-    def _read_on(self) -> None:
-        unread, self._unread = self._unread, []
-        was_hopeless, self.hopeless = self.hopeless, True  # until all of it is read
+    def _parse_pending(self) -> None:
+        unread, self._pending = self._pending, []
+        was_hopeless, self.is_unrecoverable = self.is_unrecoverable, True  # until all events are parsed
         for event in unread:
-            said = _parsed(event)
-            self._created = self._created or said.get("created")
-            self._read.add(said)
-        self.hopeless = was_hopeless or self._read.unknown
+            data = _parse(event)
+            self._created = self._created or data.get("created")
+            self._sent.add(data)
+        self.is_unrecoverable = was_hopeless or self._sent.is_unreadable
 
-    def _only_new(self, event: bytes, again: _Said) -> bytes:
-        """The part that the client does not have. Raises `UnreadableStream` if the rest differs from what the client
-        has."""
-        said = _parsed(event)
+    def _new_part(self, event: bytes, repeated: _ChoiceState) -> bytes:
+        """The part of an event that the client does not have. Raises `UnreadableStream` if the other part differs from
+        the client's."""
+        data = _parse(event)
         try:
-            is_new = again.leave_out(said, self._read)
+            is_new = repeated.remove_sent(data, self._sent)
         except ValueError as error:
-            self.hopeless = True
+            self.is_unrecoverable = True
             raise UnreadableStream(f"the same request got a different answer: {error}") from error
-        return self._written(said) if is_new else b""
+        return self._encode(data) if is_new else b""
 
-    def _dated(self, event: bytes) -> bytes:
+    def _with_created(self, event: bytes) -> bytes:
         """The event with the `created` of the first instance's events."""
-        if self._again is None or event.startswith(_DONE):
+        if self._repeated is None or event.startswith(_DONE):
             return event
-        return self._written(_parsed(event))
+        return self._encode(_parse(event))
 
-    def _written(self, said: dict[str, Any]) -> bytes:
-        if "created" in said and self._created is not None:
-            said["created"] = self._created
-        return b"data: %b\n\n" % json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+    def _encode(self, data: dict[str, Any]) -> bytes:
+        if "created" in data and self._created is not None:
+            data["created"] = self._created
+        return b"data: %b\n\n" % json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class _Said:
-    """The texts of choices and the lengths of their lists, by the choice's number and by name."""
+class _ChoiceState:
+    """The texts of choices and the lengths of their lists, by the choice's number and by the field's name."""
 
     def __init__(self) -> None:
         self.texts: dict[tuple[int, str], str] = {}
         self.lengths: dict[tuple[int, str], int] = {}
         self.begun: set[int] = set()
         self.finished: set[int] = set()
-        self.unknown = False
+        self.is_unreadable = False
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add one event."""
+        """Add an event."""
         for number, part in _parts(event):
             self.begun.add(number)
             if part.get("finish_reason"):
                 self.finished.add(number)
             for name, value in part.items():
-                at = number, name
+                key = number, name
                 if name in _TEXTS and isinstance(value, str):
-                    self.texts[at] = self.texts.get(at, "") + value
+                    self.texts[key] = self.texts.get(key, "") + value
                 elif name in _LISTS and isinstance(value, list):
-                    self.lengths[at] = self.lengths.get(at, 0) + len(value)
+                    self.lengths[key] = self.lengths.get(key, 0) + len(value)
                 elif name == "tool_calls" and value:
-                    self.unknown = True
+                    self.is_unreadable = True
 
-    def covers(self, known: _Said, numbers: Collection[int] | None = None) -> bool:
-        """Whether it has come as far as `known`, in these choices or in all."""
-        texts = (one for one in known.texts.items() if numbers is None or one[0][0] in numbers)
-        is_long = all(len(text) <= len(self.texts.get(at, "")) for at, text in texts)
-        return is_long and (numbers is not None or known.finished <= self.finished)
+    def covers(self, sent: _ChoiceState, numbers: Collection[int] | None = None) -> bool:
+        """True if it has come as far as `sent`, in these choices or in all."""
+        texts = ((key, text) for key, text in sent.texts.items() if numbers is None or key[0] in numbers)
+        is_long = all(len(text) <= len(self.texts.get(key, "")) for key, text in texts)
+        return is_long and (numbers is not None or sent.finished <= self.finished)
 
-    def leave_out(self, event: dict[str, Any], known: _Said) -> bool:
-        """Remove from `event` what `known` already has, and add all of it here; returns whether anything is left.
-        Raises `ValueError` if it differs."""
-        lengths, num_characters = {**self.lengths}, {at: len(text) for at, text in self.texts.items()}
+    def remove_sent(self, event: dict[str, Any], sent: _ChoiceState) -> bool:
+        """Add `event`, and remove from it the part that is in `sent`. Return True if anything is left. Raises
+        `ValueError` if that part differs."""
+        lengths, num_characters = {**self.lengths}, {key: len(text) for key, text in self.texts.items()}
         finished = {_number(choice) for choice in _choices(event) if choice.get("finish_reason")}
         whole = json.loads(json.dumps(event))
         for number, part in _parts(event):
-            self._cut(number, part, known, lengths, num_characters)
+            self._remove_sent_part(number, part, sent, lengths, num_characters)
         self.add(whole)
-        if not self.covers(known, finished):
+        if not self.covers(sent, finished):
             raise ValueError("it is shorter than what the client has")
-        if any(_number(choice) in known.finished for choice in _choices(event)):
-            event["choices"] = [choice for choice in _choices(event) if _number(choice) not in known.finished]
+        if any(_number(choice) in sent.finished for choice in _choices(event)):
+            event["choices"] = [choice for choice in _choices(event) if _number(choice) not in sent.finished]
             return bool(event["choices"])
-        return bool(finished) or _says_something(event)
+        return bool(finished) or _has_content(event)
 
     @staticmethod
-    def _cut(
+    def _remove_sent_part(
         number: int,
         part: dict[str, Any],
-        known: _Said,
+        sent: _ChoiceState,
         lengths: dict[tuple[int, str], int],
         num_characters: dict[tuple[int, str], int],
     ) -> None:
         for name in list(part):
-            value, at = part[name], (number, name)
+            value, key = part[name], (number, name)
             if name in _TEXTS and isinstance(value, str):
-                begin = num_characters.get(at, 0)
-                old = known.texts.get(at, "")[begin : begin + len(value)]
+                begin = num_characters.get(key, 0)
+                old = sent.texts.get(key, "")[begin : begin + len(value)]
                 if not value.startswith(old):
                     raise ValueError(f"{value[:40]!r} where {old[:40]!r} was")
                 part[name] = value[len(old) :]
             elif name in _LISTS and isinstance(value, list):
-                part[name] = value[max(0, known.lengths.get(at, 0) - lengths.get(at, 0)) :]
-            elif name in _ONCE and number in known.begun:
+                part[name] = value[max(0, sent.lengths.get(key, 0) - lengths.get(key, 0)) :]
+            elif name in _ONCE and number in sent.begun:
                 del part[name]
 
 
 def _parts(event: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     """The objects of an event that contain text of a choice, each with the choice's number."""
-    found = []
+    parts_by_choice = []
     for choice in _choices(event):
         parts = [choice, *(choice[name] for name in ("delta", "logprobs") if isinstance(choice.get(name), dict))]
-        found += [(_number(choice), part) for part in parts]
-    return found
+        parts_by_choice += [(_number(choice), part) for part in parts]
+    return parts_by_choice
 
 
 def _number(choice: dict[str, Any]) -> int:
@@ -212,19 +213,19 @@ def _number(choice: dict[str, Any]) -> int:
 
 def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
     choices = event.get("choices")
-    return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
-def _says_something(event: dict[str, Any]) -> bool:
+def _has_content(event: dict[str, Any]) -> bool:
     if not event.get("choices"):
         return True  # usage
     named = (*_TEXTS, *_LISTS, *_ONCE, "tool_calls")
     return any(part.get(name) for _, part in _parts(event) for name in named)
 
 
-def _parsed(event: bytes) -> dict[str, Any]:
+def _parse(event: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(event.removeprefix(_DATA))
+        data = json.loads(event.removeprefix(_DATA))
     except (ValueError, RecursionError) as error:
         raise UnreadableStream(f"an event of a stream is not JSON: {error}") from error
-    return said if isinstance(said, dict) else {}
+    return data if isinstance(data, dict) else {}

@@ -1,4 +1,4 @@
-"""What all requests of a router share."""
+"""Services that all requests of a router share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvferry.router.request.releases import Releases
 
 @dataclass(frozen=True)
 class Services:
-    """What all requests share; made once, by `build_router`."""
+    """Services that all requests share; created once, by `build_router`."""
 
     config: RouterConfig
     clock: Clock

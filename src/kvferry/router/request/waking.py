@@ -1,5 +1,5 @@
-"""Where requests wait for instances: until one is started, if a fleet's controller has stopped all of them; and until
-one that has just come has said what it is."""
+"""Waits of requests for instances: for a start, if a fleet's controller has stopped all of them, and for the first
+probe of a new instance."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from kvferry.http.server.response import Response
 from kvferry.router.instances.instance import Instance, InstanceState
 from kvferry.router.request.services import Services
 
-_LOOK_AGAIN_S, _TELL_AGAIN_S = 0.1, 5.0
-_LOOK_SOON_S = 0.01
-_STARTS, _MORE_S = 3.0, 60.0
-"""How many times as long as a start usually takes it is waited for, and how many seconds more."""
+_POLL_INTERVAL_S, _COMMENT_INTERVAL_S = 0.1, 5.0
+_FIRST_PROBE_POLL_S = 0.01
+_MAX_START_RATIO, _EXTRA_START_S = 3.0, 60.0
+"""Maximum wait for a start: this many usual starts, plus this many seconds."""
 
 
 async def wait_for_instances(services: Services, response: Response, *, streams: bool) -> None:
-    """Return once an instance answers, or when it has taken too long. A client that `streams` is told meanwhile; the
-    controller sees how many wait in `Traffic`."""
+    """Return once an instance is alive, or when it has taken too long. Meanwhile a client that `streams` gets comments,
+    and the controller sees the number of waiting requests in `Traffic`."""
     pools, clock = services.pools, services.clock
-    starts_s = pools.directions.starts_s
+    starts_s = pools.shared_plan.starts_s
     if starts_s <= 0:
         return
     traffic, begun = services.chooser.traffic, clock.monotonic()
-    tell_at = begun
+    comment_at = begun
     traffic.num_waiting += 1
     try:
-        while not pools.decode.alive() and pools.directions.starts_s > 0:
+        while not pools.decode.alive() and pools.shared_plan.starts_s > 0:
             waited_s = clock.monotonic() - begun
-            if waited_s > _STARTS * starts_s + _MORE_S:
+            if waited_s > _MAX_START_RATIO * starts_s + _EXTRA_START_S:
                 return
-            if streams and begun + waited_s >= tell_at:
-                tell_at += _TELL_AGAIN_S
+            if streams and begun + waited_s >= comment_at:
+                comment_at += _COMMENT_INTERVAL_S
                 response.comment(f"an instance is started: {waited_s:.0f} s so far, about {starts_s:.0f} s in all")
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
     finally:
         traffic.num_waiting -= 1
 
 
-async def wait_for_first_look(services: Services, prefill: Instance) -> None:
-    """Return once `Health` has looked at an instance that has just come, which takes milliseconds, or when it has taken
-    too long. Until then nobody knows which protocol it speaks."""
+async def wait_for_first_probe(services: Services, prefill: Instance) -> None:
+    """Return once `Health` has probed a new instance, which takes milliseconds, or when it has taken too long. Until
+    then its protocol is unknown."""
     deadline = services.clock.monotonic() + services.config.health_timeout_s
-    while prefill.state is InstanceState.NEW and services.clock.monotonic() < deadline:  # noqa: ASYNC110 - as rare
-        await asyncio.sleep(_LOOK_SOON_S)
+    while prefill.state is InstanceState.NEW and services.clock.monotonic() < deadline:  # noqa: ASYNC110 - rare
+        await asyncio.sleep(_FIRST_PROBE_POLL_S)

@@ -1,8 +1,8 @@
-"""What a policy is: filter, score, pick, for both legs of a request at once.
+"""The interface of routing policies: filter, score, pick, for both legs of a request at once.
 
-The router filters (`Options`: who is alive, has not failed this request, and can read whose KV), the policy scores and
-picks, and returns one `Choice`. Policies do no I/O and take time, chance, and what is known of caches and speeds from
-their `PolicyContext`, so that a simulator drives the same objects on a virtual clock.
+The router filters (`Options`: healthy instances that have not failed this request, and their pairs). The policy scores
+and picks, and returns one `Choice`. Policies do no I/O: the clock, random numbers, the prefix index and the estimates
+come from their `PolicyContext`, so that a simulator runs the same objects on a virtual clock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvferry.router.choice.prompt import NO_PREFIX, Prefix
 from kvferry.router.instances.load import Candidates, T, Target, Vector, candidates
 
 Leg = Literal["prefill", "decode", "whole"]
-"""What an instance is considered for; `whole`: both phases."""
+"""The leg that an instance is considered for; `whole`: both phases."""
 
 
 class PromptTraits(msgspec.Struct, frozen=True):
-    """What a policy sees of a request. `num_tokens` of the prompt is an estimate if the prompt is text."""
+    """The traits of a request that a policy sees. `num_tokens` of the prompt is an estimate if the prompt is text."""
 
     model: str = ""
     num_tokens: int = 0
@@ -36,56 +36,70 @@ class PromptTraits(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
     streams: bool = False
     session: str | None = None
-    """Names the conversation, if the client does."""
+    """Name of the conversation; None if the client sends none."""
     prefix: Prefix = NO_PREFIX
 
 
 def any_pair(prefill: object, decode: object) -> bool:
-    """Each decode instance can read the KV of each prefill instance."""
+    """Return True: every decode instance can read the KV of every prefill instance."""
     return True
 
 
 class Options(msgspec.Struct, Generic[T], frozen=True):
-    """The instances that can serve a request now. `decodes` is never empty. Without `prefills`, one decode instance
-    does both phases; with them it may, unless the prompt has already been computed (`may_stay_whole` False), and so may
-    a prefill instance if `decode_places`, which is how many answers each decode instance runs at a time."""
+    """The instances that can serve a request now. `decodes` is never empty.
+
+    Without `prefills`, a decode instance does both phases. With them it may, unless the prompt has already been
+    computed (`may_aggregate` False). A prefill instance may too if `decode_max_num_seqs`, the number of answers that
+    each decode instance runs at a time, is not 0."""
 
     prefills: Sequence[T]
     decodes: Sequence[T]
-    may_stay_whole: bool = True
+    may_aggregate: bool = True
     can_pair: Callable[[T, T], bool] = any_pair
-    decode_places: int = 0
+    decode_max_num_seqs: int = 0
+
+    @property
+    def may_stay_whole(self) -> bool:
+        """Deprecated name of `may_aggregate`."""
+        return self.may_aggregate
+
+    @property
+    def decode_places(self) -> int:
+        """Deprecated name of `decode_max_num_seqs`."""
+        return self.decode_max_num_seqs
 
     def pairs_with(self, prefill: T) -> Candidates[T]:
         """The decode instances that can read the KV of this prefill instance."""
         can_pair, decodes = self.can_pair, candidates(self.decodes)
         if can_pair is any_pair:
             return decodes
-        known = decodes.memo.get((can_pair, prefill))
-        if known is None:
-            known = Candidates(one for one in decodes if can_pair(prefill, one))
-            decodes.memo[can_pair, prefill] = known
-        return known
+        readers = decodes.memo.get((can_pair, prefill))
+        if readers is None:
+            readers = Candidates(decode for decode in decodes if can_pair(prefill, decode))
+            decodes.memo[can_pair, prefill] = readers
+        return readers
 
     def paired(self) -> Candidates[T]:
         """The prefill instances whose KV a decode instance can read."""
         can_pair, prefills = self.can_pair, candidates(self.prefills)
         if can_pair is any_pair:
             return prefills
-        known = prefills.memo.get(can_pair)
-        if known is None or known[0] is not self.decodes:
-            found = Candidates(one for one in prefills if any(can_pair(one, other) for other in self.decodes))
-            known = prefills.memo[can_pair] = self.decodes, found
-        return known[1]
+        cached = prefills.memo.get(can_pair)
+        if cached is None or cached[0] is not self.decodes:
+            paired = Candidates(
+                prefill for prefill in prefills if any(can_pair(prefill, decode) for decode in self.decodes)
+            )
+            cached = prefills.memo[can_pair] = self.decodes, paired
+        return cached[1]
 
 
 Scores = tuple[Leg, Sequence[Target], Vector]
-"""Some candidates for a leg with their scores; of one alone there are none."""
+"""Candidates for a leg with their scores; a single candidate has none."""
 
 
 class Choice(msgspec.Struct, Generic[T], frozen=True):
-    """Where a request goes. `prefill` None: to `decode` alone, which may be of either role. `reason`: why it is split,
-    or not. `scores`: the policy's scores of all candidates, lower is better."""
+    """The instances chosen for a request. `prefill` None: `decode`, of either role, does both phases. `reason`: why it
+    is split, or not. `scores`: the policy's scores of all candidates, lower is better."""
 
     decode: T
     prefill: T | None = None
@@ -98,21 +112,23 @@ class Disaggregation(Protocol):
 
     @property
     def active(self) -> bool:
-        """Whether it may decide against a hand-off for any request."""
+        """True if it may decide against a hand-off."""
 
-    def keeps_aggregated(self, asked: PromptTraits, prefill: Target, decode: Target) -> str | None:
-        """Why `decode` should do both phases, as a short label; None: hand off."""
+    def keeps_aggregated(self, traits: PromptTraits, prefill: Target, decode: Target) -> str | None:
+        """Reason for `decode` to do both phases, as a short label; None: hand off."""
 
-    def decode_is_busy(self, asked: PromptTraits, prefill: Target, decodes: Candidates[Any], places: int) -> bool:
-        """Whether a prefill instance may answer, because none of these decode instances keeps the targets."""
+    def decode_is_busy(
+        self, traits: PromptTraits, prefill: Target, decodes: Candidates[Any], max_num_seqs: int
+    ) -> bool:
+        """True if a prefill instance may answer, because none of these decode instances meets the targets."""
 
-    def keeps_targets(self, asked: PromptTraits, prefill: Target) -> bool:
-        """Whether this prefill instance keeps them if it answers."""
+    def keeps_targets(self, traits: PromptTraits, prefill: Target) -> bool:
+        """True if this prefill instance meets the targets if it answers."""
 
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a policy may look at."""
+    """The read-only state that a policy decides by."""
 
     clock: Clock
     random: Random
@@ -122,7 +138,7 @@ class PolicyContext:
 
 
 class NoSettings:
-    """The settings of a policy that has none."""
+    """The settings of a policy without options."""
 
 
 class Policy(ABC):
@@ -135,10 +151,11 @@ class Policy(ABC):
         self.context = context
 
     @abstractmethod
-    def choose(self, asked: PromptTraits, options: Options[T]) -> Choice[T]:
-        """One plan for both legs. Must not block or change anything; `placed` is called when the plan is used."""
+    def choose(self, traits: PromptTraits, options: Options[T]) -> Choice[T]:
+        """Choose the instances of both legs. Must not block or change anything; `placed` is called if the choice is
+        used."""
 
-    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
+    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
         """The router uses this choice; the prefix index already contains it."""
 
 
@@ -153,45 +170,45 @@ class LegPolicy(Policy):
         self._turn = 0
 
     @abstractmethod
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Sequence[float] | Vector:
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Sequence[float] | Vector:
         """The score of each of several targets, lower is better: a list, or a vector computed from the vectors of
         `targets`."""
 
-    def choose(self, asked: PromptTraits, options: Options[T]) -> Choice[T]:
+    def choose(self, traits: PromptTraits, options: Options[T]) -> Choice[T]:
         """Choose the prefill instance with the lowest score, then the decode instance with the lowest score that can
         read its KV; or one instance for both, where that is allowed and better."""
         scores: list[Scores] = []
         prefills, decodes = options.paired(), candidates(options.decodes)
         if not prefills:
-            why = "no_pair" if options.prefills else "no_prefill"
-            return Choice(self._best(asked, "whole", decodes, scores), None, why, scores)
-        prefill = prefills[0] if len(prefills) == 1 else self._best(asked, "prefill", prefills, scores)
+            reason = "no_pair" if options.prefills else "no_prefill"
+            return Choice(self._best(traits, "whole", decodes, scores), None, reason, scores)
+        prefill = prefills[0] if len(prefills) == 1 else self._best(traits, "prefill", prefills, scores)
         disaggregation, readers = self.context.disaggregation, options.pairs_with(prefill)
-        if options.may_stay_whole and disaggregation.active:
-            places = options.decode_places
-            if places and disaggregation.decode_is_busy(asked, prefill, decodes, places):
-                alone = self._best(asked, "whole", prefills, scores)
-                if disaggregation.keeps_targets(asked, alone):
+        if options.may_aggregate and disaggregation.active:
+            max_num_seqs = options.decode_max_num_seqs
+            if max_num_seqs and disaggregation.decode_is_busy(traits, prefill, decodes, max_num_seqs):
+                alone = self._best(traits, "whole", prefills, scores)
+                if disaggregation.keeps_targets(traits, alone):
                     return Choice(alone, None, "decode_busy", scores)
-            alone = self._best(asked, "whole", decodes, scores)
-            reason = disaggregation.keeps_aggregated(asked, prefill, alone)
-            if reason is not None:
-                return Choice(alone, None, reason, scores)
-        decode = readers[0] if len(readers) == 1 else self._best(asked, "decode", readers, scores)
+            alone = self._best(traits, "whole", decodes, scores)
+            label = disaggregation.keeps_aggregated(traits, prefill, alone)
+            if label is not None:
+                return Choice(alone, None, label, scores)
+        decode = readers[0] if len(readers) == 1 else self._best(traits, "decode", readers, scores)
         return Choice(decode, prefill, "split", scores)
 
-    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
-        """Note which instances were chosen."""
+    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
+        """Record the turn of the chosen instances."""
         self._turn += 1
         choice.decode.load.last_turn = self._turn
         if choice.prefill is not None:
             choice.prefill.load.last_turn = self._turn
 
-    def _best(self, asked: PromptTraits, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
+    def _best(self, traits: PromptTraits, leg: Leg, targets: Candidates[T], scores: list[Scores]) -> T:
         if len(targets) == 1:
             return targets[0]
-        found = np.asarray(self.score(asked, leg, targets), float)
-        scores.append((leg, targets, found))
-        (best,) = (found == found[found.argmin()]).nonzero()
-        place: int = best[0] if len(best) == 1 else best[targets.last_turn[best].argmin()]
-        return targets[place]
+        values = np.asarray(self.score(traits, leg, targets), float)
+        scores.append((leg, targets, values))
+        (best,) = (values == values[values.argmin()]).nonzero()
+        index: int = best[0] if len(best) == 1 else best[targets.last_turn[best].argmin()]
+        return targets[index]

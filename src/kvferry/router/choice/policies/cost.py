@@ -1,9 +1,9 @@
 """The shortest predicted time: queue, uncached part of the prompt, transfer, and slowdown by other answers while
 decoding.
 
-Every term is in seconds, from speeds that the router has measured (`choice.cost`). The cost to other requests is added
-to the request's own time; otherwise, a slightly shorter queue elsewhere would be reason enough to compute a long prompt
-again. Everyone in the queue behind it waits for that, and its blocks evict others.
+Every term is in seconds, from speeds that the router has measured (`choice.cost`). The cost to other requests, which
+wait in the queue behind it and whose blocks it evicts, is added to the request's own time. Otherwise a slightly shorter
+queue elsewhere would be reason enough to compute a long prompt again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class CostSettings:
     others: float = 9.0
     """Seconds that each second of computing a prompt costs other requests."""
     pressure: float = 1.0
-    """Seconds that count for each second of prefill whose tokens an instance's cache has taken in lately: what is in
-    it is pushed out sooner. 0: only queues count."""
+    """Seconds that count for each second of prefill that an instance's cache has stored lately, since its blocks are
+    evicted sooner. 0: only queues count."""
 
 
 class Cost(LegPolicy):
@@ -35,9 +35,9 @@ class Cost(LegPolicy):
         assert isinstance(settings, CostSettings)
         self._settings, self._weight = settings, 1.0 + settings.others
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """Seconds of the leg, and of what it costs other requests."""
-        estimates, cached = self.context.estimates, self.context.index.cached(asked.prefix, targets)
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+        """Seconds of the leg, plus its cost to other requests in seconds."""
+        estimates, cached = self.context.estimates, self.context.index.cached(traits.prefix, targets)
         token_s = estimates.any_prefill.slope
         # Decode has to fetch what prefill has to compute.
         work_s = estimates.hand_off.slope if leg == "decode" else token_s
@@ -48,11 +48,11 @@ class Cost(LegPolicy):
             num_decodes=interference_s,
             recent_tokens=work_s * self._settings.pressure,
             now=self.context.clock.monotonic(),
-            constant=work_s * self._weight * asked.num_tokens,
+            constant=work_s * self._weight * traits.num_tokens,
         )
         seconds -= cached * (work_s * self._weight)
         slowness = estimates.slowness(targets)
         if slowness is not None and leg != "decode":
-            num_tokens = targets.prefill_tokens + (asked.num_tokens - cached) * self._weight
+            num_tokens = targets.prefill_tokens + (traits.num_tokens - cached) * self._weight
             seconds += num_tokens * (slowness - 1.0) * token_s
         return seconds

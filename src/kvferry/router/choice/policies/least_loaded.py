@@ -7,7 +7,7 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 def work(targets: Candidates[T], leg: Leg) -> Vector:
-    """How much work each instance has, for a leg. Prompts that a decode instance computes count as answers to come."""
+    """Work of each instance for a leg. Prompts that a decode instance computes count as answers to come."""
     if leg == "prefill":
         return targets.prefill_tokens
     return targets.weighed(num_prefills=1.0, num_decodes=1.0)
@@ -16,6 +16,6 @@ def work(targets: Candidates[T], leg: Leg) -> Vector:
 class LeastLoaded(LegPolicy):
     """The instance with the least work (`work`)."""
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """The work of each target."""
         return work(targets, leg)

@@ -11,11 +11,11 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class PowerOfTwo(LegPolicy):
-    """The one with less work (`work`) of two instances that are drawn at random."""
+    """The instance with less work (`work`) of two that are drawn at random."""
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """The work of the two that were drawn; the others are never chosen."""
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+        """The work of the two drawn instances; infinite for the others."""
         drawn = self.context.random.sample(range(len(targets)), min(2, len(targets)))
-        found = np.full(len(targets), np.inf)
-        found[drawn] = work(targets, leg)[drawn]
-        return found
+        scores = np.full(len(targets), np.inf)
+        scores[drawn] = work(targets, leg)[drawn]
+        return scores

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from kvferry.router.choice.policies.base import Leg, LegPolicy, PolicyContext, PromptTraits
 from kvferry.router.instances.load import Candidates, T, Vector
 
-_LITTLE = 1e-6
-"""Tokens of the prompt."""
+_TIE_BREAK = 1e-6
+"""Weight of the load among equal prefixes, in tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """How uneven the load may become for the sake of cached prefixes."""
+    """Limits of uneven load for the sake of cached prefixes."""
 
     pressure: float = 0.1
-    """Tokens of the prompt that count for each token that an instance's cache has taken in lately."""
+    """Tokens of the prompt that count for each token that an instance's cache has stored lately."""
     slack_requests: int = 16
-    """How many more requests than the least busy one it may have under way."""
+    """Number of running requests that an instance may have beyond the least busy one."""
 
 
 class PrefixAware(LegPolicy):
@@ -34,27 +34,27 @@ class PrefixAware(LegPolicy):
         assert isinstance(settings, PrefixSettings)
         self._settings = settings
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """Tokens to be computed (all of them for an instance that is too busy), and those that count for what its cache
-        has taken in; the load only decides among equals."""
-        cached = self.context.index.cached(asked.prefix, targets)
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+        """Tokens to compute (all of them for an overloaded instance), plus those that count for recent writes to its
+        cache; the load only decides among equals."""
+        cached = self.context.index.cached(traits.prefix, targets)
         if (busy := self.overloaded(targets)) is not None:
             cached = cached * ~busy
         is_prefill = leg == "prefill"
         scores = targets.weighed(
-            prefill_tokens=_LITTLE if is_prefill else 0.0,
-            num_prefills=0.0 if is_prefill else _LITTLE,
-            num_decodes=0.0 if is_prefill else _LITTLE,
+            prefill_tokens=_TIE_BREAK if is_prefill else 0.0,
+            num_prefills=0.0 if is_prefill else _TIE_BREAK,
+            num_decodes=0.0 if is_prefill else _TIE_BREAK,
             recent_tokens=self._settings.pressure,
             now=self.context.clock.monotonic(),
-            constant=asked.num_tokens,
+            constant=traits.num_tokens,
         )
         scores -= cached
         return scores
 
     def overloaded(self, targets: Candidates[T]) -> Vector | None:
-        """Which of them have more requests under way than may be; None: none."""
+        """Mask of the instances with more running requests than the slack allows; None if there are none."""
         running = targets.weighed(num_prefills=1.0, num_decodes=1.0)
-        most = running[running.argmin()] + self._settings.slack_requests
-        found: Vector = running > most
-        return found if running[running.argmax()] > most else None
+        max_running = running[running.argmin()] + self._settings.slack_requests
+        is_overloaded: Vector = running > max_running
+        return is_overloaded if running[running.argmax()] > max_running else None

@@ -11,8 +11,8 @@ from kvferry.router.instances.load import Candidates, T, Vector
 class RandomChoice(LegPolicy):
     """Gives all but one the same score."""
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """0 for the one that was drawn."""
-        found = np.ones(len(targets))
-        found[self.context.random.randrange(len(targets))] = 0.0
-        return found
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+        """0 for the drawn instance, 1 for the others."""
+        scores = np.ones(len(targets))
+        scores[self.context.random.randrange(len(targets))] = 0.0
+        return scores

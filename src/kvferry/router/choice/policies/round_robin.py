@@ -1,4 +1,4 @@
-"""Each instance in turn: the one that was chosen longest ago; those that were never chosen come first.
+"""Each instance in turn: the least recently chosen first; instances that were never chosen come before.
 
 The order is kept by instance and not by position in a list, so instances may come and go.
 """
@@ -12,8 +12,8 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 
 class RoundRobin(LegPolicy):
-    """Gives all the same score; among equals, the one that was chosen longest ago wins."""
+    """Gives all the same score; among equals, the least recently chosen instance wins."""
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
         """The same score for all, so that the turn decides."""
         return np.zeros(len(targets))

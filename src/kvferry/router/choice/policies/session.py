@@ -1,9 +1,9 @@
-"""The next turn of a conversation goes to where the last one went, on both legs.
+"""Session affinity: the next turn of a conversation goes to the same instances as the last one, on both legs.
 
-A conversation is known by the client's header or its `user` field, or else by its beginning: the prefix that the router
-has seen go to an instance. A named one that this router has not seen, or whose instance is gone or has failed, goes to
-the instance that comes first in a hash of both names (rendezvous hashing, Thaler and Ravishankar 1998): several routers
-choose the same one without talking to each other, and when an instance comes or goes, only its own conversations move.
+A conversation is identified by the client's header or its `user` field, or else by its prefix. A named conversation
+that is new to this router, or whose instance is gone or has failed, is placed by rendezvous hashing (Thaler and
+Ravishankar 1998): the instance that comes first in a hash of both names. Several routers then choose the same instance
+without talking to each other. When an instance joins or leaves, only its own conversations move.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvferry.router.instances.load import Candidates, T, Vector
 
 @dataclass(frozen=True)
 class SessionSettings(PrefixSettings):
-    """Settings; those of the prefix policy are for conversations without a name, recognised by how they begin."""
+    """Settings; the prefix policy's apply to conversations without a name, which are identified by their prefix."""
 
     max_sessions: int = 65536
-    """Most conversations remembered; beyond, those that were silent longest are forgotten."""
+    """Maximum number of conversations remembered; beyond it, the least recent are forgotten."""
 
 
 class SessionAffinity(PrefixAware):
-    """Named conversations stay on their instances; those without a name follow their prefix."""
+    """Named conversations stay on their instances; others follow their prefix."""
 
     Settings = SessionSettings
 
@@ -38,53 +38,55 @@ class SessionAffinity(PrefixAware):
         super().__init__(context, settings)
         assert isinstance(settings, SessionSettings)
         self._max_sessions = settings.max_sessions
-        self._where: OrderedDict[str, dict[Leg, str]] = OrderedDict()
+        self._last_instances: OrderedDict[str, dict[Leg, str]] = OrderedDict()
 
-    def score(self, asked: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
-        """Score by the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, and more for those
-        that are too busy; below 0 for the instance that had the last turn."""
-        if not asked.session:
-            return super().score(asked, leg, targets)
-        scores = _hashes(asked.session, targets)
+    def score(self, traits: PromptTraits, leg: Leg, targets: Candidates[T]) -> Vector:
+        """Score by the prefix for conversations without a name. Otherwise from 0 to 1 by the hash, plus 1 for
+        overloaded instances; below 0 for the instance of the last turn."""
+        if not traits.session:
+            return super().score(traits, leg, targets)
+        scores = _hashes(traits.session, targets)
         if (busy := self.overloaded(targets)) is not None:
             scores += busy
-        last = self._where.get(asked.session, {}).get("prefill" if leg == "prefill" else "decode")
-        if last is not None and (place := _places(targets).get(last)) is not None:
-            scores[place] = -1.0
+        last = self._last_instances.get(traits.session, {}).get("prefill" if leg == "prefill" else "decode")
+        if last is not None and (position := _positions(targets).get(last)) is not None:
+            scores[position] = -1.0
         return scores
 
-    def placed(self, asked: PromptTraits, choice: Choice[T]) -> None:
+    def placed(self, traits: PromptTraits, choice: Choice[T]) -> None:
         """Remember the instances of both legs."""
-        super().placed(asked, choice)
-        if not asked.session:
+        super().placed(traits, choice)
+        if not traits.session:
             return
-        legs = self._where.setdefault(asked.session, {})
+        legs = self._last_instances.setdefault(traits.session, {})
         legs["decode"] = choice.decode.name
         if choice.prefill is not None:
             legs["prefill"] = choice.prefill.name
-        self._where.move_to_end(asked.session)
-        while len(self._where) > self._max_sessions:
-            self._where.popitem(last=False)
+        self._last_instances.move_to_end(traits.session)
+        while len(self._last_instances) > self._max_sessions:
+            self._last_instances.popitem(last=False)
 
 
-def _places(targets: Candidates[T]) -> Mapping[str, int]:
-    """The places of the instances in `targets`, by name."""
-    known: dict[str, int] | None = targets.memo.get(_places)
-    if known is None:
-        known = targets.memo[_places] = {one.name: place for place, one in enumerate(targets)}
-    return known
+def _positions(targets: Candidates[T]) -> Mapping[str, int]:
+    """The positions of the instances in `targets`, by name."""
+    positions: dict[str, int] | None = targets.memo.get(_positions)
+    if positions is None:
+        positions = targets.memo[_positions] = {instance.name: position for position, instance in enumerate(targets)}
+    return positions
 
 
 def _hashes(session: str, targets: Candidates[T]) -> Vector:
     """A number from 0 to 1 for each instance (rendezvous hashing), different for each session."""
     seeds: Any = targets.memo.get(_hashes)
     if seeds is None:
-        seeds = targets.memo[_hashes] = np.array([xxh3_64_intdigest(one.name.encode()) for one in targets], np.uint64)
+        seeds = targets.memo[_hashes] = np.array(
+            [xxh3_64_intdigest(instance.name.encode()) for instance in targets], np.uint64
+        )
     mixed: Any = seeds ^ np.uint64(xxh3_64_intdigest(session.encode()))
     for shift, factor in _MIX:  # the end of splitmix64
         mixed = (mixed ^ (mixed >> shift)) * factor
-    found: Vector = (mixed >> np.uint64(11)) * 2.0**-53
-    return found
+    hashes: Vector = (mixed >> np.uint64(11)) * 2.0**-53
+    return hashes
 
 
 _MIX = [(np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))]

@@ -26,16 +26,16 @@ EXTENSIONS = ExtensionPoint("--policy", POLICIES, "kvferry.policies")
 
 
 def make_policy(name: str, context: PolicyContext, options: Sequence[str] = ()) -> Policy:
-    """The policy of that name, made with options such as `pressure=0.1`. Raises as `find_policy` and `read_settings`
-    do."""
+    """Create the policy of that name with options such as `pressure=0.1`. Raises as `find_policy` and
+    `read_settings` do."""
     kind = find_policy(name)
     return kind(context, read_settings(name, kind, options))
 
 
 def find_policy(name: str) -> type[Policy]:
     """The class of that name. Raises `UnknownName`, or `ConfigError` if it is not a policy."""
-    found: type[Policy] = EXTENSIONS.find(name, Policy)
-    return found
+    policy: type[Policy] = EXTENSIONS.find(name, Policy)
+    return policy
 
 
 def policy_names() -> list[str]:
@@ -46,19 +46,19 @@ def policy_names() -> list[str]:
 def read_settings(name: str, kind: type[Policy], options: Sequence[str]) -> Any:
     """A policy's own settings. Raises `ConfigError` for an option that the policy does not have, or a value of the
     wrong type."""
-    given: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in map(_split, options):
-        if key in given:
+        if key in values:
             raise ConfigError(f"--policy-option {key} is given twice")
-        given[key] = value
-    known = [one.name for one in fields(kind.Settings)] if is_dataclass(kind.Settings) else []
-    for key in given.keys() - set(known):
-        raise UnknownName(f"--policy-option of {name}", key, known)
+        values[key] = value
+    known_options = [option_field.name for option_field in fields(kind.Settings)] if is_dataclass(kind.Settings) else []
+    for key in values.keys() - set(known_options):
+        raise UnknownName(f"--policy-option of {name}", key, known_options)
     try:
-        settings = msgspec.convert(given, kind.Settings, strict=False) if known else kind.Settings()
+        settings = msgspec.convert(values, kind.Settings, strict=False) if known_options else kind.Settings()
     except msgspec.ValidationError as error:
         raise ConfigError(f"--policy-option of {name}: {error}") from error
-    for option in given:
+    for option in values:
         require_number(f"--policy-option of {name}: {option}", getattr(settings, option))
     return settings
 
