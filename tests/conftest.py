@@ -55,7 +55,7 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         init(self, name, url, store, PATIENCE_S if deadline_s == usual_s else deadline_s)
 
     monkeypatch.setattr(Tier, "__init__", patient)
-    monkeypatch.setattr(prober, "SILENT_S", PATIENCE_S)
+    monkeypatch.setattr(prober, "HEARTBEAT_TIMEOUT_S", PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def _check(context: Context, shift: int) -> None:
     cache.tensor.copy_(torch.from_numpy(contents))
     blocks = cache.blocks(context)
     ids = np.random.default_rng(2).permutation(num_blocks)[: num_blocks // 2].tolist()
-    copies = blocks.copying(ids).end()
+    copies = blocks.begin_copy(ids).end()
     expected, out = np.zeros_like(contents), True
     for block_id, views in zip(ids, copies, strict=True):
         for layer, view in enumerate(views):
@@ -75,13 +75,13 @@ def _check(context: Context, shift: int) -> None:
             expected[offset : offset + length] = contents[offset : offset + length]
             out = out and bytes(view) == expected[offset : offset + length].tobytes()
     cache.tensor.zero_()
-    landing = blocks.landing(range(layout.num_layers), ids)
+    landing = blocks.staging_buffer(range(layout.num_layers), ids)
     for arrived, views in zip(landing.views, copies, strict=True):
         for target, view in zip(arrived, views, strict=True):
             target[:] = view
     if not context.small:
         torch.cuda.synchronize()
-    landing.settle()
+    landing.commit()
     back = bool(np.array_equal(cache.tensor.cpu().numpy(), expected))
     context.record.check(f"blocks {shift} bytes from alignment go out and come back", out and back, f"{out=}, {back=}")
     blocks.close()
@@ -94,10 +94,10 @@ def _measure(context: Context, kib: int, num_layers: int, num_blocks: int) -> No
     ids = np.random.default_rng(1).permutation(4 * num_blocks)[:num_blocks].tolist()
     num_bytes = num_blocks * layout.block_bytes
     pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=not context.small)
-    landing = blocks.landing(range(num_layers), ids)
+    landing = blocks.staging_buffer(range(num_layers), ids)
     ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "out": (lambda: blocks.copying(ids).end(), lambda: pinned.copy_(cache.tensor[:num_bytes])),
-        "in": (landing.settle, lambda: cache.tensor[:num_bytes].copy_(pinned)),
+        "out": (lambda: blocks.begin_copy(ids).end(), lambda: pinned.copy_(cache.tensor[:num_bytes])),
+        "in": (landing.commit, lambda: cache.tensor[:num_bytes].copy_(pinned)),
     }
     for way, (ours, one_copy) in ways.items():
         limit = num_bytes / seconds_of(one_copy, context.device) / 1e9

@@ -79,11 +79,11 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[LoadMode]]:
                 LoadMode.RECOMPUTE: LoadDecision(way, 0, 0),
             }[way]
 
-        def took(self: LoadPolicy, decision: LoadDecision, num_blocks: int) -> None:
-            taken[decision.way] += 1
+        def count_decision(self: LoadPolicy, decision: LoadDecision, num_blocks: int) -> None:
+            taken[decision.mode] += 1
 
         monkeypatch.setattr(LoadPolicy, "decide", decide)
-        monkeypatch.setattr(LoadPolicy, "took", took)
+        monkeypatch.setattr(LoadPolicy, "count_decision", count_decision)
         return taken
 
     return force

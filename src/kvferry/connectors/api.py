@@ -1,20 +1,20 @@
-"""The connector: what joins an engine to other instances and to KV stores.
+"""The connector, which joins an engine to other instances and to KV stores.
 
-It is two classes because it lives in two places. The *scheduler side* does bookkeeping beside the scheduler:
-it never blocks and sees no tensor. The *worker side* lives with the KV cache, one per rank, and moves bytes.
-They speak through a `StepPlan` (scheduler → worker, with every step) and a `TransferReport` (worker → scheduler).
+It is two classes because it lives in two places. The *scheduler side* does bookkeeping beside the scheduler: it never
+blocks and sees no tensor. The *worker side* lives with the KV cache, one per rank, and moves bytes. They communicate
+through a `StepPlan` (scheduler → worker, with every step) and a `TransferReport` (worker → scheduler).
 
     step:   scheduler.match / allocated / plan ──StepPlan──► worker.start
             the model runs
             worker.flush → worker.poll ──TransferReport──► scheduler.completed
 
-Every connector has the methods of `SchedulerSide` and `WorkerSide`. What only some do has a class of its own, from
-which a side is derived too: `HandsOff` and `ServesPeers`, `ByLayers`, `HasStatistics`, and for those that keep blocks
-`KeepsBlocks` and `StoresBlocks` (`connectors.caching`).
+Every connector has the methods of `SchedulerSide` and `WorkerSide`. Features of only some connectors have classes of
+their own, from which a side is derived too: `HandsOff` and `ServesPeers`, `ByLayers`, `HasStatistics`, and for those
+that keep blocks `KeepsBlocks` and `StoresBlocks` (`connectors.caching`).
 
-Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends,
-`finish` says by its type who keeps them: `Release`, the pool takes them back now; `Hold`, they stay until a
-report has `Released` for the request.
+Ownership: blocks belong to the engine's block pool. While a request runs, the engine keeps them. When it ends, the
+result of `finish` decides: with `Release`, they return to the pool now; with `Hold`, they stay until a report has
+`Released` for the request.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ classes."""
 
 
 class RequestView(Protocol):
-    """What a connector may see of a request. `block_hashes`: of the full blocks of the prompt, in order. `salt`: all
-    that the KV depends on besides model and tokens (cache salt, LoRA adapter, images), part of the block hashes."""
+    """A connector's view of a request. `block_hashes`: of the full blocks of the prompt, in order. `salt`: everything
+    that the KV depends on besides model and tokens (cache salt, LoRA adapter, images); part of the block hashes."""
 
     @property
     def request_id(self) -> str: ...
@@ -72,7 +72,8 @@ class RequestView(Protocol):
     def num_computed_tokens(self) -> int: ...
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended; None while the request runs, and if it is answered elsewhere or may not be kept."""
+        """The reason why the answer ended. None while the request runs, and if another instance answers or the KV must
+        not be kept."""
 
 
 # The results of `match`.
@@ -83,13 +84,13 @@ class Miss:
     """Nothing to load: compute it."""
 
     error: KvferryError | None = None
-    """Why a promised hand-off is not available; the engine then follows `kv_load_failure_policy`."""
+    """The reason why a promised hand-off is not available; the engine then follows `kv_load_failure_policy`."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Not known yet: the engine asks again with its next step, and serves other requests meanwhile. With `is_reported`,
-    a report of the worker sides says when it is known, and an engine with nothing else to do may wait for that."""
+    """Not known yet: the engine calls `match` again with its next step, and serves other requests meanwhile. With
+    `is_reported`, a report of the worker sides announces the result, and an idle engine may wait for that."""
 
     is_reported: bool = False
 
@@ -105,8 +106,8 @@ class Hit:
     num_tokens: int
     layerwise: bool = False
     num_computed_meanwhile: int = 0
-    """The number of these tokens, from the first on, that the engine computes while the others are loaded. Whole
-    blocks; only with `ConnectorContext.computes_meanwhile`, and not `layerwise`."""
+    """Number of leading tokens of these that the engine computes while the others are loaded. Whole blocks; only with
+    `ConnectorContext.computes_meanwhile`, and not `layerwise`."""
 
 
 Match = Hit | Miss | Pending
@@ -117,16 +118,16 @@ Match = Hit | Miss | Pending
 
 @dataclass(frozen=True)
 class Release:
-    """The pool may take the blocks back now."""
+    """The blocks may return to the pool now."""
 
     ticket: dict[str, Any] | None = None
-    """`kv_transfer_params` for the answer, if the KV can be had elsewhere."""
+    """`kv_transfer_params` for the answer, if other instances can fetch the KV."""
 
 
 @dataclass(frozen=True)
 class Hold:
     """The blocks stay until a report has `Released` for the request. `ticket`: as of `Release`. `delays_answer`: the
-    answer ends only then too, because what it promises is true only then (`ConnectorContext.delays_answers`)."""
+    answer ends only then too, because its promise holds only then (`ConnectorContext.delays_answers`)."""
 
     ticket: dict[str, Any] | None
     delays_answer: bool = False
@@ -135,7 +136,7 @@ class Hold:
 Finish = Release | Hold
 
 
-# What passes between the two sides.
+# Messages between the two sides.
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class StepView:
-    """What the scheduler decided for one step. `preempted` requests lost their blocks and begin again."""
+    """The scheduler's decisions for one step. `preempted` requests lost their blocks and begin again."""
 
     chunks: Sequence[ScheduledChunk] = ()
     preempted: Sequence[RequestView] = ()
@@ -164,27 +165,27 @@ Wake: TypeAlias = Callable[[], None]
 """Called on any thread when `poll` has something new. Does not block; may be called more often than needed."""
 
 
-# What happened on the worker side, of one request each.
+# Events on the worker side, of one request each.
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The KV that `allocated` promised is in the blocks. `num_tokens`: if less arrived, of how many tokens from the
-    prompt's first on. A layerwise load is reported with its step, and has failed if it is not complete."""
+    """The KV that `allocated` promised is in the blocks. `num_tokens`: if less arrived, the number of leading prompt
+    tokens that have KV. A layerwise load is reported with its step, and has failed if it is not complete."""
 
     request_id: str
     num_tokens: int | None = None
     seconds: float | None = None
-    """How long it took on the slowest rank, where that was measured."""
+    """Duration on the slowest rank, if measured."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The KV will not come, and nothing is written to the blocks any more, unless they are `kept_as` something."""
+    """The load has failed, and nothing is written to the blocks any more, unless `kept_as` is set."""
 
     request_id: str
     error: KvferryError
     kept_as: str = ""
-    """A call that does not return may still write to the blocks: they are held under this name until it is `Released`,
-    and the request gets others."""
+    """Name under which the blocks are held until it is `Released`, because a call that does not return may still write
+    to them. The request gets other blocks."""
 
 
 class Released(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -201,34 +202,34 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A hand-off through stores was written, as far as they accepted it; again, when that has changed for the next one.
-    `request_id`: its transfer id. `stores`: the numbers, among the connector's shared stores, of those that accept what
-    is written to them."""
+    """A hand-off through stores was written, as far as they accepted it; reported again when the accepting stores
+    change. `request_id`: its transfer id. `stores`: indices, among the connector's shared stores, of the stores that
+    accept writes."""
 
     request_id: str
     stores: list[int]
 
 
 class Fetchable(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request's hand-off can be fetched without waiting for the prefill: the producer has finished. Or it cannot be
-    reached, which a load will report. There is no such event for tickets that were made after the prefill."""
+    """A request's hand-off can be fetched without waiting for the prefill: the producer has finished. Or the producer
+    is unreachable, which a load will report. There is no such event for tickets that were made after the prefill."""
 
     request_id: str
 
 
 TransferEvent = Loaded | Failed | Released | Prefilled | Saved | Fetchable
 TransferReport = list[TransferEvent]
-"""What happened on the worker side since the last report, in that order."""
+"""The events on the worker side since the last report, in order."""
 
 
 def failures(report: TransferReport) -> dict[str, KvferryError]:
-    """Why KV will not come, by request id."""
+    """The errors of failed loads, by request id."""
     return {event.request_id: event.error for event in report if isinstance(event, Failed)}
 
 
 @dataclass(frozen=True)
 class ConnectorContext:
-    """What either side is built from."""
+    """The arguments from which either side is built."""
 
     config: KVTransferConfig
     layout: KVLayout
@@ -236,36 +237,36 @@ class ConnectorContext:
     clock: Clock = SYSTEM_CLOCK
     """The engine's clock, by which a scheduler side makes all decisions that depend on time."""
     computes_meanwhile: bool = False
-    """Whether the engine can compute the beginning of a hit while its end is loaded, and calls `plan` and `completed`
+    """True if the engine can compute the beginning of a hit while its end is loaded, and calls `plan` and `completed`
     right before and after each step, so that steps can be timed."""
     delays_answers: bool = False
-    """Whether the engine can delay the end of an answer (`Hold.delays_answer`). Otherwise a worker side does what an
-    answer promises within `flush`."""
+    """True if the engine can delay the end of an answer (`Hold.delays_answer`). Otherwise a worker side fulfils an
+    answer's promises within `flush`."""
     saves_are_complete: bool = False
-    """Whether a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
+    """True if a layer's KV has been written when `save_layer` is called, so that a worker side need not wait for a
     device."""
     machine: Machine = MACHINE
-    """Whose threads, files and shared memory either side uses."""
+    """The threads, files and shared memory that either side uses."""
     has_room: Callable[[int], bool] = lambda num_blocks: True
-    """Whether a request may be given this number of blocks before the instance that computes their KV has finished. If
-    so, at least half of all blocks stay free, enough for the longest request, and a place to run it: requests that wait
-    for other instances leave enough for those that do not, and so no instances wait for each other in a circle."""
+    """True if a request may get this number of blocks before the instance that computes their KV has finished. At least
+    half of all blocks then stay free, enough for the longest request, and a slot to run it. So requests that wait for
+    other instances leave enough for the others, and instances never wait for each other in a circle."""
 
 
 class SchedulerSide(ABC, Generic[Plan]):
     """Bookkeeping beside the scheduler. One per engine; called from the engine's thread only; never blocks.
 
-    No method here, or in the classes that a scheduler side may be derived from too, should raise, except `check`. What
-    the engine does if one raises by mistake:
+    No method here, or in the classes that a scheduler side may be derived from too, should raise, except `check`. If
+    one raises by mistake, the engine does this:
 
     | raised by | what the engine does |
     |---|---|
     | the constructor | does not start, with that error; `ConfigError` for user errors |
     | `arrived`, `refusal`, `match`, `make_room`, `allocated` | ends the request with `RequestFailed` |
     | `plan` | ends the requests of the step |
-    | `completed` | gives the report again event by event, and ends the requests whose event raises again |
+    | `completed` | passes the report again event by event, and ends the requests whose event raises again |
     | `finish` | calls it once more; if it raises again, the request's blocks are never reused |
-    | `has_work` | ends: it no longer knows whether to make a step |
+    | `has_work` | ends: it cannot decide any more about the next step |
     | `release`, `refused`, `kept`, `reset_cache`, `statistics`, `check` | the caller gets the error; serving goes on |
     | `close` | the process exits with that error |
     """
@@ -275,14 +276,15 @@ class SchedulerSide(ABC, Generic[Plan]):
 
     def on_answer(self, wake: Wake) -> None:
         """Call `wake` when a request for which `match` returned `Pending` may have an answer: the engine then makes a
-        step. Called once, before any request. Default: it asks again every few milliseconds."""
+        step. Called once, before any request. Default: the engine polls every few milliseconds."""
 
     def arrived(self, request: RequestView) -> None:
         """The request has joined the queue, where it may wait long before `match` is called. Default: nothing."""
 
     @abstractmethod
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """How many tokens can be loaded beyond `num_computed_tokens`, which the engine has in its own prefix cache.
+        """Number of tokens that can be loaded beyond `num_computed_tokens`, which the engine has in its own prefix
+        cache.
 
         Called for a waiting request before it is admitted, possibly many times. It must not reserve anything.
         """
@@ -292,26 +294,27 @@ class SchedulerSide(ABC, Generic[Plan]):
         """The engine has reserved blocks for a hit. The load must be part of the next plan.
 
         `block_ids`: all blocks of the request, in the order of its tokens. They already contain the first
-        `num_computed_tokens` tokens. The load writes to the blocks of the `hit.num_tokens` tokens behind these, and to
-        no others. More blocks may follow, for the answer: if D knows P's first token and the prompt fills its last
-        block, D has one block more than P has written.
+        `num_computed_tokens` tokens. The load writes to the blocks of the next `hit.num_tokens` tokens, and to no
+        others. More blocks may follow, for the answer: if D knows P's first token and the prompt fills its last block,
+        D has one block more than P has written.
         """
 
     @abstractmethod
     def plan(self, step: StepView) -> Plan | None:
-        """What the worker sides are to do in this step; None for nothing."""
+        """The work of the worker sides in this step; None: nothing."""
 
     def has_work(self) -> bool:
-        """Whether `plan` has something to send. The engine then makes a step even if no request runs."""
+        """True if `plan` has something to send. The engine then makes a step even if no request runs."""
         return False
 
     @abstractmethod
     def completed(self, report: TransferReport) -> None:
-        """A report of the worker sides has come. After an exception, its events come a second time."""
+        """Handle a report of the worker sides. After an exception, its events come a second time."""
 
     @abstractmethod
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """The request has ended (finished, aborted or failed), or its load has failed: who keeps its blocks now?"""
+        """Decide about the blocks of a request that has ended (finished, aborted or failed), or whose load has
+        failed."""
 
     def close(self) -> None:
         """Release everything. Called once, last."""
@@ -346,19 +349,20 @@ class WorkerSide(ABC, Generic[Plan]):
 
     @abstractmethod
     def start(self, plan: Plan) -> None:
-        """Begin what the plan asks for, before the model runs."""
+        """Begin the plan's work, before the model runs."""
 
     def flush(self) -> None:
         """Called at the end of a step in which the model ran."""
 
     def discard(self) -> None:
         """Called instead of `flush` if a step failed after `start`, in the model or before it: its requests end, and
-        what it was to save does not exist. When this returns, nothing is written to the step's blocks any more."""
+        the KV that it was to save does not exist. When this returns, nothing is written to the step's blocks any
+        more."""
 
     @abstractmethod
     def poll(self) -> TransferReport:
-        """What has happened since the last call. Raises `ConnectorLost` if no transfer can ever finish again, which
-        ends the engine. After another exception it is called again, and must report the same."""
+        """Return the events since the last call. Raises `ConnectorLost` if no transfer can ever finish again, which
+        ends the engine. After another exception it is called again, and must report the same events."""
 
     def on_report(self, wake: Wake) -> None:
         """Call `wake` whenever `poll` has something new to report."""
@@ -367,7 +371,7 @@ class WorkerSide(ABC, Generic[Plan]):
         """End every transfer, thread, socket and segment. Called once, last."""
 
 
-# What only some sides do.
+# Features of only some sides.
 
 
 class HandsOff(ABC):
@@ -375,24 +379,24 @@ class HandsOff(ABC):
     `MultiConnector`, the first child that hands off and does not keep blocks takes part in hand-offs."""
 
     takes_parts: ClassVar[bool] = False
-    """Whether the engine may present one request as several, each with a part of the prompt and with blocks and a
-    transfer id of its own, and without chunks of the answer. Possible where KV is handed off by transfer id, but not
-    where it is found by block hash."""
+    """True if the engine may present one request as several, each with a part of the prompt and with blocks and a
+    transfer id of its own, and without chunks of the answer. Possible if KV is handed off by transfer id, but not if it
+    is looked up by block hash."""
 
     @abstractmethod
     def tickets(self) -> TicketKinds:
-        """The kinds of tickets that it writes and reads, by names of its own choice that are the same on both sides. A
-        router forms no pair of instances that have none in common. It writes none if the `kv_role` does not produce,
+        """The kinds of tickets that it writes and reads, by names that it chooses and that are the same on both sides.
+        A router forms no pair of instances that have none in common. It writes none if the `kv_role` does not produce,
         and reads none if it does not consume."""
 
     def refusal(self, request: RequestView) -> KvferryError | None:
-        """Why the request's ticket must not be trusted, including the first token in it; None: it may be. `match` then
-        returns a `Miss` with the same error. Called before the request joins the queue. Default: None."""
+        """The reason why the request's ticket, including the first token in it, must not be trusted; None: it may be.
+        `match` then returns a `Miss` with the same error. Called before the request joins the queue. Default: None."""
         return None
 
     def reads(self, ticket: Ticket) -> bool:
-        """Whether a ticket is of a kind that it reads. `MultiConnector` asks the connector that hands off, and if that
-        one says no, the others of which `tickets` names what they read. Default: it is."""
+        """True if this side can read the ticket's kind. `MultiConnector` calls the connector that hands off first, then
+        the others whose `tickets` name the kinds that they read. Default: true."""
         return True
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
@@ -400,17 +404,17 @@ class HandsOff(ABC):
         Tickets contain them. Default: nothing."""
 
     def address_seal(self) -> str:
-        """The value of `Ticket.remote_address_seal`, which shows peers that a ticket made by a router has addresses of
-        this fleet. Called after `set_addresses`. Default: none."""
+        """The value of `Ticket.remote_address_seal`, which proves to peers that a ticket made by a router has addresses
+        of this fleet. Called after `set_addresses`. Default: none."""
         return ""
 
     def release(self, transfer_id: str) -> bool:
-        """End the lease of this transfer, which nobody will fetch. True if there was one. Default: there are none."""
+        """End the lease of this transfer, which will not be fetched. True if there was one. Default: there are none."""
         return False
 
     def stores_take_kv(self) -> bool:
-        """Whether others can fetch what this side hands off. False while it does so through stores that take nothing: a
-        router then splits no requests over this instance. Any thread. Default: True."""
+        """True if other instances can fetch this side's hand-offs. False while the stores of its hand-offs accept
+        nothing: a router then disaggregates no requests over this instance. Any thread. Default: True."""
         return True
 
     def refused(self, transfer_id: str) -> None:
@@ -418,8 +422,8 @@ class HandsOff(ABC):
         Default: nothing."""
 
     def make_room(self, num_blocks: int) -> None:
-        """A request waits because `num_blocks` too few are free. End leases that nobody may ever ask for, of at least
-        that many blocks if there are, with the next plan. Called with each step for as long as it waits. Default:
+        """A request waits because `num_blocks` too few are free. With the next plan, end leases that may never be
+        fetched, of at least that many blocks if possible. Called with each step for as long as it waits. Default:
         nothing."""
 
 
@@ -428,10 +432,11 @@ class ServesPeers(ABC, Generic[Plan]):
 
     @abstractmethod
     def address(self) -> dict[str, Any] | None:
-        """Where peers reach this rank, JSON-able; None where none do. Called after `register`."""
+        """The address at which peers reach this rank, JSON-able; None: peers do not read from it. Called after
+        `register`."""
 
     def withdraw(self, plan: Plan) -> None:
-        """Withdraw what was announced of blocks that no longer belong to their request. Called with each plan, before
+        """Withdraw the announcements of blocks that no longer belong to their request. Called with each plan, before
         `start`, and before such blocks are written to. Default: nothing."""
 
 
@@ -440,7 +445,7 @@ class ByLayers:
 
     def wait_layer(self, layer: int) -> None:
         """Called before the attention of `layer`: returns when the layerwise loads of this step have that layer, or at
-        the connector's deadline. Default: there are none."""
+        the connector's deadline. Default: returns at once."""
 
     def save_layer(self, layer: int) -> None:
         """Called after the attention of `layer` has written this step's KV. Default: nothing."""
@@ -472,6 +477,6 @@ def gauges_of(kind: type) -> frozenset[str]:
 
 
 def check_side(side: object) -> None:
-    """Raise `LeakError` if the side says that something is still held."""
+    """Raise `LeakError` if the side still holds something."""
     if isinstance(side, HasStatistics):
         side.check()

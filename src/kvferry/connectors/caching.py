@@ -1,5 +1,5 @@
-"""What only connectors do that keep blocks for reuse, by their hash: caches. A scheduler side is derived from
-`KeepsBlocks` too, and a worker side from `StoresBlocks`."""
+"""The interface of caches, connectors that keep blocks for reuse by their hash. Their scheduler side is derived from
+`KeepsBlocks` too, and their worker side from `StoresBlocks`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ class KeepsBlocks(ABC, Generic[Plan]):
         """The lossy codecs because of which loaded KV may not be exact. Raises `ConfigError`."""
 
     def saves(self, plan: Plan | None) -> Sequence[tuple[str, Sequence[BlockHash]]]:
-        """The blocks that a plan wants stored: for each request id, consecutive ones of its prompt. Default: not
-        known."""
+        """The blocks that a plan stores: for each request id, consecutive blocks of its prompt. Default: not known."""
         return ()
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
-        """What each tier of each store has of these blocks, which are pinned if `pin` is True, and unpinned if False.
-        Unless that is False, the next request for exactly these blocks stores what is missing even if the engine's
-        prefix cache has it. Raises `InvalidRequest` if this instance only loads; the futures raise `StoreError`.
-        Default: not known."""
+        """The share of these blocks that each tier of each store has. They are pinned if `pin` is True, and unpinned if
+        False. Unless `pin` is False, the next request for exactly these blocks stores the missing ones even if the
+        engine's prefix cache has them. Raises `InvalidRequest` if this instance only loads; the futures raise
+        `StoreError`. Default: not known."""
         return ()
 
     def keeps_keys(self) -> bool:
-        """Whether requests can store and load KV under keys of their own (`RequestView.transfer_params`). Default:
-        no."""
+        """True if requests can store and load KV under keys of their own (`RequestView.transfer_params`). Default:
+        false."""
         return False
 
     @abstractmethod
     def reset_cache(self) -> bool:
-        """Forget all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
+        """Drop all KV that is kept for reuse, because the weights have changed. False: that is not possible."""
 
 
 @dataclass
 class StoreEvents:
-    """What happened to blocks that a worker side keeps in a store, since the last call.
+    """Events of the blocks that a worker side keeps in a store, since the last call.
 
     `stored`: blocks that are in it now. `dropped`: blocks that were to be stored and are not. Each block that a plan
-    wants stored is in one of these two, once. `changes`: which blocks are now on which medium, and which no longer are.
+    stores is in one of these two, once. `changes`: blocks that were added to or removed from each medium.
     """
 
     stored: list[BlockHash] = field(default_factory=list)
@@ -64,19 +63,19 @@ class StoreEvents:
 
 
 class StoresBlocks(ABC):
-    """A worker side that reports what becomes of blocks in a store."""
+    """A worker side that reports events of blocks in a store."""
 
     @abstractmethod
     def watch_store(self) -> None:
-        """Record from now on what `store_events` returns. Called once, after `register`."""
+        """Start to record events for `store_events`. Called once, after `register`."""
 
     @abstractmethod
     def store_events(self) -> StoreEvents:
-        """What happened to blocks that were to be kept for reuse, since the last call."""
+        """Return the events of blocks that were to be kept for reuse, since the last call."""
 
 
 def keeps_blocks(spec: ConnectorSpec) -> bool:
-    """Whether a connector is a cache, with or without hand-offs."""
+    """True if the connector is a cache, with or without hand-offs."""
     return issubclass(spec.scheduler_class(), KeepsBlocks)
 
 

@@ -1,4 +1,4 @@
-"""Connectors of other systems, and keys of theirs, that kvferry does not have: what each is, and what to use instead.
+"""Connectors of other systems, and their keys, that kvferry does not have: a description of each, and its replacement.
 The nearest of kvferry's own names would mislead."""
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ KEYS = {
 
 
 def refuse_connector(name: str) -> None:
-    """Raise `ConfigError` if this is a connector of another system's."""
-    if what := CONNECTORS.get(name):
-        raise ConfigError(f"kv_connector {name!r} is {what}")
+    """Raise `ConfigError` if this is a connector of another system."""
+    if hint := CONNECTORS.get(name):
+        raise ConfigError(f"kv_connector {name!r} is {hint}")
 
 
-def refuse_keys(extra: dict[str, object], known: set[str]) -> None:
-    """Raise `ConfigError` for a key of another system's connectors that is not one of the `known` ones."""
+def refuse_keys(extra: dict[str, object], own_keys: set[str]) -> None:
+    """Raise `ConfigError` for a key of another system's connectors that is not one of `own_keys`."""
     for key in extra:
-        if key not in known and (what := KEYS.get(key)):
-            raise ConfigError(f"kv_connector_extra_config.{key} is {what}")
+        if key not in own_keys and (hint := KEYS.get(key)):
+            raise ConfigError(f"kv_connector_extra_config.{key} is {hint}")

@@ -1,16 +1,16 @@
-"""Joins the reports of all ranks' worker sides into one of the whole instance.
+"""Joins the reports of all ranks' worker sides into one report of the whole instance.
 
-Owns what some ranks have reported and others not yet. It is given every rank's report, in any order and at any time;
-what `take` returns is for the scheduler and for the connector's scheduler side. vLLM's adapter also joins with it the
-reports of the several hand-offs that make up one request there.
+Owns the events that some ranks have reported and others not yet. It gets every rank's report, in any order and at any
+time; the result of `take` is for the scheduler and for the connector's scheduler side. vLLM's adapter also uses it to
+join the reports of the several hand-offs that form one request there.
 
 | of a request | holds for the instance when |
 |---|---|
-| `Loaded` | every rank has loaded its share; `num_tokens` is the least of theirs, `seconds` the most |
+| `Loaded` | every rank has loaded its share; `num_tokens` is the minimum over ranks, `seconds` the maximum |
 | `Failed` | any rank failed, and on every rank the load has ended, so that no rank still writes, or keeps its blocks |
 | `Released` | every rank has released it |
 | `Prefilled`, `Fetchable` | any rank reports it: it is the same on all |
-| `Saved` | any rank reports it; `stores` are those that accept what each rank writes, as far as ranks have reported |
+| `Saved` | any rank reports it; `stores` are the stores that accept the writes of each rank that has reported |
 
 Each rank ends each load once, within its connector's own deadline, and so does the whole.
 """
@@ -34,7 +34,7 @@ class RankReports:
         self._ended: dict[str, dict[int, Loaded | Failed]] = {}
         self._released: dict[str, set[int]] = {}
         self._stores: dict[int, list[int]] = {}
-        self._whole: TransferReport = []
+        self._joined_report: TransferReport = []
 
     def add(self, rank: int, report: TransferReport) -> None:
         """Add a rank's report."""
@@ -46,19 +46,19 @@ class RankReports:
                 case Released(request_id):
                     self._rank_released(rank, request_id)
                 case Prefilled() | Fetchable():
-                    self._whole.append(event)
+                    self._joined_report.append(event)
                 case Saved(request_id, stores):
                     self._stores[rank] = stores
                     common = set(stores).intersection(*self._stores.values())
-                    self._whole.append(Saved(request_id, sorted(common)))
+                    self._joined_report.append(Saved(request_id, sorted(common)))
 
     def take(self) -> TransferReport:
-        """What has become true of the whole instance since the last call."""
-        whole, self._whole = self._whole, []
-        return whole
+        """Return the events of the whole instance since the last call."""
+        joined, self._joined_report = self._joined_report, []
+        return joined
 
     def check(self) -> None:
-        """Raise `LeakError` if some ranks have reported what others have not."""
+        """Raise `LeakError` if some ranks have reported events that others have not."""
         if names := [*self._ended, *self._released]:
             raise LeakError(f"only some ranks have ended the transfers of requests {', '.join(names[:8])}")
 
@@ -67,12 +67,21 @@ class RankReports:
         ended[rank] = event
         if len(ended) == self._num_ranks:
             del self._ended[event.request_id]
-            kept_as = next((end.kept_as for end in ended.values() if isinstance(end, Failed) and end.kept_as), "")
-            whole = _joined(ended.values())
-            self._whole.append(msgspec.structs.replace(whole, kept_as=kept_as) if isinstance(whole, Failed) else whole)
-            for other, end in ended.items():
-                if kept_as and not (isinstance(end, Failed) and end.kept_as):
-                    self._rank_released(other, kept_as)
+            kept_as = next(
+                (
+                    rank_event.kept_as
+                    for rank_event in ended.values()
+                    if isinstance(rank_event, Failed) and rank_event.kept_as
+                ),
+                "",
+            )
+            joined = _joined(ended.values())
+            self._joined_report.append(
+                msgspec.structs.replace(joined, kept_as=kept_as) if isinstance(joined, Failed) else joined
+            )
+            for other_rank, rank_event in ended.items():
+                if kept_as and not (isinstance(rank_event, Failed) and rank_event.kept_as):
+                    self._rank_released(other_rank, kept_as)
 
     def _rank_released(self, rank: int, request_id: str) -> None:
         released = self._released.setdefault(request_id, set())
@@ -80,11 +89,11 @@ class RankReports:
         if len(released) == self._num_ranks:
             del self._released[request_id]
             self._ended.pop(request_id, None)  # a cancelled load is `Released` on ranks where it had not ended
-            self._whole.append(Released(request_id))
+            self._joined_report.append(Released(request_id))
 
 
 def _joined(ended: Collection[Loaded | Failed]) -> Loaded | Failed:
-    """How a load ended that has ended on all ranks."""
+    """The end of a load that has ended on all ranks."""
     failed = [event for event in ended if isinstance(event, Failed)]
     if failed:
         # A rank that fails releases the hand-off, which ends the lease for the others: `LeaseEnded` is not the cause.

@@ -18,11 +18,11 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 
 @dataclass(frozen=True)
 class ConnectorSpec:
-    """Where a connector's two classes are, each as `package.module:Class`, imported when first built.
+    """A connector's two classes, each as `package.module:Class`, imported when first built.
 
     `api_version` is the one of `kvferry.connectors.api` that they are written for, as a number: a connector of another
-    version is refused. `defaults` are values of `kv_connector_extra_config` that go with the name; what the user says
-    comes first.
+    version is refused. `defaults` are values of `kv_connector_extra_config` that belong to the name; the user's
+    settings override them.
     """
 
     scheduler_side: str
@@ -33,7 +33,7 @@ class ConnectorSpec:
     """`package.module:function`, called with a `KVTransferConfig` before anything is started, without torch: raises
     `ConfigError` for wrong settings."""
     here_check: str = ""
-    """`package.module:function`, called with a `KVTransferConfig` and `known=` (whether instances share a token) before
+    """`package.module:function`, called with a `KVTransferConfig` and `known=` (true if instances share a token) before
     an engine loads the model: raises `ConfigError` if this machine lacks what the connector needs, such as its
     address."""
     options: str = ""
@@ -41,29 +41,29 @@ class ConnectorSpec:
     checked with it before anything is started; the configuration reference is generated from it."""
 
     def build_scheduler_side(self, context: ConnectorContext) -> SchedulerSide[StepPlan]:
-        """The scheduler side, new."""
+        """A new scheduler side."""
         return self.scheduler_class()(self._completed(context))
 
     def build_worker_side(self, context: ConnectorContext) -> WorkerSide[StepPlan]:
-        """The worker side, new."""
+        """A new worker side."""
         return self.worker_class()(self._completed(context))
 
     def scheduler_class(self) -> type[SchedulerSide[StepPlan]]:
         """The class of the scheduler side."""
-        found: type[SchedulerSide[StepPlan]] = resolve(self.scheduler_side)
-        return found
+        side_class: type[SchedulerSide[StepPlan]] = resolve(self.scheduler_side)
+        return side_class
 
     def worker_class(self) -> type[WorkerSide[StepPlan]]:
         """The class of the worker side."""
-        found: type[WorkerSide[StepPlan]] = resolve(self.worker_side)
-        return found
+        side_class: type[WorkerSide[StepPlan]] = resolve(self.worker_side)
+        return side_class
 
     def check(self, config: KVTransferConfig) -> None:
         """Raise `ConfigError` for wrong settings."""
         config = self.completed(config)
         if self.options:
-            known = {one.encode_name for one in msgspec.structs.fields(resolve(self.options))}
-            refuse_keys(config.kv_connector_extra_config, known)
+            own_keys = {option.encode_name for option in msgspec.structs.fields(resolve(self.options))}
+            refuse_keys(config.kv_connector_extra_config, own_keys)
         if self.settings_check:
             resolve(self.settings_check)(config)
         if self.options:
@@ -102,7 +102,13 @@ KV_STORE = ConnectorSpec(
     options="kvferry.connectors.kv_store.settings:StoreSettings",
 )
 LMCACHE = replace(KV_STORE, options="kvferry.connectors.kv_store.lmcache_settings:LMCacheSettings")
-VLLMS_HAND_OFFS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
+VLLM_HAND_OFF_CONNECTORS = (
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "MooncakeConnector",
+    "MoRIIOConnector",
+)
 """vLLM's own connectors that make tickets."""
 
 BUILTIN: dict[str, ConnectorSpec] = {
@@ -146,10 +152,10 @@ def find_connector(config: KVTransferConfig) -> ConnectorSpec:
     module, name = config.kv_connector_module_path, config.kv_connector
     if not module and not CONNECTORS.has_name(name):
         refuse_connector(name)
-    found: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
-    if found.api_version != API_VERSION:
+    spec: ConnectorSpec = CONNECTORS.find(f"{module}:{name}" if module else name, ConnectorSpec)
+    if spec.api_version != API_VERSION:
         raise ConfigError(
-            f"kv_connector {name!r} is written for version {found.api_version} of the connector API, this kvferry has"
+            f"kv_connector {name!r} is written for version {spec.api_version} of the connector API, this kvferry has"
             f" version {API_VERSION}: compare it with kvferry.connectors.api, and set ConnectorSpec.api_version"
         )
-    return found
+    return spec

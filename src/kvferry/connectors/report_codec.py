@@ -1,4 +1,4 @@
-"""A `TransferReport` as bytes, for a rank's process to send to the one with the scheduler. Nothing is unpickled."""
+"""A `TransferReport` as bytes, which a rank's process sends to the process with the scheduler. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def decode_report(encoded: bytes) -> TransferReport:
 
 
 def _pack(error: Any) -> _Error:
-    """Called by msgspec for errors, the only values in a report that it does not know. A connector of another package
+    """Called by msgspec for errors, the only values in a report that it cannot encode. A connector of another package
     may report an error that is not a `KvferryError`."""
     error = translated(error)
-    return _Error(type(error).__name__, str(error), {name: str(fact) for name, fact in vars(error).items()})
+    return _Error(type(error).__name__, str(error), {name: str(value) for name, value in vars(error).items()})
 
 
-def _unpack(_: type, found: Any) -> KvferryError:
+def _unpack(_: type, value: Any) -> KvferryError:
     """Called by msgspec for errors. Its own error for a malformed one is a `DecodeError`."""
-    packed = msgspec.convert(found, _Error)
-    kinds = {kind.__name__: kind for kind in _tree(KvferryError)}
+    packed = msgspec.convert(value, _Error)
+    kinds = {kind.__name__: kind for kind in _subclasses(KvferryError)}
     kind = kinds.get(packed.kind, TransferError)
     error = kind.__new__(kind)  # its own constructor takes other arguments than the message
     Exception.__init__(error, packed.message)
@@ -51,10 +51,10 @@ def _unpack(_: type, found: Any) -> KvferryError:
     return error
 
 
-def _tree(kind: type[KvferryError]) -> Iterator[type[KvferryError]]:
+def _subclasses(kind: type[KvferryError]) -> Iterator[type[KvferryError]]:
     yield kind
-    for narrower in kind.__subclasses__():
-        yield from _tree(narrower)
+    for subclass in kind.__subclasses__():
+        yield from _subclasses(subclass)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)

@@ -11,7 +11,7 @@ tiers.
 * Notes are in every tier that other instances share, so that each of these can do without the others.
 * `prefetch` copies blocks that will be read soon to the first tier (`prefetched_blocks`).
 * If one tier's codec is lossy, the blocks of all tiers have names of their own: blocks read from that tier are copied
-upwards, and KV computed from them is stored in all tiers, so exact KV must never be found under the same names.
+  upwards, and KV computed from them is stored in all tiers, so exact KV must never be found under the same names.
 """
 
 from __future__ import annotations

@@ -126,18 +126,18 @@ def test_many_pieces_and_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     region = BlockRegion(make_layout(), 64, seed=3)
     blocks = DeviceBlocks(region.memory, None, HostCopies, lambda num_bytes: memoryview(bytearray(num_bytes)))
     block_ids = [9, 3, 60, 4, 5]
-    copying = blocks.copying(block_ids)
+    copying = blocks.begin_copy(block_ids)
     copying.layer(1)
     found = copying.end()
     expected = region.blocks(block_ids)
     assert [[bytes(view) for view in views] for views in found] == [list(each) for each in zip(*expected, strict=True)]
-    landing = blocks.landing([2, 0], [10, 11])
+    landing = blocks.staging_buffer([2, 0], [10, 11])
     for views in landing.views:
         for number, view in enumerate(views):
             view[:] = bytes([number + 1]) * len(view)
     before = region.blocks([10, 11])
     assert region.blocks([10, 11]) == before
-    landing.settle()
+    landing.commit()
     after = region.blocks([10, 11])
     assert after[1] == before[1]
     assert [{value for block in after[layer] for value in block} for layer in (2, 0)] == [{1}, {2}]

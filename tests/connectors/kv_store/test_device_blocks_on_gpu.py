@@ -27,18 +27,18 @@ def test_blocks_go_out_and_come_back(layout: KVLayout, shift: int) -> None:
     memory = BlockMemory.dense(layout, num_blocks, tensor.data_ptr(), device="cuda:0")
     blocks = block_bytes_of(memory, saves_are_complete=False)
     block_ids = np.random.default_rng(2).permutation(num_blocks)[: num_blocks // 2].tolist()
-    found = blocks.copying(block_ids).end()
+    found = blocks.begin_copy(block_ids).end()
     for block_id, views in zip(block_ids, found, strict=True):
         for layer, view in enumerate(views):
             [(offset, length)] = memory.spans(layer, [block_id])
             assert bytes(view) == contents[offset : offset + length].tobytes()
     tensor.zero_()
     torch.cuda.synchronize()
-    landing = blocks.landing(range(layout.num_layers), block_ids)
+    landing = blocks.staging_buffer(range(layout.num_layers), block_ids)
     for arrived, views in zip(landing.views, found, strict=True):
         for into, view in zip(arrived, views, strict=True):
             into[:] = view
-    landing.settle()
+    landing.commit()
     expected = np.zeros_like(contents)
     for block_id in block_ids:
         for layer in range(layout.num_layers):

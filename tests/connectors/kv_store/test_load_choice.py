@@ -39,12 +39,12 @@ def step(start: int = 0, num_tokens: int = 8) -> StepView:
 
 
 def load(choice: LoadChoice, clock: ManualClock, seconds: float, error: Exception | None = None) -> None:
-    choice.load_begins("a", RUNS)
+    choice.on_load_started("a", RUNS)
     clock.advance(seconds)
     if error is None:
-        choice.loaded("a", seconds)
+        choice.on_loaded("a", seconds)
     else:
-        choice.failed("a", error)  # type: ignore[arg-type]
+        choice.on_failed("a", error)  # type: ignore[arg-type]
 
 
 def speed(choice: LoadChoice) -> float | None:
@@ -54,7 +54,7 @@ def speed(choice: LoadChoice) -> float | None:
 def test_a_load_that_is_given_up_counts_as_slow(choice: LoadChoice, clock: ManualClock) -> None:
     load(choice, clock, 30.0, TransferTimeout("late"))
     assert speed(choice) == pytest.approx(4 * make_layout().block_bytes / 30)
-    assert choice.num_kept() == 0
+    assert choice.num_tracked() == 0
 
 
 def test_a_load_that_fails_late_counts_as_slow_and_one_that_fails_early_not(
@@ -74,13 +74,13 @@ def test_a_load_that_fails_late_counts_as_slow_and_one_that_fails_early_not(
 
 
 def test_steps_that_wait_for_layers_say_nothing_of_the_model(choice: LoadChoice, clock: ManualClock) -> None:
-    choice.step_begins(step(), loads_by_layers=True)
+    choice.on_step_started(step(), loads_by_layers=True)
     clock.advance(5.0)
-    choice.step_ended()
+    choice.on_step_ended()
     assert "prefill_tokens_per_s" not in choice.statistics()
-    choice.step_begins(step())
+    choice.on_step_started(step())
     clock.advance(2.0)
-    choice.step_ended()
+    choice.on_step_ended()
     assert choice.statistics()["prefill_tokens_per_s"] == pytest.approx(4)
 
 
@@ -98,8 +98,8 @@ def test_a_decision_to_compute_counts_once_and_when_it_is_carried_out(
         assert isinstance(choice.choose("a", RUNS, 3, may_compute=True), Miss)
     assert choice.statistics()["load_decisions_recompute"] == 0
     for first in (start, start + 2):
-        choice.step_begins(step(first, 2))
-        choice.step_ended()
+        choice.on_step_started(step(first, 2))
+        choice.on_step_ended()
     assert choice.statistics()["load_decisions_recompute"] == count
-    assert choice.num_kept() == 0
+    assert choice.num_tracked() == 0
     assert isinstance(choice.choose("a", RUNS, 3, may_compute=False), Hit)

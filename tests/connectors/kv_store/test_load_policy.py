@@ -16,9 +16,9 @@ def policy_of(*, token_s: float, tiers: dict[int, tuple[float, float]]) -> LoadP
     """One that has measured: seconds a token, and of each tier seconds to begin and seconds a block."""
     policy = LoadPolicy(BLOCK_BYTES, BLOCK_TOKENS)
     for amount in (100, 200, 400):
-        policy.computed(amount, amount * token_s, now=0.0)
+        policy.record_prefill(amount, amount * token_s, now=0.0)
         for tier, (begin, each) in tiers.items():
-            policy.loaded([BlockRun(tier, amount)], begin + amount * each, now=0.0)
+            policy.record_load([BlockRun(tier, amount)], begin + amount * each, now=0.0)
     return policy
 
 
@@ -26,7 +26,7 @@ def decided(
     policy: LoadPolicy, runs: list[BlockRun], *, rest: int = 5, can_meet: bool = True, now: float = 1.0
 ) -> tuple[LoadMode, int, int]:
     decision = policy.decide(runs, rest, now, can_meet=can_meet)
-    return decision.way, decision.first, decision.last
+    return decision.mode, decision.first, decision.last
 
 
 def test_what_is_much_faster_to_load_is_loaded() -> None:
@@ -78,7 +78,7 @@ def test_an_estimate_is_never_beaten_by_a_way_that_it_left_out() -> None:
         alone = policy.decide(runs, 7, 1.0, can_meet=False)
         assert alone.estimated_s is not None
         assert decision.estimated_s <= alone.estimated_s / 0.85 + 1e-9
-        assert (decision.first == 0) or decision.way is LoadMode.MEET
+        assert (decision.first == 0) or decision.mode is LoadMode.MEET
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_an_estimate_is_never_beaten_by_a_way_that_it_left_out() -> None:
 def test_a_pace_is_never_negative(times: list[tuple[int, float]]) -> None:
     pace = LinearCost()
     for amount, seconds in times:
-        pace.measured(amount, seconds, 0.0)
-    assert pace.begin_s >= 0
-    assert pace.each_s >= 0
+        pace.add_sample(amount, seconds, 0.0)
+    assert pace.latency_s >= 0
+    assert pace.per_unit_s >= 0
     assert pace.seconds(0) == 0
     assert 0 < pace.seconds(300) < 20
     assert pace.seconds(3000) > 5 * pace.seconds(300), "much takes longer than little, whatever was measured"
@@ -100,9 +100,9 @@ def test_a_pace_follows_what_is_new() -> None:
     pace = LinearCost()
     for each in (1.0, 0.1):
         for amount in (10, 20, 30, 10, 20, 30) * 8:
-            pace.measured(amount, 5 + amount * each, 0.0)
-    assert pace.begin_s == pytest.approx(5, rel=0.05)
-    assert pace.each_s == pytest.approx(0.1, rel=0.05)
+            pace.add_sample(amount, 5 + amount * each, 0.0)
+    assert pace.latency_s == pytest.approx(5, rel=0.05)
+    assert pace.per_unit_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_layers_one_by_one_where_that_delays_others_by_less() -> None:
@@ -121,7 +121,7 @@ def test_parts_of_runs() -> None:
 
 def test_what_it_says_of_itself() -> None:
     policy = policy_of(token_s=0.001, tiers={0: (0.5, 0.01)})
-    policy.took(policy.decide([BlockRun(0, 100)], 5, 1.0, can_meet=True), 100)
+    policy.count_decision(policy.decide([BlockRun(0, 100)], 5, 1.0, can_meet=True), 100)
     said = policy.statistics()
     assert said["prefill_tokens_per_s"] == pytest.approx(1000, rel=0.01)
     assert said["tier0_load_bytes_per_s"] == pytest.approx(100_000, rel=0.01)

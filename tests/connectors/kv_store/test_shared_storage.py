@@ -20,7 +20,7 @@ from kvferry.connectors.api import (
     Pending,
 )
 from kvferry.connectors.caching import StoreEvents
-from kvferry.connectors.kv_store.markers import SIGN_BYTES
+from kvferry.connectors.kv_store.markers import HEARTBEAT_BYTES
 from kvferry.connectors.kv_store.scheduler import KVStoreSchedulerSide
 from kvferry.connectors.kv_store.settings import StoreSettings
 from kvferry.connectors.kv_store.worker import KVStoreWorkerSide
@@ -80,7 +80,7 @@ def markers(root: Path) -> list[Path]:
     found = []
     for path in (root / "notes").glob("*.note"):
         with suppress(FileNotFoundError):
-            found += [path] if path.stat().st_size > 8 + SIGN_BYTES else []
+            found += [path] if path.stat().st_size > 8 + HEARTBEAT_BYTES else []
     return found
 
 

@@ -16,9 +16,9 @@ from kvferry.connectors.caching import StoreEvents
 from kvferry.connectors.kv_store.blocks import HostBlocks
 from kvferry.connectors.kv_store.keys import StoredKeys
 from kvferry.connectors.kv_store.loader import StoreLoader
-from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, sign_of
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, heartbeat_name
 from kvferry.connectors.kv_store.plan import LoadBlocks
-from kvferry.connectors.kv_store.prober import SIGN_POLL_S, SILENT_S, Prober, StoreQuestion
+from kvferry.connectors.kv_store.prober import HEARTBEAT_POLL_S, HEARTBEAT_TIMEOUT_S, Prober, StoreLookup
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.connectors.reports import Reports
 from kvferry.core.clock import SYSTEM_CLOCK, ManualClock
@@ -135,7 +135,7 @@ def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
     store = HeldStore()
     writer = make_writer(store, loop)
     writer.put(block(b"a"))
-    writer.then(partial(Markers("secret", ManualClock()).write, store, marker_of("t")))
+    writer.submit(partial(Markers("secret", ManualClock()).write, store, marker_of("t")))
     assert store.asked.wait(20)
     assert not store.notes
     store.gate.set()
@@ -145,10 +145,10 @@ def test_markers_come_after_the_blocks_before_them(loop: TransferLoop) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("longest_wait_s", [0.0, 0.02])
-def test_a_full_queue_drops_without_waiting_for_each_block(loop: TransferLoop, longest_wait_s: float) -> None:
+@pytest.mark.parametrize("max_wait_s", [0.0, 0.02])
+def test_a_full_queue_drops_without_waiting_for_each_block(loop: TransferLoop, max_wait_s: float) -> None:
     store = HeldStore()
-    writer = make_writer(store, loop, 250, longest_wait_s=longest_wait_s)
+    writer = make_writer(store, loop, 250, max_wait_s=max_wait_s)
     assert writer.put(block(b"a"))
     assert writer.put(block(b"b"))
     assert not writer.put(block(b"c"))
@@ -324,31 +324,31 @@ def test_a_slow_store_holds_up_nobody() -> None:
     store = HeldStore()
     prober, has_answer = make_prober(store), threading.Event()
     prober.wake = has_answer.set
-    prober.ask("r", StoreQuestion([b"a", b"b"]))
+    prober.start_lookup("r", StoreLookup([b"a", b"b"]))
     assert store.asked.wait(20)
-    assert prober.answer("r") is None
+    assert prober.result("r") is None
     assert not has_answer.is_set()
     store.gate.set()
     assert has_answer.wait(20)
-    until(lambda: prober.answer("r") is not None)
-    answer = prober.answer("r")
+    until(lambda: prober.result("r") is not None)
+    answer = prober.result("r")
     assert answer is not None
     assert answer.num_present == 2
     prober.forget("r")
-    assert prober.num_kept() == 0
+    assert prober.num_lookups() == 0
     prober.close()
 
 
 def test_an_answer_nobody_waits_for_any_more_is_not_kept() -> None:
     store = HeldStore()
     prober = make_prober(store)
-    prober.ask("r", StoreQuestion([b"a"]))
+    prober.start_lookup("r", StoreLookup([b"a"]))
     assert store.asked.wait(20)
     prober.forget("r")
     store.gate.set()
-    prober.ask("s", StoreQuestion([b"a"]))
-    until(lambda: prober.answer("s") is not None)
-    assert prober.num_kept() == 1
+    prober.start_lookup("s", StoreLookup([b"a"]))
+    until(lambda: prober.result("s") is not None)
+    assert prober.num_lookups() == 1
     prober.close()
 
 
@@ -358,9 +358,9 @@ def test_a_store_that_fails_is_an_answer(error: Exception) -> None:
     store.error = error
     store.gate.set()
     prober = make_prober(store)
-    prober.ask("r", StoreQuestion([b"a"]))
-    until(lambda: prober.answer("r") is not None)
-    answer = prober.answer("r")
+    prober.start_lookup("r", StoreLookup([b"a"]))
+    until(lambda: prober.result("r") is not None)
+    answer = prober.result("r")
     assert answer is not None
     assert isinstance(answer.error, StoreError)
     prober.close()
@@ -372,11 +372,11 @@ def test_many_markers_are_waited_for_at_once(loop: TransferLoop) -> None:
     prober = make_prober(store)
     deadline = time.monotonic() + 20
     for index in range(20):
-        prober.ask(f"r{index}", StoreQuestion([b"a"], f"t{index}", deadline))
+        prober.start_lookup(f"r{index}", StoreLookup([b"a"], f"t{index}", deadline))
     for index in reversed(range(20)):
         loop.submit(Markers("secret", ManualClock()).write(store, marker_of(f"t{index}"))).result(20)
-    until(lambda: all(prober.answer(f"r{index}") is not None for index in range(20)))
-    answer = prober.answer("r7")
+    until(lambda: all(prober.result(f"r{index}") is not None for index in range(20)))
+    answer = prober.result("r7")
     assert answer is not None
     assert answer.marker == marker_of("t7")
     prober.close()
@@ -386,9 +386,9 @@ def test_a_look_that_never_ends_is_an_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvferry.connectors.kv_store.prober.PROBE_S", 0.05)
     store = HeldStore()
     prober = make_prober(store)
-    prober.ask("r", StoreQuestion([b"a"]))
-    until(lambda: prober.answer("r") is not None)
-    answer = prober.answer("r")
+    prober.start_lookup("r", StoreLookup([b"a"]))
+    until(lambda: prober.result("r") is not None)
+    answer = prober.result("r")
     assert answer is not None
     assert isinstance(answer.error, TransferTimeout)
     prober.close()
@@ -401,7 +401,7 @@ def test_a_producer_is_waited_for_as_long_as_it_gives_signs(loop: TransferLoop) 
         num_looked = 0
 
         async def read_note(self, name: str) -> bytes | None:
-            if name == sign_of("p"):
+            if name == heartbeat_name("p"):
                 self.num_looked += 1
                 return str(min(self.num_looked, 20)).encode()
             return await super().read_note(name)
@@ -410,15 +410,15 @@ def test_a_producer_is_waited_for_as_long_as_it_gives_signs(loop: TransferLoop) 
     store.gate.set()
     prober = make_prober(store)
     begun = time.monotonic()
-    prober.ask("r", StoreQuestion([b"a"], "t", begun + 3600, producer="p"))
-    until(lambda: prober.answer("r") is not None)
-    answer = prober.answer("r")
+    prober.start_lookup("r", StoreLookup([b"a"], "t", begun + 3600, producer="p"))
+    until(lambda: prober.result("r") is not None)
+    answer = prober.result("r")
     assert answer is not None
     assert isinstance(answer.error, TransferTimeout)
     assert "p, writes nothing to the store" in str(answer.error)
     assert answer.num_present == 1, "what is there is of use"
     assert store.num_looked > 20
-    assert answer.at - begun > 20 * SIGN_POLL_S + SILENT_S
+    assert answer.checked_at - begun > 20 * HEARTBEAT_POLL_S + HEARTBEAT_TIMEOUT_S
     prober.close()
 
 
@@ -431,10 +431,10 @@ def test_stores_that_the_producer_does_not_have_are_not_waited_for() -> None:
     store.gate.set()
     prober = make_prober(store)
     for name, stores in (("r", [0]), ("s", [])):
-        prober.ask(name, StoreQuestion([b"a"], "t", time.monotonic() + 3600, stores=stores))
-    prober.ask("t", StoreQuestion([b"a"], "t", time.monotonic() + 0.05, stores=[1]))
-    until(lambda: all(prober.answer(name) is not None for name in "rst"))
-    errors = [type(prober.answer(name).error) for name in "rst"]  # type: ignore[union-attr]
+        prober.start_lookup(name, StoreLookup([b"a"], "t", time.monotonic() + 3600, stores=stores))
+    prober.start_lookup("t", StoreLookup([b"a"], "t", time.monotonic() + 0.05, stores=[1]))
+    until(lambda: all(prober.result(name) is not None for name in "rst"))
+    errors = [type(prober.result(name).error) for name in "rst"]  # type: ignore[union-attr]
     assert errors == [StoreError, StoreError, TransferTimeout]
     prober.close()
 
@@ -447,9 +447,9 @@ def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
     store = Broken()
     store.gate.set()
     prober = make_prober(store)
-    prober.ask("r", StoreQuestion([b"a"], "t", time.monotonic() + 3600))
-    until(lambda: prober.answer("r") is not None)
-    answer = prober.answer("r")
+    prober.start_lookup("r", StoreLookup([b"a"], "t", time.monotonic() + 3600))
+    until(lambda: prober.result("r") is not None)
+    answer = prober.result("r")
     assert answer is not None
     assert isinstance(answer.error, StoreError)
     prober.close()
@@ -469,10 +469,10 @@ def test_blocks_that_were_brought_near_are_told_to_be_near(tmp_path: Path) -> No
 
     asyncio.run(fill())
     prober = Prober(lambda: [TieredStore(tiers, LAYOUT)], Markers("secret", ManualClock()), StoredKeys("secret"))
-    prober.ask("r", StoreQuestion(names))
+    prober.start_lookup("r", StoreLookup(names))
 
     def runs() -> tuple[BlockRun, ...] | None:
-        answer = prober.answer("r")
+        answer = prober.result("r")
         return None if answer is None else answer.runs
 
     try:
@@ -506,19 +506,19 @@ def test_what_is_brought_near_is_told_bit_by_bit_and_no_further_once_a_load_read
     async def noted(store: TieredStore, hashes: Sequence[bytes]) -> None:
         parts.append(len(hashes))
         if len(parts) == 2:
-            answer = prober.answer("r")
+            answer = prober.result("r")
             assert answer is not None
             seen.append(answer.runs)
             prober.forget("r")  # as the scheduler side does when a load begins
         await prefetch(store, hashes)
 
     monkeypatch.setattr(TieredStore, "prefetch", noted)
-    prober.ask("r", StoreQuestion(names))
+    prober.start_lookup("r", StoreLookup(names))
     try:
-        until(lambda: len(parts) == 2 and not prober._ahead)
+        until(lambda: len(parts) == 2 and not prober._prefetch_tasks)
         assert parts == [16, 16]
         assert seen == [(BlockRun(0, 16), BlockRun(1, 24))]
-        assert prober.num_kept() == 0
+        assert prober.num_lookups() == 0
     finally:
         prober.close()
 
@@ -551,7 +551,7 @@ def test_questions_at_the_same_time_open_a_store_once(monkeypatch: pytest.Monkey
         StoredKeys("secret"),
     )
     for index in range(8):
-        prober.ask(f"r{index}", StoreQuestion([b"a" * 32]))
-    until(lambda: all(prober.answer(f"r{index}") is not None for index in range(8)))
+        prober.start_lookup(f"r{index}", StoreLookup([b"a" * 32]))
+    until(lambda: all(prober.result(f"r{index}") is not None for index in range(8)))
     prober.close()
     assert [arena.is_closed for arena in made] == [True]

@@ -13,7 +13,7 @@ from kv_support import make_layout
 
 from kvferry.connectors.api import Saved
 from kvferry.connectors.kv_store import markers
-from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, sign_of
+from kvferry.connectors.kv_store.markers import Marker, MarkerProducer, Markers, heartbeat_name
 from kvferry.connectors.kv_store.writer import StoreWriter
 from kvferry.core.errors import StoreError
 from kvferry.store.base import Block, Put
@@ -54,8 +54,8 @@ class SlowStore:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferLoop]:
-    monkeypatch.setattr(markers, "SIGN_EVERY_S", 0.01)
-    monkeypatch.setattr(markers, "SIGNS_S", 0.05)
+    monkeypatch.setattr(markers, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(markers, "HEARTBEAT_LINGER_S", 0.05)
     loop = TransferLoop("test")
     loop.start()
     yield loop
@@ -77,8 +77,8 @@ class Producer:
         )
 
     def mark(self, name: str) -> None:
-        self.loop.call(self.producer.writes)
-        self.writer.then(partial(self.producer.mark, marker(name)))
+        self.loop.call(self.producer.start_heartbeats)
+        self.writer.submit(partial(self.producer.write_marker, marker(name)))
 
     def _tell(self, saved: Saved) -> None:
         self.saved.append(saved)
@@ -93,7 +93,7 @@ def wait_for_the_last_sign(producer: Producer, loop: TransferLoop) -> None:
     async def wait(signs: asyncio.Task[None]) -> None:
         await asyncio.wait([signs])
 
-    signs = producer.producer.signs
+    signs = producer.producer.heartbeats
     assert signs is not None
     loop.submit(wait(signs)).result(60)
 
@@ -109,7 +109,7 @@ def test_a_hand_off_is_told_with_the_stores_that_took_it(loop: TransferLoop) -> 
     loop.call(producer.store.taking_changed)
     assert producer.told.acquire(timeout=60)
     assert producer.saved == [Saved("a", [0, 2]), Saved("b", []), Saved("b", [0, 2])]
-    assert [one for one in producer.store.noted if one != sign_of("p")][-1] == "b.0"
+    assert [one for one in producer.store.noted if one != heartbeat_name("p")][-1] == "b.0"
     producer.writer.close()
 
 
@@ -118,12 +118,12 @@ def test_a_producer_gives_signs_for_as_long_as_it_writes(loop: TransferLoop) -> 
     producer.writer.put(Block(b"x", [memoryview(b"1234")]))
     producer.mark("a")
     producer.wait_for_notes(5)
-    assert producer.store.noted[:5] == [sign_of("p")] * 5
+    assert producer.store.noted[:5] == [heartbeat_name("p")] * 5
     loop.call(producer.store.gate.set)
     assert producer.told.acquire(timeout=60)
     wait_for_the_last_sign(producer, loop)
     assert "a.0" in producer.store.noted
-    assert producer.store.noted[-1] == f"-{sign_of('p')}"
+    assert producer.store.noted[-1] == f"-{heartbeat_name('p')}"
     producer.writer.close()
 
 

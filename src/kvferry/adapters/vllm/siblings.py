@@ -10,7 +10,7 @@ from kvferry.adapters.vllm.idle import IdlePause, PauseUser
 from kvferry.adapters.vllm.salts import Salts
 from kvferry.adapters.vllm.settings import AdapterSettings
 from kvferry.connectors.caching import keeps_blocks
-from kvferry.connectors.registry import VLLMS_HAND_OFFS, find_connector
+from kvferry.connectors.registry import VLLM_HAND_OFF_CONNECTORS, find_connector
 from kvferry.core.errors import ConfigError
 
 _hand_offs: dict[str, object] = {}
@@ -35,7 +35,7 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
     """Whether this connector makes tickets: a cache does not if a connector of vLLM's beside it does. Raises
     `ConfigError` if neither is a cache."""
-    theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLMS_HAND_OFFS), None)
+    theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLM_HAND_OFF_CONNECTORS), None)
     if theirs is None or not settings.options.hand_off:
         return settings.options.hand_off
     if not keeps_blocks(find_connector(settings.transfer)):

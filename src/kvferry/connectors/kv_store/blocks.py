@@ -1,4 +1,4 @@
-"""The blocks of a KV cache as bytes in host memory, which is where stores read and write.
+"""The blocks of a KV cache as bytes in host memory, where stores read and write.
 
 A KV cache in host memory is copied from, and written to in place. One on a GPU is copied from and to pinned host memory
 by a kernel (`transport.cuda`).
@@ -20,48 +20,51 @@ from kvferry.transport.cuda.driver import CudaDriver
 from kvferry.transport.memory import BlockMemory, Pieces
 
 
-class Copying(ABC):
-    """Copies of some blocks. Used on the engine's thread."""
+class PendingCopy(ABC):
+    """A copy of some blocks that is being made. Used on the engine's thread."""
 
     def layer(self, layer: int) -> None:
-        """Note that the KV of this layer has been written: it may be copied from now on."""
+        """Record that the KV of this layer has been written: it may be copied from now on."""
 
     @abstractmethod
     def end(self) -> list[LayerViews]:
-        """End, as all layers have been written. Returns the copies of each block, which are the caller's."""
+        """Finish the copy after all layers have been written. Returns the copy of each block, which the caller owns."""
 
     def drop(self) -> None:
-        """Give up the copies, which are not wanted; nothing is copied any more when this returns."""
+        """Cancel the copy; nothing is copied any more when this returns."""
 
 
-class Landing(ABC):
-    """Where blocks that are being read from a store arrive. `views`: for each block, the views of its layers."""
+class StagingBuffer(ABC):
+    """Memory for blocks that are being read from a store. `views`: for each block, the views of its layers."""
 
     views: list[LayerViews]
 
     @abstractmethod
-    def settle(self) -> None:
-        """Have the blocks, which have arrived, in the KV cache when this returns."""
+    def commit(self) -> None:
+        """Copy the blocks, which have arrived, to the KV cache, unless they are there already."""
 
 
 class BlockBytes(ABC):
     """The blocks of one rank's KV cache."""
 
     @abstractmethod
-    def copying(self, block_ids: Sequence[int]) -> Copying:
+    def begin_copy(self, block_ids: Sequence[int]) -> PendingCopy:
         """Begin to copy blocks that are being written in this step. Raises `MemoryError`."""
 
     @abstractmethod
-    def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
-        """Room for these layers of the blocks. `in_place`: their own memory will do, since the caller waits for the
-        store whatever happens. Raises `MemoryError`."""
+    def staging_buffer(
+        self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
+    ) -> StagingBuffer:
+        """Memory for these layers of the blocks. `in_place`: it may be the blocks' own memory, since the caller always
+        waits for the store. Raises `MemoryError`."""
 
     def close(self) -> None:
-        """Free what copies needed, when none is under way."""
+        """Free the resources of copies, when none is being made."""
 
 
 def block_bytes_of(memory: BlockMemory, saves_are_complete: bool) -> BlockBytes:
-    """`saves_are_complete`: see `ConnectorContext`. Raises `ConfigError` for memory that cannot be copied."""
+    """The blocks of this memory. `saves_are_complete`: see `ConnectorContext`. Raises `ConfigError` for memory that
+    cannot be copied."""
     if memory.device == "cpu":
         return HostBlocks(memory)
     if memory.device.partition(":")[0] != "cuda":
@@ -78,16 +81,18 @@ class HostBlocks(BlockBytes):
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
 
-    def copying(self, block_ids: Sequence[int]) -> Copying:
-        """Copies are made by `Copying.end`."""
-        return _HostCopying(self._memory, block_ids)
+    def begin_copy(self, block_ids: Sequence[int]) -> PendingCopy:
+        """Copies are made by `PendingCopy.end`."""
+        return _HostPendingCopy(self._memory, block_ids)
 
-    def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
-        """Where these blocks arrive; in place: the blocks themselves."""
-        return _HostLanding(self._memory, layers, block_ids, in_place)
+    def staging_buffer(
+        self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
+    ) -> StagingBuffer:
+        """Plain memory, or in place: the blocks themselves."""
+        return _HostStagingBuffer(self._memory, layers, block_ids, in_place)
 
 
-class _HostCopying(Copying):
+class _HostPendingCopy(PendingCopy):
     def __init__(self, memory: BlockMemory, block_ids: Sequence[int]) -> None:
         self._memory, self._block_ids = memory, block_ids
 
@@ -98,14 +103,14 @@ class _HostCopying(Copying):
         ]
 
 
-class _HostLanding(Landing):
+class _HostStagingBuffer(StagingBuffer):
     def __init__(self, memory: BlockMemory, layers: Sequence[int], block_ids: Sequence[int], in_place: bool) -> None:
         self._blocks = _by_block(memory, layers, block_ids)
         self.views = self._blocks
         if not in_place:
             self.views = [[memoryview(bytearray(len(view))) for view in views] for views in self._blocks]
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         if self.views is not self._blocks:
             for views, contents in zip(self._blocks, self.views, strict=True):
                 for view, content in zip(views, contents, strict=True):
@@ -118,7 +123,7 @@ def _by_block(memory: BlockMemory, layers: Sequence[int], block_ids: Sequence[in
 
 class DeviceBlocks(BlockBytes):
     """The blocks of a KV cache on a GPU. Saves and loads have a stream each, as two threads use them. `wait`: waits
-    until the model, as far as it is queued, has run; None if layers are only announced when they are written."""
+    until the queued kernels of the model have run; None if layers are only announced when they are written."""
 
     def __init__(
         self,
@@ -130,13 +135,15 @@ class DeviceBlocks(BlockBytes):
         self._memory, self._wait, self._allocate = memory, wait, allocate
         self._saves, self._loads = make_copies(memory.device), make_copies(memory.device)
 
-    def copying(self, block_ids: Sequence[int]) -> Copying:
-        """Copies of a layer begin with `Copying.layer`, and are waited for in `Copying.end`."""
-        return _DeviceCopying(self._memory, block_ids, self._saves, self._allocate, self._wait)
+    def begin_copy(self, block_ids: Sequence[int]) -> PendingCopy:
+        """Copies of a layer begin with `PendingCopy.layer`, and are waited for in `PendingCopy.end`."""
+        return _DevicePendingCopy(self._memory, block_ids, self._saves, self._allocate, self._wait)
 
-    def landing(self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True) -> Landing:
-        """Where these blocks arrive: in pinned host memory, in place or not."""
-        return _DeviceLanding(self._memory, layers, block_ids, self._loads, self._allocate)
+    def staging_buffer(
+        self, layers: Sequence[int], block_ids: Sequence[int], *, in_place: bool = True
+    ) -> StagingBuffer:
+        """Pinned host memory, whether `in_place` or not."""
+        return _DeviceStagingBuffer(self._memory, layers, block_ids, self._loads, self._allocate)
 
     def close(self) -> None:
         """Close both streams."""
@@ -144,8 +151,8 @@ class DeviceBlocks(BlockBytes):
         self._loads.close()
 
 
-class _Pinned:
-    """Room for some layers of some blocks: a piece of host memory for each block, so that each is freed by itself."""
+class _PinnedBlocks:
+    """Pinned memory for some layers of some blocks: one piece for each block, so that each is freed separately."""
 
     def __init__(
         self,
@@ -166,7 +173,7 @@ class _Pinned:
         ]
 
     def pieces(self, layers: Sequence[int]) -> Pieces:
-        """These layers of all blocks, to be copied from the device to here."""
+        """The pieces of these layers of all blocks, to be copied from the device to this memory."""
         lengths = [np.full(len(self._block_ids), self._sizes[layer], np.int64) for layer in layers]
         return Pieces(
             np.concatenate([self._memory.block_addresses(layer, self._block_ids) for layer in layers]),
@@ -175,7 +182,7 @@ class _Pinned:
         )
 
 
-class _DeviceCopying(Copying):
+class _DevicePendingCopy(PendingCopy):
     def __init__(
         self,
         memory: BlockMemory,
@@ -184,20 +191,20 @@ class _DeviceCopying(Copying):
         allocate: Callable[[int], memoryview],
         wait: Callable[[], None] | None,
     ) -> None:
-        self._left = set(range(memory.layout.num_layers))
-        self._pinned = _Pinned(memory, range(memory.layout.num_layers), block_ids, allocate)
+        self._unwritten = set(range(memory.layout.num_layers))
+        self._pinned = _PinnedBlocks(memory, range(memory.layout.num_layers), block_ids, allocate)
         self._copies, self._wait = copies, wait
 
     def layer(self, layer: int) -> None:
         if self._wait is None:
-            self._left.discard(layer)
+            self._unwritten.discard(layer)
             self._copies.copy(self._pinned.pieces([layer]))
 
     def end(self) -> list[LayerViews]:
         if self._wait is not None:
             self._wait()
-        if self._left:
-            self._copies.copy(self._pinned.pieces(sorted(self._left)))
+        if self._unwritten:
+            self._copies.copy(self._pinned.pieces(sorted(self._unwritten)))
         self._copies.wait()
         return self._pinned.views
 
@@ -205,7 +212,7 @@ class _DeviceCopying(Copying):
         self._copies.wait()
 
 
-class _DeviceLanding(Landing):
+class _DeviceStagingBuffer(StagingBuffer):
     def __init__(
         self,
         memory: BlockMemory,
@@ -215,10 +222,10 @@ class _DeviceLanding(Landing):
         allocate: Callable[[int], memoryview],
     ) -> None:
         self._layers, self._copies = layers, copies
-        self._pinned = _Pinned(memory, layers, block_ids, allocate)
+        self._pinned = _PinnedBlocks(memory, layers, block_ids, allocate)
         self.views = self._pinned.views
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         pieces = self._pinned.pieces(self._layers)
         self._copies.copy(Pieces(pieces.local, pieces.remote, pieces.lengths))
         self._copies.wait()

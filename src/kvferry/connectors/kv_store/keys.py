@@ -1,8 +1,8 @@
-"""Keys of requests (`core.messages.kv_keys`) in a store: written once the blocks that they name are there, and waited
-for by requests that name them.
+"""Keys of requests (`core.messages.kv_keys`) in a store: written once their blocks are stored, and waited for by
+requests that name them.
 
-What a record says is only compared with the hashes of the request's own prompt (`store.key_records`): whatever is
-stored under a key, a request loads blocks of its own prompt, by their hashes.
+A record is only compared with the hashes of the request's own prompt (`store.key_records`). A request therefore always
+loads blocks of its own prompt, by their hashes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvferry.transport.transfer_loop import run_together
 
 log = logging.getLogger(__name__)
 
-AT_A_TIME = 16
+MAX_CONCURRENT_NOTES = 16
 """Notes of one request that are read or written at the same time."""
 FIRST_POLL_S, MAX_POLL_S = 0.002, 0.1
 """Pauses before missing keys are looked up again: each is twice as long as the one before (s)."""
-MAX_SHOWN = 48
+MAX_SHOWN_KEY = 48
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class KeyQuestion:
-    """The load keys of a request, and what their records are compared with. `deadline`: monotonic, s, until when
-    missing ones are waited for."""
+class KeyLookup:
+    """A lookup of the load keys of a request; the other fields are compared with the keys' records. `deadline`: end of
+    the wait for missing keys (monotonic, s)."""
 
     tenant: str
     keys: Sequence[str]
@@ -47,25 +47,26 @@ class KeyQuestion:
 
 
 @dataclass
-class KeyAnswer:
-    """How many keys name blocks of the prompt; and which do not: for each reason, how many, and one of them."""
+class KeyResult:
+    """`num_valid`: number of keys that name blocks of the prompt. `refused`: number of the others, by reason;
+    `examples` has one key for each reason."""
 
-    num_right: int = 0
+    num_valid: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def refuse(self, key: str, why: str) -> None:
-        """Note why a key names nothing."""
-        self.refused[why] += 1
-        self.examples.setdefault(why, key)
+    def refuse(self, key: str, reason: str) -> None:
+        """Record the reason why a key names nothing."""
+        self.refused[reason] += 1
+        self.examples.setdefault(reason, key)
 
     def summary(self) -> str:
-        """What is to be said of the keys that name nothing; empty: all do."""
-        said = []
-        for why, number in self.refused.items():
-            more = f" (and {number - 1} more)" if number > 1 else ""
-            said.append(f"key {_shown(self.examples[why])}{more} {why}")
-        return "; ".join(said)
+        """A message about the keys that name nothing; empty if there are none."""
+        parts = []
+        for reason, count in self.refused.items():
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            parts.append(f"key {_shortened(self.examples[reason])}{more} {reason}")
+        return "; ".join(parts)
 
 
 class StoredKeys:
@@ -74,101 +75,103 @@ class StoredKeys:
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._notes, self._clock = KeyNotes(token), clock
         self.counts: Counter[str] = Counter()
-        """`stored_keys`; `dropped_keys`: those whose blocks, or whose records, the store did not take."""
+        """`stored_keys`; `dropped_keys`: keys whose blocks or records the store did not accept."""
 
     # Writing.
 
-    async def write(self, store: KVStore, keyed: StoreKeys) -> None:
-        """Store keys whose blocks were put before. A key of which a block is missing is not stored, so that nobody
-        expects it. Raises `StoreError`, after which some of them may be missing."""
-        num_present = await store.match(keyed.hashes)
-        spans = shares(len(keyed.hashes), len(keyed.keys))
-        named = [(key, *span) for key, span in zip(keyed.keys, spans, strict=True) if key is not None]
-        there = [(key, first, last) for key, first, last in named if last <= num_present or first == last]
+    async def write(self, store: KVStore, store_keys: StoreKeys) -> None:
+        """Store keys whose blocks were put before. A key with a missing block is not stored, so that no request relies
+        on it. Raises `StoreError`, after which some of them may be missing."""
+        num_present = await store.match(store_keys.hashes)
+        spans = shares(len(store_keys.hashes), len(store_keys.keys))
+        key_spans = [(key, *span) for key, span in zip(store_keys.keys, spans, strict=True) if key is not None]
+        complete = [(key, first, last) for key, first, last in key_spans if last <= num_present or first == last]
         try:
-            written = await _each(partial(self._write, store, keyed), there)
+            written = await _map_concurrently(partial(self._write, store, store_keys), complete)
         except KvferryError:
-            self.counts["dropped_keys"] += len(named)
+            self.counts["dropped_keys"] += len(key_spans)
             raise
         self.counts["stored_keys"] += sum(written)
-        if len(there) < len(named):
-            self.counts["dropped_keys"] += len(named) - len(there)
+        if len(complete) < len(key_spans):
+            self.counts["dropped_keys"] += len(key_spans) - len(complete)
             log.warning(
                 "%d of %d keys are not stored: the store has %d of the prompt's %d blocks",
-                len(named) - len(there),
-                len(named),
+                len(key_spans) - len(complete),
+                len(key_spans),
                 num_present,
-                len(keyed.hashes),
+                len(store_keys.hashes),
             )
 
-    async def _write(self, store: KVStore, keyed: StoreKeys, named: tuple[str, int, int]) -> bool:
-        key, first, last = named
+    async def _write(self, store: KVStore, store_keys: StoreKeys, key_span: tuple[str, int, int]) -> bool:
+        key, first, last = key_span
         layout, now_s = store.layout, self._clock.wall()
-        hashes = keyed.hashes[first:last]
-        record, pages = make_record(layout, keyed.salt, hashes, first, keyed.num_tokens, now_s, keyed.ttl_s)
-        name_of = partial(self._notes.name, keyed.tenant, key, layout.tp_rank)
+        hashes = store_keys.hashes[first:last]
+        record, pages = make_record(
+            layout, store_keys.salt, hashes, first, store_keys.num_tokens, now_s, store_keys.ttl_s
+        )
+        name_of = partial(self._notes.name, store_keys.tenant, key, layout.tp_rank)
         for page, names in enumerate(pages, 1):
-            await store.write_note(name_of(page), self._notes.seal_page(name_of(page), record, names), keyed.ttl_s)
-        await store.write_note(name_of(0), self._notes.seal(name_of(0), record), keyed.ttl_s)
+            await store.write_note(name_of(page), self._notes.seal_page(name_of(page), record, names), store_keys.ttl_s)
+        await store.write_note(name_of(0), self._notes.seal(name_of(0), record), store_keys.ttl_s)
         return True
 
     # Reading.
 
-    async def wait(self, stores: Sequence[KVStore], question: KeyQuestion) -> KeyAnswer:
-        """Look the keys up in the stores of all ranks, and wait for missing ones until the deadline. A store that
-        cannot be asked is not waited for."""
-        answer, missing = KeyAnswer(), list(question.keys)
+    async def wait(self, stores: Sequence[KVStore], lookup: KeyLookup) -> KeyResult:
+        """Look the keys up in the stores of all ranks, and wait for missing ones until the deadline. There is no wait
+        for an unreachable store."""
+        result, missing = KeyResult(), list(lookup.keys)
         try:
-            while missing := await self._look_up(stores, question, answer, missing):
-                if not await self._wait_for(stores, question, missing[0]):
-                    missing = await self._look_up(stores, question, answer, missing)
+            while missing := await self._look_up(stores, lookup, result, missing):
+                if not await self._wait_for(stores, lookup, missing[0]):
+                    missing = await self._look_up(stores, lookup, result, missing)
                     break
         except StoreError as error:
             for key in missing:
-                answer.refuse(key, f"cannot be looked up: {error}")
-            return answer
+                result.refuse(key, f"cannot be looked up: {error}")
+            return result
         for key in missing:
-            answer.refuse(key, "is not in the store")
-        return answer
+            result.refuse(key, "is not in the store")
+        return result
 
     async def _look_up(
-        self, stores: Sequence[KVStore], question: KeyQuestion, answer: KeyAnswer, keys: Sequence[str]
+        self, stores: Sequence[KVStore], lookup: KeyLookup, result: KeyResult, keys: Sequence[str]
     ) -> list[str]:
-        """Enter in the answer what these keys name; returns those that are missing."""
-        settled = await _each(partial(self._look, stores, question, answer), keys)
-        return [key for key, is_settled in zip(keys, settled, strict=True) if not is_settled]
+        """Look up these keys and add them to the result; returns the missing ones."""
+        resolved = await _map_concurrently(partial(self._resolve_key, stores, lookup, result), keys)
+        return [key for key, is_resolved in zip(keys, resolved, strict=True) if not is_resolved]
 
-    async def _wait_for(self, stores: Sequence[KVStore], question: KeyQuestion, key: str) -> bool:
-        """Wait until one of several missing keys is there, so that many cost no more than one. False: at the
-        deadline."""
+    async def _wait_for(self, stores: Sequence[KVStore], lookup: KeyLookup, key: str) -> bool:
+        """Wait until one of the missing keys is stored; polling one costs less than polling all. False: the deadline
+        has passed."""
         pause_s = FIRST_POLL_S
-        while (left_s := question.deadline - self._clock.monotonic()) > 0:
+        while (left_s := lookup.deadline - self._clock.monotonic()) > 0:
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, MAX_POLL_S)
-            if all([await self._is_there(store, question.tenant, key) for store in stores]):
+            if all([await self._exists(store, lookup.tenant, key) for store in stores]):
                 return True
         return False
 
-    async def _is_there(self, store: KVStore, tenant: str, key: str) -> bool:
+    async def _exists(self, store: KVStore, tenant: str, key: str) -> bool:
         return await store.read_note(self._notes.name(tenant, key, store.layout.tp_rank)) is not None
 
-    async def _look(self, stores: Sequence[KVStore], question: KeyQuestion, answer: KeyAnswer, key: str) -> bool:
-        """Whether it is known what the key names, or that it names nothing."""
+    async def _resolve_key(self, stores: Sequence[KVStore], lookup: KeyLookup, result: KeyResult, key: str) -> bool:
+        """Compare a key's record with the prompt. False: the key is missing."""
         try:
-            record = await self._read(stores[0], question.tenant, key)
+            record = await self._read(stores[0], lookup.tenant, key)
             if record is None:
                 return False
-            why = explain_mismatch(record, question.hashes, question.salt, stores[0].layout)
-            if why is None:
+            mismatch = explain_mismatch(record, lookup.hashes, lookup.salt, stores[0].layout)
+            if mismatch is None:
                 for store in stores[1:]:
-                    if await self._read(store, question.tenant, key) is None:
+                    if await self._read(store, lookup.tenant, key) is None:
                         return False
         except BadKeyRecord as error:
-            why = f"is not used: {error}"
-        if why is None:
-            answer.num_right += 1
+            mismatch = f"is not used: {error}"
+        if mismatch is None:
+            result.num_valid += 1
         else:
-            answer.refuse(key, why)
+            result.refuse(key, mismatch)
         return True
 
     async def _read(self, store: KVStore, tenant: str, key: str) -> KeyRecord | None:
@@ -177,18 +180,20 @@ class StoredKeys:
         return None if note is None else self._notes.open(name, note, self._clock.wall())
 
 
-async def _each(call: Callable[[Item], Awaitable[bool]], items: Sequence[Item]) -> list[bool]:
-    """Call for each item, `AT_A_TIME` at the same time; the results in order. The first error ends it."""
-    found: list[bool] = []
-    for at in range(0, len(items), AT_A_TIME):
-        found += await run_together(*(_as_coroutine(call, item) for item in items[at : at + AT_A_TIME]))
-    return found
+async def _map_concurrently(call: Callable[[Item], Awaitable[bool]], items: Sequence[Item]) -> list[bool]:
+    """Call for each item, `MAX_CONCURRENT_NOTES` at a time; the results are in order. The first error ends it."""
+    results: list[bool] = []
+    for start in range(0, len(items), MAX_CONCURRENT_NOTES):
+        results += await run_together(
+            *(_as_coroutine(call, item) for item in items[start : start + MAX_CONCURRENT_NOTES])
+        )
+    return results
 
 
 async def _as_coroutine(call: Callable[[Item], Awaitable[bool]], item: Item) -> bool:
     return await call(item)
 
 
-def _shown(key: str) -> str:
+def _shortened(key: str) -> str:
     shown = repr(key)
-    return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 1] + "…"
+    return shown if len(shown) <= MAX_SHOWN_KEY else shown[: MAX_SHOWN_KEY - 1] + "…"

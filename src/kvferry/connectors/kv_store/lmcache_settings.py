@@ -12,8 +12,8 @@ from kvferry.core.errors import ConfigError
 
 GIB = 2**30
 _SCHEMES = {"lm": "lmcache", "mooncakestore": "mooncake"}
-"""LMCache's schemes of `remote_url` that have another name here; those of the same name are taken as they are."""
-_SAME = ("lmcache", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
+"""LMCache's schemes of `remote_url` that have another name in kvferry; the others have the same name."""
+_SUPPORTED = ("lmcache", "redis", "rediss", "valkey", "valkeys", "unix", "mooncake")
 _EXTRA = "kv_connector_extra_config"
 
 
@@ -21,7 +21,7 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     """`kv_connector_extra_config` of `LMCacheConnector`. Memory comes first, then the disk, then the server."""
 
     local_cpu: bool = msgspec.field(default=True, name="lmcache.local_cpu")
-    """Whether host memory is the first tier."""
+    """True if host memory is the first tier."""
 
     max_local_cpu_size: float = msgspec.field(default=5.0, name="lmcache.max_local_cpu_size")
     """Size in GiB of the tier in host memory."""
@@ -39,31 +39,31 @@ class LMCacheSettings(StoreSettings, frozen=True, kw_only=True, forbid_unknown_f
     chunk_size: int = msgspec.field(default=0, name="lmcache.chunk_size")
     """Has no effect: KV is kept in blocks of the engine's size."""
 
-    def way(self) -> str:
-        """LMCache's keys name the stores, unless another key does."""
-        other = super().way()
-        return other if other in ("store", "shared_storage_path", "num_cpu_blocks") else "lmcache.*"
+    def store_key(self) -> str:
+        """The key that names the stores: "lmcache.*", unless another key does."""
+        store_key = super().store_key()
+        return store_key if store_key in ("store", "shared_storage_path", "num_cpu_blocks") else "lmcache.*"
 
     def keys_read(self) -> Collection[str]:
         """`lmcache.chunk_size` never has an effect, so it is accepted beside all other keys."""
-        if self.way() != "lmcache.*":
+        if self.store_key() != "lmcache.*":
             return (*super().keys_read(), "lmcache.chunk_size")
-        words = [one.encode_name for one in msgspec.structs.fields(type(self))]
-        evicts = ["eviction_policy"] if self.local_cpu or self.local_disk else []
-        return [*(word for word in words if word.startswith("lmcache.")), "codec", *evicts]
+        keys = [option.encode_name for option in msgspec.structs.fields(type(self))]
+        eviction_keys = ["eviction_policy"] if self.local_cpu or self.local_disk else []
+        return [*(key for key in keys if key.startswith("lmcache.")), "codec", *eviction_keys]
 
     def _urls(self, engine_block_size: int) -> str | Sequence[str]:
-        if self.way() != "lmcache.*":
+        if self.store_key() != "lmcache.*":
             return super()._urls(engine_block_size)
-        chosen = {"eviction": self.eviction_policy, "codec": self.codec}
+        options = {"eviction": self.eviction_policy, "codec": self.codec}
         tiers = []
         if self.local_cpu:
             size = _gib(self.max_local_cpu_size, "lmcache.max_local_cpu_size")
-            tiers.append(store_url(f"memory:{size}", chosen))
+            tiers.append(store_url(f"memory:{size}", options))
         if self.local_disk:
             size = _gib(self.max_local_disk_size, "lmcache.max_local_disk_size")
             path = quote(self.local_disk.removeprefix("file://"), safe="/~:@")
-            tiers.append(store_url(f"file:{path}", chosen | {"max_bytes": size}))
+            tiers.append(store_url(f"file:{path}", options | {"max_bytes": size}))
         if self.remote_url:
             tiers.append(store_url(_server(self.remote_url), {"codec": self.codec}))
         if not tiers:
@@ -80,7 +80,7 @@ def _gib(size: float, key: str) -> int:
 def _server(url: str) -> str:
     scheme, colon, rest = url.partition("://")
     name = _SCHEMES.get(scheme, scheme)
-    if not colon or name not in _SAME:
-        known = ", ".join(f"{one}://" for one in (*_SCHEMES, *_SAME))
-        raise ConfigError(f"{_EXTRA}.lmcache.remote_url: {scheme!r} is not a supported server; supported: {known}")
+    if not colon or name not in _SUPPORTED:
+        supported = ", ".join(f"{prefix}://" for prefix in (*_SCHEMES, *_SUPPORTED))
+        raise ConfigError(f"{_EXTRA}.lmcache.remote_url: {scheme!r} is not a supported server; supported: {supported}")
     return f"{name}://{rest}"

@@ -1,16 +1,15 @@
-"""Whether a prompt's KV is loaded or computed again, from speeds that were measured: no clock, no tensor, no I/O.
+"""The decision whether to load or recompute a prompt's KV, from measured speeds: no clock, no tensor, no I/O.
 
-For each medium, the times of earlier loads are fitted as some seconds to begin and a time for each further byte or
-token (`LinearCost`; newer measurements weigh more). A request then has four ways to its first token; the fastest is
-taken:
+For each medium, the times of earlier loads are fitted as a latency and a time for each further byte or token
+(`LinearCost`; newer measurements weigh more). A request then has four ways to its first token; the fastest is chosen:
 
-    load       all blocks that there are; then compute the rest of the prompt
-    prefix     only those of the faster tiers: the tiers below would take longer than the model
-    meet       compute from the front while the blocks are loaded from a place further back; the two meet there
+    load       all stored blocks; then compute the rest of the prompt
+    prefix     only the blocks in faster tiers: the tiers below would take longer than the model
+    meet       compute from the front while the later blocks are loaded; the two meet
     recompute  load nothing
 
 The third is the idea of Cake (Jin et al., "Compute Or Load KV Cache? Why Not Both?", 2024). KV of a block depends on
-all tokens before it, and so the model can only begin in front; what is stored can be had from anywhere.
+all tokens before it, so the model can only begin at the front; stored blocks can be loaded from any position.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from enum import Enum
 
 from kvferry.store.base import BlockRun, part_of
 
-NEWER_WEIGHS = 0.85
+DECAY = 0.85
 """The weight of a measurement is multiplied by this with each newer one."""
 STALE_S = 60.0
-"""A tier that was not read from for this long is tried again, since it may be faster now."""
-WORTH_IT = 0.85
-"""Another way than to load everything is taken if it takes at most this share of the time, because computing delays
+"""A tier that was not read from for this long (s) is tried again, since it may be faster now."""
+MAX_TIME_SHARE = 0.85
+"""Another mode than to load everything is chosen if it takes at most this share of the time, because computing delays
 other requests."""
 MIN_TO_MEET = 4
 """With fewer blocks than this on either side, computing and loading at the same time is not worth its steps."""
 
 
 class LoadMode(Enum):
-    """How a prompt gets its KV: the four ways of the module's docstring."""
+    """The four ways in which a prompt gets its KV; see the module's docstring."""
 
     LOAD = "load"
     PREFIX = "prefix"
@@ -45,62 +44,62 @@ class LoadMode(Enum):
 @dataclass(frozen=True)
 class LoadDecision:
     """Blocks `[first, last)`, counted from the first that could be loaded, are loaded; those before are computed
-    meanwhile. `estimated_s`: to the first token; None where too little was measured."""
+    meanwhile. `estimated_s`: seconds to the first token; None if too little was measured."""
 
-    way: LoadMode
+    mode: LoadMode
     first: int
     last: int
     estimated_s: float | None = None
 
 
 class LinearCost:
-    """Seconds as `begin + each · amount`, fitted to what was measured by least squares."""
+    """Seconds as `latency + per_unit · amount`, fitted to measurements by least squares."""
 
     def __init__(self) -> None:
         self.measured_at = float("-inf")
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def measured(self, amount: float, seconds: float, now: float) -> None:
-        """Note that `amount` bytes or tokens took `seconds`."""
+    def add_sample(self, amount: float, seconds: float, now: float) -> None:
+        """Record that `amount` bytes or tokens took `seconds`."""
         if amount <= 0 or seconds < 0:
             return
         self.measured_at = now
         terms = (1.0, amount, seconds, amount * amount, amount * seconds)
         sums = (self._weight, self._x, self._y, self._xx, self._xy)
-        mixed = [NEWER_WEIGHS * old + new for old, new in zip(sums, terms, strict=True)]
-        self._weight, self._x, self._y, self._xx, self._xy = mixed
+        decayed = [DECAY * old + new for old, new in zip(sums, terms, strict=True)]
+        self._weight, self._x, self._y, self._xx, self._xy = decayed
 
     @property
-    def is_known(self) -> bool:
-        """Whether anything was measured."""
+    def has_samples(self) -> bool:
+        """True if anything was measured."""
         return self._weight > 0
 
     @property
-    def each_s(self) -> float:
+    def per_unit_s(self) -> float:
         """Seconds for one more byte or token."""
-        return self._line()[1]
+        return self._fit()[1]
 
     @property
-    def begin_s(self) -> float:
+    def latency_s(self) -> float:
         """Seconds before the first byte or token."""
-        return self._line()[0]
+        return self._fit()[0]
 
     def seconds(self, amount: float) -> float:
-        """How long this amount would take (s); 0 for an amount of 0."""
-        begin, each = self._line()
-        return begin + each * amount if amount > 0 else 0.0
+        """Estimated duration for this amount (s); 0 for an amount of 0."""
+        latency, per_unit = self._fit()
+        return latency + per_unit * amount if amount > 0 else 0.0
 
-    def _line(self) -> tuple[float, float]:
-        """Neither is negative: where amounts hardly differ, or more took less time, all is proportional, so that much
-        is never taken to cost as little as the little that was measured."""
+    def _fit(self) -> tuple[float, float]:
+        """Latency, and seconds per unit; neither is negative. If amounts hardly differ, or more took less time, the
+        time is proportional to the amount, so that a large amount never gets the cost of a small measured one."""
         if not self._weight:
             return 0.0, 0.0
         spread = self._weight * self._xx - self._x * self._x
         if spread > 1e-3 * self._x * self._x:
-            each = (self._weight * self._xy - self._x * self._y) / spread
-            begin = (self._y - each * self._x) / self._weight
-            if each > 0 and begin >= 0:
-                return begin, each
+            per_unit = (self._weight * self._xy - self._x * self._y) / spread
+            latency = (self._y - per_unit * self._x) / self._weight
+            if per_unit > 0 and latency >= 0:
+                return latency, per_unit
         return 0.0, self._xy / self._xx
 
 
@@ -114,108 +113,111 @@ class LoadPolicy:
         self._decided: Counter[LoadMode] = Counter()
         self._num_not_loaded = 0
 
-    # What was measured.
+    # Measurements.
 
-    def computed(self, num_tokens: int, seconds: float, now: float) -> None:
-        """A step of the engine computed `num_tokens` tokens of prompts in `seconds`."""
-        self._prefill.measured(num_tokens, seconds, now)
+    def record_prefill(self, num_tokens: int, seconds: float, now: float) -> None:
+        """Record that a step of the engine computed `num_tokens` tokens of prompts in `seconds`."""
+        self._prefill.add_sample(num_tokens, seconds, now)
 
-    def loaded(self, runs: Sequence[BlockRun], seconds: float, now: float) -> None:
-        """Note that these blocks were loaded in `seconds`. If they came from several tiers, the time is divided among
-        these in proportion to what was expected."""
+    def record_load(self, runs: Sequence[BlockRun], seconds: float, now: float) -> None:
+        """Record that these blocks were loaded in `seconds`. If they came from several tiers, the time is divided among
+        these in proportion to the expected times."""
         sizes = self._sizes(runs)
-        if not all(self._pace(tier).is_known for tier in sizes):
+        if not all(self._cost_of(tier).has_samples for tier in sizes):
             expected = {tier: float(size) for tier, size in sizes.items()}
         else:
-            expected = {tier: self._pace(tier).seconds(size) for tier, size in sizes.items()}
+            expected = {tier: self._cost_of(tier).seconds(size) for tier, size in sizes.items()}
         total = sum(expected.values())
         for tier, size in sizes.items():
             share = expected[tier] / total if total else 1 / len(sizes)
-            self._pace(tier).measured(size, seconds * share, now)
+            self._cost_of(tier).add_sample(size, seconds * share, now)
 
-    def failed(self, runs: Sequence[BlockRun], seconds: float, now: float, *, timed_out: bool) -> None:
-        """Note that these blocks had not come after `seconds`. This counts as a measurement if they were expected
-        sooner, or if they timed out and nothing is known of their tiers."""
-        is_known = all(self._pace(run.tier).is_known for run in runs)
-        if (is_known or timed_out) and seconds > self._load_s(runs):
-            self.loaded(runs, seconds, now)
+    def record_failed_load(self, runs: Sequence[BlockRun], seconds: float, now: float, *, timed_out: bool) -> None:
+        """Record that these blocks had not arrived after `seconds`. This counts as a measurement if they were expected
+        sooner, or if they timed out and their tiers have no measurements."""
+        has_samples = all(self._cost_of(run.tier).has_samples for run in runs)
+        if (has_samples or timed_out) and seconds > self._load_s(runs):
+            self.record_load(runs, seconds, now)
 
-    # What follows.
+    # Decisions.
 
     def decide(self, runs: Sequence[BlockRun], num_rest_tokens: int, now: float, *, can_meet: bool) -> LoadDecision:
         """Decide for the blocks that could be loaded, in order, and the number of prompt tokens after them."""
         num_blocks = sum(run.num_blocks for run in runs)
         load_all = LoadDecision(LoadMode.LOAD, 0, num_blocks)
-        if not self._is_sure(runs, now):
+        if not self._has_fresh_samples(runs, now):
             return load_all
         rest_s = self._prefill.seconds(num_rest_tokens)
         load_all = LoadDecision(LoadMode.LOAD, 0, num_blocks, self._load_s(runs) + rest_s)
-        others = [*self._prefixes(runs, num_rest_tokens), *([self._meeting(runs, rest_s)] if can_meet else [])]
-        best = min(others, key=_estimate, default=load_all)
-        return best if _estimate(best) <= WORTH_IT * _estimate(load_all) else load_all
+        alternatives = [
+            *self._prefixes(runs, num_rest_tokens),
+            *([self._meet_decision(runs, rest_s)] if can_meet else []),
+        ]
+        best = min(alternatives, key=_estimate, default=load_all)
+        return best if _estimate(best) <= MAX_TIME_SHARE * _estimate(load_all) else load_all
 
-    def took(self, decision: LoadDecision, num_blocks: int) -> None:
+    def count_decision(self, decision: LoadDecision, num_blocks: int) -> None:
         """Count a decision that is carried out, about `num_blocks` blocks."""
-        self._decided[decision.way] += 1
+        self._decided[decision.mode] += 1
         self._num_not_loaded += num_blocks - (decision.last - decision.first)
 
     def prefers_layerwise(self, runs: Sequence[BlockRun], num_rest_tokens: int, num_others: int) -> bool:
-        """Whether a load layer by layer brings the first token sooner than it delays `num_others` requests, which wait
+        """True if a layerwise load gains more time to the first token than it costs `num_others` requests, which wait
         with it for each layer."""
         load_s, rest_s = self._load_s(runs), self._prefill.seconds(num_rest_tokens)
         return min(load_s, rest_s) > num_others * max(0.0, load_s - rest_s)
 
     def statistics(self) -> dict[str, float]:
-        """Decisions, and the speeds that they are from."""
-        found = {f"load_decisions_{way.value}": float(self._decided[way]) for way in LoadMode}
-        found["not_loaded_blocks"] = float(self._num_not_loaded)
-        if self._prefill.each_s:
-            found["prefill_tokens_per_s"] = 1 / self._prefill.each_s
-        for tier, pace in self._tiers.items():
-            found[f"tier{tier}_load_latency_s"] = pace.begin_s
-            if pace.each_s:
-                found[f"tier{tier}_load_bytes_per_s"] = 1 / pace.each_s
-        return found
+        """Counts of decisions, and the measured speeds."""
+        statistics = {f"load_decisions_{mode.value}": float(self._decided[mode]) for mode in LoadMode}
+        statistics["not_loaded_blocks"] = float(self._num_not_loaded)
+        if self._prefill.per_unit_s:
+            statistics["prefill_tokens_per_s"] = 1 / self._prefill.per_unit_s
+        for tier, cost in self._tiers.items():
+            statistics[f"tier{tier}_load_latency_s"] = cost.latency_s
+            if cost.per_unit_s:
+                statistics[f"tier{tier}_load_bytes_per_s"] = 1 / cost.per_unit_s
+        return statistics
 
     # Estimates.
 
-    def _is_sure(self, runs: Sequence[BlockRun], now: float) -> bool:
-        paces = [self._pace(run.tier) for run in runs]
-        return self._prefill.is_known and all(now - pace.measured_at <= STALE_S for pace in paces)
+    def _has_fresh_samples(self, runs: Sequence[BlockRun], now: float) -> bool:
+        costs = [self._cost_of(run.tier) for run in runs]
+        return self._prefill.has_samples and all(now - cost.measured_at <= STALE_S for cost in costs)
 
     def _prefixes(self, runs: Sequence[BlockRun], num_rest_tokens: int) -> list[LoadDecision]:
         """The decisions to load the runs before each border between tiers, and to compute from there on."""
         num_left = sum(run.num_blocks for run in runs)
-        found, last = [], 0
+        decisions, last = [], 0
         for index, run in enumerate(runs):
             num_tokens = num_left * self._block_tokens + num_rest_tokens
             seconds = self._load_s(runs[:index]) + self._prefill.seconds(num_tokens)
-            found.append(LoadDecision(LoadMode.PREFIX if index else LoadMode.RECOMPUTE, 0, last, seconds))
+            decisions.append(LoadDecision(LoadMode.PREFIX if index else LoadMode.RECOMPUTE, 0, last, seconds))
             num_left -= run.num_blocks
             last += run.num_blocks
-        return found
+        return decisions
 
-    def _meeting(self, runs: Sequence[BlockRun], rest_s: float) -> LoadDecision:
-        """The place at which both ends arrive at the same time. The later it is, the longer the front takes, and the
-        shorter the load."""
+    def _meet_decision(self, runs: Sequence[BlockRun], rest_s: float) -> LoadDecision:
+        """The decision to meet at the block where computing from the front and loading arrive at the same time. The
+        later it is, the longer the front takes, and the shorter the load."""
         num_blocks = sum(run.num_blocks for run in runs)
         low, high = 0, num_blocks
         while low < high:
             middle = (low + high) // 2
-            if self._front_s(middle) < self._load_s(_from(runs, middle)):
+            if self._compute_s(middle) < self._load_s(_runs_from(runs, middle)):
                 low = middle + 1
             else:
                 high = middle
         if not MIN_TO_MEET <= low <= num_blocks - MIN_TO_MEET:
             return LoadDecision(LoadMode.LOAD, 0, num_blocks, float("inf"))
-        seconds = max(self._front_s(low), self._load_s(_from(runs, low)))
+        seconds = max(self._compute_s(low), self._load_s(_runs_from(runs, low)))
         return LoadDecision(LoadMode.MEET, low, num_blocks, seconds + rest_s)
 
-    def _front_s(self, num_blocks: int) -> float:
+    def _compute_s(self, num_blocks: int) -> float:
         return self._prefill.seconds(num_blocks * self._block_tokens)
 
     def _load_s(self, runs: Sequence[BlockRun]) -> float:
-        return sum(self._pace(tier).seconds(size) for tier, size in self._sizes(runs).items())
+        return sum(self._cost_of(tier).seconds(size) for tier, size in self._sizes(runs).items())
 
     def _sizes(self, runs: Sequence[BlockRun]) -> dict[int, int]:
         """The bytes of the runs, by tier."""
@@ -224,11 +226,11 @@ class LoadPolicy:
             sizes[run.tier] += run.num_blocks * self._block_bytes
         return dict(sizes)
 
-    def _pace(self, tier: int) -> LinearCost:
+    def _cost_of(self, tier: int) -> LinearCost:
         return self._tiers.setdefault(tier, LinearCost())
 
 
-def _from(runs: Sequence[BlockRun], first: int) -> list[BlockRun]:
+def _runs_from(runs: Sequence[BlockRun], first: int) -> list[BlockRun]:
     return part_of(runs, first, sum(run.num_blocks for run in runs))
 
 

@@ -1,8 +1,8 @@
-"""Reads blocks from the store into KV memory, on the store's event loop, and reports how each load ended.
+"""Reads blocks from the store into KV memory, on the store's event loop, and reports the end of each load.
 
-Owns the loads under way. A load ends, in any way, only when nothing more is written to its blocks. (A read that the
-operating system does not return from, as on a hung network file system, therefore delays that end beyond the
-deadline. Not so layerwise: the engine waits for those, so they are read to memory of the loader's and copied.)
+Owns the running loads. A load ends, in any way, only when nothing more is written to its blocks. (A read that the
+operating system does not return from, as on a hung network file system, therefore delays that end beyond the deadline.
+Layerwise loads, for which the engine waits, are read to the loader's own memory and copied instead.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvferry.transport.transfer_loop import TransferLoop
 
 log = logging.getLogger(__name__)
 
-NUM_AT_A_TIME = 4
-"""Most loads that read at the same time; the others wait for their turn, within their deadlines."""
+MAX_CONCURRENT_LOADS = 4
+"""Maximum number of loads that read at the same time; the others wait for their turn, within their deadlines."""
 BATCH_BLOCKS = 32
 
 
 @dataclass(eq=False)
 class _Load:
-    """One request's load. `seconds`: how long reading took, without the wait for its turn."""
+    """One request's load. `seconds`: time of reading, without the wait for `_concurrency`."""
 
     load: LoadBlocks
     error: KvferryError | None = None
@@ -48,13 +48,14 @@ class LayerwiseStep:
 
     def __init__(self, loads: Sequence[LoadBlocks]) -> None:
         self.loads = [_Load(load) for load in loads]
-        self.is_given_up = False
-        """Whether nothing may be written to the step's blocks any more. Used on the loop only."""
+        self.is_abandoned = False
+        """True if nothing may be written to the step's blocks any more. Used on the loop only."""
         self._changed = threading.Condition()
         self._num_ready = 0.0
 
-    def ready(self, num_layers: float) -> None:
-        """The first `num_layers` layers of all loads have arrived or were given up. Infinity: the loads have ended."""
+    def set_ready(self, num_layers: float) -> None:
+        """Record that the first `num_layers` layers of all loads have arrived or failed. Infinity: the loads have
+        ended."""
         with self._changed:
             self._num_ready = num_layers
             self._changed.notify_all()
@@ -65,7 +66,7 @@ class LayerwiseStep:
             self._changed.wait_for(lambda: self._num_ready > layer)
 
     def failed(self) -> set[str]:
-        """Wait until the loads have ended. Returns the ids of the requests whose KV did not come."""
+        """Wait until the loads have ended. Returns the ids of the requests whose loads failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_ready == float("inf"))
         return {load.load.request_id for load in self.loads if load.error is not None}
@@ -85,11 +86,11 @@ class StoreLoader:
     ) -> None:
         self._store, self._loop, self._blocks, self._num_layers = store, loop, blocks, num_layers
         self._timeout_s, self._reports = timeout_s, reports
-        self._turns = asyncio.Semaphore(NUM_AT_A_TIME)
+        self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_LOADS)
         self._loads: dict[str, _Load] = {}
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Steps and their reads, until they end, which may be long after they were given up."""
+        """Steps and their reads, until they end, which may be long after they were abandoned."""
 
     def start(self, load: LoadBlocks) -> None:
         """Read a request's blocks."""
@@ -106,11 +107,11 @@ class StoreLoader:
         self._loop.call(partial(self._cancel, request_id))
 
     def is_empty(self) -> bool:
-        """Whether no load is under way."""
+        """True if no load is running."""
         return not self._loads
 
     def statistics(self) -> dict[str, float]:
-        """Loads under way, done, and failed by kind of error."""
+        """Numbers of loads: running, done, and failed by kind of error."""
         counts = {name: float(count) for name, count in self._counts.copy().items()}
         return {"num_loading": float(len(self._loads)), **counts}
 
@@ -124,11 +125,11 @@ class StoreLoader:
     def _start(self, load: _Load) -> None:
         self._loads[load.load.request_id] = load
         load.task = asyncio.create_task(self._run(load))
-        load.task.add_done_callback(lambda task: self._ended(load))  # also if it was cancelled before it began
+        load.task.add_done_callback(lambda task: self._on_load_ended(load))  # also if it was cancelled before it began
 
     def _start_layerwise(self, step: LayerwiseStep) -> None:
         self._loads |= {load.load.request_id: load for load in step.loads}
-        self._keep(asyncio.create_task(self._run_layerwise(step)))
+        self._track(asyncio.create_task(self._run_layerwise(step)))
 
     def _cancel(self, request_id: str) -> None:
         load = self._loads.get(request_id)
@@ -139,73 +140,73 @@ class StoreLoader:
         if load.task is not None:
             load.task.cancel()
 
-    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+    def _track(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _run(self, load: _Load) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
-                begun = SYSTEM_CLOCK.monotonic()
+            async with asyncio.timeout(self._timeout_s), self._concurrency:
+                started = SYSTEM_CLOCK.monotonic()
                 await self._read_blocks(load.load)
-                load.seconds = SYSTEM_CLOCK.monotonic() - begun
+                load.seconds = SYSTEM_CLOCK.monotonic() - started
         except Exception as error:  # noqa: BLE001 - the task's outermost edge: the error is reported for the request
-            load.error = _as_ours(error)
+            load.error = _as_kvferry_error(error)
         except asyncio.CancelledError:
             load.is_cancelled = True
             raise
 
     async def _run_layerwise(self, step: LayerwiseStep) -> None:
-        begun, reading = SYSTEM_CLOCK.monotonic(), self._keep(asyncio.create_task(self._read_layers(step)))
+        started, read_task = SYSTEM_CLOCK.monotonic(), self._track(asyncio.create_task(self._read_layers(step)))
         try:
-            done, _ = await asyncio.wait({reading}, timeout=self._timeout_s)
+            done, _ = await asyncio.wait({read_task}, timeout=self._timeout_s)
             if not done:
                 raise TimeoutError
-            reading.result()
-            if len(step.loads) == 1:  # of several, whose time it was is not known
-                step.loads[0].seconds = SYSTEM_CLOCK.monotonic() - begun
+            read_task.result()
+            if len(step.loads) == 1:  # of several, the time of each is not known
+                step.loads[0].seconds = SYSTEM_CLOCK.monotonic() - started
         except asyncio.CancelledError:
             for load in step.loads:
                 load.error = StoreError("the engine ends")
         except Exception as error:  # noqa: BLE001 - as above
             for load in step.loads:
-                load.error = load.error or _as_ours(error)
-        step.is_given_up = True
-        reading.cancel()  # it may be long in ending
+                load.error = load.error or _as_kvferry_error(error)
+        step.is_abandoned = True
+        read_task.cancel()  # it may be long in ending
         for load in step.loads:
-            self._ended(load)
-        step.ready(float("inf"))
+            self._on_load_ended(load)
+        step.set_ready(float("inf"))
 
     async def _read_layers(self, step: LayerwiseStep) -> None:
         for layer in range(self._num_layers):
             for load in step.loads:
                 await self._read_layer(step, load, layer)
-            step.ready(layer + 1)
+            step.set_ready(layer + 1)
 
     async def _read_blocks(self, load: LoadBlocks) -> None:
         for first in range(0, len(load.hashes), BATCH_BLOCKS):
             names, block_ids = load.hashes[first : first + BATCH_BLOCKS], load.block_ids[first : first + BATCH_BLOCKS]
-            landing = self._blocks.landing(range(self._num_layers), block_ids)
-            reads = [Read(name, views) for name, views in zip(names, landing.views, strict=True)]
+            buffer = self._blocks.staging_buffer(range(self._num_layers), block_ids)
+            reads = [Read(name, views) for name, views in zip(names, buffer.views, strict=True)]
             _require_all(await self._store.get(reads))
-            landing.settle()
+            buffer.commit()
 
     async def _read_layer(self, step: LayerwiseStep, load: _Load, layer: int) -> None:
         if load.is_cancelled or load.error is not None:
             return
-        landing = self._blocks.landing([layer], load.load.block_ids, in_place=False)
-        reads = [(name, view) for name, [view] in zip(load.load.hashes, landing.views, strict=True)]
+        buffer = self._blocks.staging_buffer([layer], load.load.block_ids, in_place=False)
+        reads = [(name, view) for name, [view] in zip(load.load.hashes, buffer.views, strict=True)]
         try:
             _require_all(await self._store.get_layer(layer, reads))
         except StoreError as error:
             load.error = error
             return
-        if not step.is_given_up:
-            landing.settle()
+        if not step.is_abandoned:
+            buffer.commit()
 
-    def _ended(self, load: _Load) -> None:
-        """Note that the load's blocks are no longer written to."""
+    def _on_load_ended(self, load: _Load) -> None:
+        """Report the end of a load, whose blocks are no longer written to."""
         request_id, result = load.load.request_id, load.load.prefill_result
         del self._loads[request_id]
         if load.is_cancelled:
@@ -220,12 +221,12 @@ class StoreLoader:
             self._reports.add(*([Prefilled(request_id, result)] if result is not None else []), loaded)
 
 
-def _require_all(found: Sequence[bool]) -> None:
-    if not all(found):
+def _require_all(hits: Sequence[bool]) -> None:
+    if not all(hits):
         raise StoreError("a block was evicted or damaged since it was found, or its store did not answer")
 
 
-def _as_ours(error: Exception) -> KvferryError:
+def _as_kvferry_error(error: Exception) -> KvferryError:
     if isinstance(error, KvferryError):
         return error
     if isinstance(error, TimeoutError):

@@ -1,13 +1,13 @@
-"""Markers: notes in a store that say a hand-off's blocks are there.
+"""Markers: notes in a store which state that a hand-off's blocks are stored.
 
-Each rank of the producer leaves one, in its own share of the store, when all blocks of a prompt are there; the consumer
-waits for all of them, and removes them once used. Those that nobody came for end by time. A producer that is about to
-leave one gives signs meanwhile, and is not waited for without.
+Each rank of the producer writes one, in its own share of the store, when all blocks of a prompt are stored; the
+consumer waits for all of them, and removes them once used. Unused ones expire. A producer that is about to write one
+sends heartbeats meanwhile; without them, consumers stop waiting.
 
-What lies in a store may be anybody's, and put back later: a marker is signed with the fleet's token under its transfer
-id, and says until when it holds and of which prompt it is. So whoever finds one too late, or under an id that was used
-before, has no KV or first token of another prompt. That two take the same hand-off does no harm: blocks under a hash
-never change, and both have the same first token.
+The content of a store may be forged or replayed. A marker is therefore signed with the fleet's token under its transfer
+id, and contains its expiry and a digest of its prompt. A reader of an expired marker, or of one under a reused id,
+never gets KV or a first token of another prompt. It is harmless if two consumers use the same hand-off: blocks under a
+hash never change, and both have the same first token.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvferry.store.tiers import TieredStore
 
 MARKER_S = 3600.0
 SKEW_S = 60.0
-"""How much the clocks of two machines may differ (s)."""
-SIGN_BYTES = 8
-SIGN_EVERY_S, SIGNS_S = 0.1, 2.0
-"""How often a producer gives a sign that it writes to the store, and for how long after the last thing."""
+"""Maximum difference between the clocks of two machines (s)."""
+HEARTBEAT_BYTES = 8
+HEARTBEAT_S, HEARTBEAT_LINGER_S = 0.1, 2.0
+"""Period of a producer's heartbeats while it writes to the store, and their duration after its last write (s)."""
 _CODE_BYTES = 16
 
 
 class BadMarker(StoreError):
-    """What lies in a marker's place is not a valid marker, and will not become one."""
+    """The note under a marker's name is not a valid marker, and will not become one."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """What the producer leaves for the consumer. No `prefill_result`: the prefill was given up.
+    """The producer's message to the consumer. No `prefill_result`: the prefill was aborted.
 
     `digest`: of the prompt's tokens and salt. `expires_s`: since the epoch, of the producer's clock; set when it is
     written.
@@ -57,8 +57,9 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     prefill_result: PrefillResult | None = None
 
 
-def explain_mismatch(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
-    """Why a marker is not for the KV of this prompt in this layout; None if it is, or if there is no marker."""
+def mismatch_error(marker: Marker | None, tokens: Sequence[int], salt: str, layout: KVLayout) -> KvferryError | None:
+    """The reason why a marker is not for the KV of this prompt in this layout; None if it is, or if there is no
+    marker."""
     if marker is None:
         return None
     if marker.prefill_result is None:
@@ -75,13 +76,13 @@ def explain_mismatch(marker: Marker | None, tokens: Sequence[int], salt: str, la
 
 
 class Markers:
-    """Writes and reads markers. Every method raises `StoreError` when the store cannot be asked."""
+    """Writes and reads markers. Every method raises `StoreError` when the store is unreachable."""
 
     def __init__(self, token: str, clock: Clock = SYSTEM_CLOCK) -> None:
         self._key, self._clock = derive(token, "markers"), clock
 
     async def write(self, store: KVStore, marker: Marker) -> None:
-        """Leave a marker, which replaces an earlier one."""
+        """Write a marker, which replaces an earlier one."""
         name = _name(marker.transfer_id, marker.layout.tp_rank)
         body = msgspec.msgpack.encode(msgspec.structs.replace(marker, expires_s=self._clock.wall() + MARKER_S))
         await store.write_note(name, self._code(name, body) + body, MARKER_S)
@@ -104,7 +105,7 @@ class Markers:
         return marker if self._clock.wall() <= marker.expires_s + SKEW_S else None
 
     async def remove(self, store: KVStore, transfer_id: str, rank: int) -> None:
-        """Remove a rank's marker, if it is there."""
+        """Remove a rank's marker, if it exists."""
         await store.remove_note(_name(transfer_id, rank))
 
     def _code(self, name: str, body: bytes) -> bytes:
@@ -113,8 +114,8 @@ class Markers:
 
 class MarkerProducer:
     """Writes markers, and heartbeats while the producer writes blocks, so that a consumer knows how long to wait. A
-    store that accepts nothing gets no heartbeats. Reports which stores took a marker, and later changes of that. Used
-    on the store's loop."""
+    store that accepts nothing gets no heartbeats. Reports the stores that accepted a marker, and later changes of this
+    set. Used on the store's loop."""
 
     def __init__(
         self,
@@ -127,44 +128,44 @@ class MarkerProducer:
     ) -> None:
         self._store, self._markers, self._engine_id = store, markers, engine_id
         self._is_writing, self._report = is_writing, report
-        self._marked_last: str | None = None
-        self._wrote_at = 0.0
-        store.on_takes(self._taking_changed)
-        self.signs: asyncio.Task[None] | None = None
+        self._last_marked: str | None = None
+        self._last_write_at = 0.0
+        store.on_takes(self._report_stores)
+        self.heartbeats: asyncio.Task[None] | None = None
 
-    def writes(self) -> None:
-        """The producer has something to write."""
-        self._wrote_at = SYSTEM_CLOCK.monotonic()
-        if self.signs is None or self.signs.done():
-            self.signs = asyncio.create_task(self._give_signs())
+    def start_heartbeats(self) -> None:
+        """Send heartbeats, as the producer has something to write."""
+        self._last_write_at = SYSTEM_CLOCK.monotonic()
+        if self.heartbeats is None or self.heartbeats.done():
+            self.heartbeats = asyncio.create_task(self._send_heartbeats())
 
-    async def mark(self, marker: Marker) -> None:
-        """Leave a marker, and report which stores took it."""
+    async def write_marker(self, marker: Marker) -> None:
+        """Write a marker, and report the stores that accepted it."""
         try:
             await self._markers.write(self._store, marker)
         finally:
-            self._marked_last = marker.transfer_id
+            self._last_marked = marker.transfer_id
             self._report(Saved(marker.transfer_id, self._store.takes()))
 
-    def _taking_changed(self) -> None:
-        if self._marked_last is not None:
-            self._report(Saved(self._marked_last, self._store.takes()))
+    def _report_stores(self) -> None:
+        if self._last_marked is not None:
+            self._report(Saved(self._last_marked, self._store.takes()))
 
-    async def _give_signs(self) -> None:
-        name, gave = sign_of(self._engine_id), False
-        while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._wrote_at + SIGNS_S:
-            await asyncio.sleep(SIGN_EVERY_S)
+    async def _send_heartbeats(self) -> None:
+        name, has_written = heartbeat_name(self._engine_id), False
+        while self._is_writing() or SYSTEM_CLOCK.monotonic() < self._last_write_at + HEARTBEAT_LINGER_S:
+            await asyncio.sleep(HEARTBEAT_S)
             if self._store.takes():
                 with suppress(KvferryError):
-                    await self._store.write_note(name, entropy.token_bytes(SIGN_BYTES), 10 * SIGNS_S)
-                    gave = True
-        if gave:
+                    await self._store.write_note(name, entropy.token_bytes(HEARTBEAT_BYTES), 10 * HEARTBEAT_LINGER_S)
+                    has_written = True
+        if has_written:
             with suppress(KvferryError):
                 await self._store.remove_note(name)
 
 
-def sign_of(engine_id: str) -> str:
-    """The name of the note that a producer changes all the time while it writes to the store."""
+def heartbeat_name(engine_id: str) -> str:
+    """The name of the note that a producer changes periodically while it writes to the store."""
     return f"{engine_id} writes"
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler side of the cache connector asks of its worker sides."""
+"""The plans that the scheduler side of the cache connector sends to its worker sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.core.messages.hand_off import PrefillResult
 
 
 class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Keep these blocks, which follow one another and are full after this step. `parent`: the block before them."""
+    """Save these blocks, which follow one another and are full after this step. `parent`: the block before them."""
 
     request_id: str
     hashes: list[BlockHash]
@@ -19,7 +19,7 @@ class SaveBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Fill these blocks. `prefill_result`: what the hand-off's marker said, to be reported when they are."""
+    """Load these blocks. `prefill_result`: the result in the hand-off's marker, to be reported with the load."""
 
     request_id: str
     hashes: list[BlockHash]
@@ -29,15 +29,15 @@ class LoadBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The request whose prompt these blocks are has its whole answer: a hint for what the store is to evict."""
+    """The request whose prompt has these blocks has its whole answer: a hint for the store's eviction."""
 
     hashes: list[BlockHash]
     num_output_tokens: int
 
 
 class StoreKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Store these keys once the blocks, those of a prompt's prefix of `num_tokens`, are stored. `salt`: the request's;
-    `ttl_s`: after how many seconds the keys expire."""
+    """Store these keys once the blocks of a prompt's prefix of `num_tokens` are stored. `salt`: the request's; `ttl_s`:
+    seconds until the keys expire."""
 
     tenant: str
     keys: list[str | None]
@@ -48,8 +48,9 @@ class StoreKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StorePlan(msgspec.Struct):
-    """One step's work. `marks` go out after all blocks saved before, and `keys` after those of this step; `forgets` are
-    transfer ids that were used; `flushes` are requests to report as `Released` when all of theirs is written."""
+    """One step's work. `marks` are written after all blocks saved before, and `keys` after the blocks of this step.
+    `forgets`: transfer ids that were used. `flushes`: requests to report as `Released` when all their blocks and keys
+    are written."""
 
     cancels: list[str] = []
     loads: list[LoadBlocks] = []
@@ -61,6 +62,6 @@ class StorePlan(msgspec.Struct):
     finished: list[FinishedRequest] = []
 
     def __bool__(self) -> bool:
-        """Whether the plan must go out now. Hints (`finished`) can wait for the next plan."""
+        """True if the plan must be sent now. Hints (`finished`) can wait for the next plan."""
         work = (self.cancels, self.loads, self.saves, self.marks, self.forgets, self.keys, self.flushes)
         return any(work)

@@ -1,7 +1,7 @@
-"""Asks the store for the scheduler side, which must not wait for one.
+"""Looks up blocks in the store for the scheduler side, which must not wait for a store.
 
-Owns the stores of all ranks as the scheduler side sees them, the event loop on which they are asked, and the questions
-and answers by request. The loop starts with the first question.
+Owns the scheduler side's stores of all ranks, their event loop, and the lookups and results by request. The loop starts
+with the first lookup.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvferry.connectors.api import Wake
-from kvferry.connectors.kv_store.keys import KeyAnswer, KeyQuestion, StoredKeys
-from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers, sign_of
+from kvferry.connectors.kv_store.keys import KeyLookup, KeyResult, StoredKeys
+from kvferry.connectors.kv_store.markers import BadMarker, Marker, Markers, heartbeat_name
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import KvferryError, StoreError, TransferTimeout
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 MARKER_POLL_S = 0.002
 MARKER_POLL_EACH_S = 0.00025
 CLOSE_S = 10.0
-SIGN_POLL_S, SILENT_S = 0.05, 0.4
-"""How often a producer's sign is read (s), and how long a producer that gives none is waited for (s)."""
+HEARTBEAT_POLL_S, HEARTBEAT_TIMEOUT_S = 0.05, 0.4
+"""Period at which a producer's heartbeat is read (s), and maximum wait for a producer without heartbeats (s)."""
 PROBE_S = 15.0
-"""Seconds to answer a question, beyond the wait for a marker: some stores, each within its own deadline."""
+"""Seconds for a lookup, beyond the wait for a marker: some stores, each within its own deadline."""
 
 
 @dataclass(frozen=True)
-class StoreQuestion:
-    """How many of these blocks, from the first on, are there? `transfer_id`: wait for its marker first, until
+class StoreLookup:
+    """A lookup of the number of leading blocks that are stored. `transfer_id`: wait for its marker first, until
     `deadline` (monotonic, s). `keys`: then wait for these.
 
-    `producer`: whose prefill is over, and who therefore gives signs while its marker is on its way; empty: it may still
-    compute. `stores`: the shared tiers that it has in common, by their numbers among these; None: not known.
+    `producer`: the instance whose prefill has ended, so that it sends heartbeats until its marker is written; empty: it
+    may still compute. `stores`: indices of the shared tiers that it has in common; None: not known.
     """
 
     hashes: Sequence[BlockHash]
@@ -50,34 +50,34 @@ class StoreQuestion:
     deadline: float = 0.0
     producer: str = ""
     stores: Sequence[int] | None = None
-    keys: KeyQuestion | None = None
+    keys: KeyLookup | None = None
 
 
 @dataclass
-class StoreAnswer:
-    """`runs`: the blocks that are there, by tier, replaced when they are brought near; `marker` is the hand-off's,
-    `keys` what became of the request's load keys.
+class StoreResult:
+    """`runs`: the stored blocks, by tier, updated when they are prefetched; `marker`: the hand-off's; `keys`: the
+    result of the request's load keys.
 
-    `error`: why the store, or the marker, is not known. `at`: when it was so; monotonic, s. `is_forgotten`: nobody
-    wants it any more, or a load reads the blocks.
+    `error`: the reason why the lookup, or the wait for the marker, failed. `checked_at`: time of the lookup (monotonic,
+    s). `is_forgotten`: true if the result is no longer needed, or a load reads the blocks.
     """
 
     runs: tuple[BlockRun, ...] = ()
     marker: Marker | None = None
-    keys: KeyAnswer | None = None
+    keys: KeyResult | None = None
     error: KvferryError | None = None
-    at: float = 0.0
+    checked_at: float = 0.0
     is_forgotten: bool = False
 
     @property
     def num_present(self) -> int:
-        """Blocks that are there, from the first on."""
+        """Number of leading blocks that are stored."""
         return sum(run.num_blocks for run in self.runs)
 
 
 class Prober:
-    """Called on the engine's thread; the stores are asked on a thread of the prober's. `make_stores` makes one for each
-    rank, in rank order."""
+    """Called on the engine's thread; the stores are called on the prober's own thread. `make_stores` makes one store
+    for each rank, in rank order."""
 
     def __init__(
         self,
@@ -91,31 +91,31 @@ class Prober:
     ) -> None:
         self._clock, self._machine = clock, machine
         self.wake: Wake = lambda: None
-        """Called, on any thread, when there is an answer."""
+        """Called, on any thread, when there is a result."""
         self._make_stores, self._markers, self._keys = make_stores, markers, keys
         self._prefetches = prefetches
         self._stores: Sequence[TieredStore] = ()
-        self._asked: dict[str, Future[StoreAnswer]] = {}
+        self._lookups: dict[str, Future[StoreResult]] = {}
         self._num_waiting = 0
-        """Questions that wait for a marker, on the loop."""
-        self._ahead: set[asyncio.Task[None]] = set()
+        """Number of lookups that wait for a marker, on the loop."""
+        self._prefetch_tasks: set[asyncio.Task[None]] = set()
         self._loop: TransferLoop | None = None
 
-    def ask(self, request_id: str, question: StoreQuestion) -> None:
-        """Ask the store in the background; `answer` returns what it has found."""
-        asked = self._asked[request_id] = self._started().submit(self._answer(question))
-        asked.add_done_callback(lambda _: self.wake())
+    def start_lookup(self, request_id: str, lookup: StoreLookup) -> None:
+        """Start a lookup in the background; `result` returns its result."""
+        future = self._lookups[request_id] = self._ensure_started().submit(self._run_lookup(lookup))
+        future.add_done_callback(lambda _: self.wake())
 
     def shares(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Future[list[TierShare]]:
-        """What each tier has of these blocks on every rank; with `pin`, that is pinned, or unpinned if it is
-        False. Raises `StoreError`."""
-        return self._started().submit(self._find_shares(hashes, pin))
+        """The share of these blocks that each tier has on every rank. `pin` true: pin the blocks; false: unpin them.
+        Raises `StoreError`."""
+        return self._ensure_started().submit(self._find_shares(hashes, pin))
 
     def start(self) -> None:
-        """Open the stores, before there is a question."""
-        self._started()
+        """Open the stores, before the first lookup."""
+        self._ensure_started()
 
-    def _started(self) -> TransferLoop:
+    def _ensure_started(self) -> TransferLoop:
         if self._loop is None:
             self._stores = self._make_stores()
             self._loop = self._machine.transfer_loop("kvferry-store-probe")
@@ -123,27 +123,27 @@ class Prober:
             self._loop.submit(self._open())
         return self._loop
 
-    def is_asked(self, request_id: str) -> bool:
-        """Whether a question of this request waits for its answer, or has it: the answer may come at any moment."""
-        return request_id in self._asked
+    def has_lookup(self, request_id: str) -> bool:
+        """True if the request has a lookup, with or without a result; the result may come at any moment."""
+        return request_id in self._lookups
 
-    def answer(self, request_id: str) -> StoreAnswer | None:
-        """The answer, when there is one; it stays until forgotten."""
-        asked = self._asked.get(request_id)
-        return asked.result() if asked is not None and asked.done() else None
+    def result(self, request_id: str) -> StoreResult | None:
+        """The result, or None if there is none yet; it stays until `forget`."""
+        future = self._lookups.get(request_id)
+        return future.result() if future is not None and future.done() else None
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's question and answer: the request is over, or asks again."""
-        asked = self._asked.pop(request_id, None)
-        if asked is not None and not asked.cancel():
-            asked.result().is_forgotten = True
+        """Drop a request's lookup and result: the request has ended, or looks up again."""
+        future = self._lookups.pop(request_id, None)
+        if future is not None and not future.cancel():
+            future.result().is_forgotten = True
 
-    def num_kept(self) -> int:
-        """Number of questions and answers that are kept; for leak checks."""
-        return len(self._asked)
+    def num_lookups(self) -> int:
+        """Number of lookups, with or without a result; for leak checks."""
+        return len(self._lookups)
 
     def close(self) -> None:
-        """End the thread, with all questions."""
+        """End the thread, with all lookups."""
         if self._loop is not None:
             loop, self._loop = self._loop, None
             try:
@@ -156,119 +156,118 @@ class Prober:
     # On the loop.
 
     async def _open(self) -> None:
-        """Open the stores ahead of the first question, which waits no longer for this than for any other answer."""
+        """Open the stores before the first lookup, which waits no longer for this than for any other lookup."""
         await asyncio.gather(*(store.open() for store in self._stores), return_exceptions=True)
 
     async def _close_stores(self) -> None:
-        for task in self._ahead:
+        for task in self._prefetch_tasks:
             task.cancel()
-        await asyncio.gather(*self._ahead, return_exceptions=True)
+        await asyncio.gather(*self._prefetch_tasks, return_exceptions=True)
         for store in self._stores:
             await store.close()
 
-    async def _answer(self, question: StoreQuestion) -> StoreAnswer:
-        deadlines = [question.deadline] if question.transfer_id is not None else []
-        deadlines += [question.keys.deadline] if question.keys is not None else []
+    async def _run_lookup(self, lookup: StoreLookup) -> StoreResult:
+        deadlines = [lookup.deadline] if lookup.transfer_id is not None else []
+        deadlines += [lookup.keys.deadline] if lookup.keys is not None else []
         left_s = max(0.0, *(deadline - self._clock.monotonic() for deadline in deadlines)) if deadlines else 0.0
         try:
             async with asyncio.timeout(left_s + PROBE_S):
-                answer = await self._look(question)
+                result = await self._look_up(lookup)
         except TimeoutError:
-            answer = StoreAnswer(error=TransferTimeout("the store did not report in time what it has"))
+            result = StoreResult(error=TransferTimeout("the store did not report in time what it has"))
         except KvferryError as error:
-            answer = StoreAnswer(error=error)
+            result = StoreResult(error=error)
         except Exception as error:  # the task's outermost edge: the error is the request's answer
             log.exception("looking up blocks in the store failed unexpectedly")
-            answer = StoreAnswer(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
-        answer.at = self._clock.monotonic()
-        if self._prefetches and answer.num_present:
-            task = asyncio.create_task(self._bring_near(question.hashes[: answer.num_present], answer))
-            self._ahead.add(task)
-            task.add_done_callback(self._ahead.discard)
-        return answer
+            result = StoreResult(error=StoreError(f"looking up blocks in the store failed: {error!r}"))
+        result.checked_at = self._clock.monotonic()
+        if self._prefetches and result.num_present:
+            task = asyncio.create_task(self._prefetch(lookup.hashes[: result.num_present], result))
+            self._prefetch_tasks.add(task)
+            task.add_done_callback(self._prefetch_tasks.discard)
+        return result
 
-    async def _look(self, question: StoreQuestion) -> StoreAnswer:
-        """What is there: a block is when every rank has its share. Blocks are of use without a marker too."""
+    async def _look_up(self, lookup: StoreLookup) -> StoreResult:
+        """Look up the blocks: one is stored if every rank has its share. Blocks are of use without a marker too."""
         marker, error = None, None
         self._num_waiting += 1
         try:
-            marker = await self._wait_for_marker(question)
+            marker = await self._wait_for_marker(lookup)
         except BadMarker:
             raise
         except (StoreError, TransferTimeout) as failure:
             error = failure
         finally:
             self._num_waiting -= 1
-        keys = None if question.keys is None else await self._keys.wait(self._stores, question.keys)
+        keys = None if lookup.keys is None else await self._keys.wait(self._stores, lookup.keys)
         try:
-            runs = await self._stores[0].runs(question.hashes)
+            runs = await self._stores[0].runs(lookup.hashes)
         except KvferryError as failure:
             if keys is None:
                 raise
-            return StoreAnswer(keys=keys, error=failure)
-        hashes = question.hashes[: sum(run.num_blocks for run in runs)]
+            return StoreResult(keys=keys, error=failure)
+        hashes = lookup.hashes[: sum(run.num_blocks for run in runs)]
         for store in self._stores[1:]:
             hashes = hashes[: await store.match(hashes)]
-        return StoreAnswer(tuple(part_of(runs, 0, len(hashes))), marker, keys, error)
+        return StoreResult(tuple(part_of(runs, 0, len(hashes))), marker, keys, error)
 
     async def _find_shares(self, hashes: Sequence[BlockHash], pin: bool | None) -> list[TierShare]:
-        found: list[list[TierShare]] = []
+        shares_by_rank: list[list[TierShare]] = []
         for store in self._stores:
-            found.append(await store.shares(hashes, pin=pin))
-        return [_least(of_ranks) for of_ranks in zip(*found, strict=True)]
+            shares_by_rank.append(await store.shares(hashes, pin=pin))
+        return [_combined_share(shares) for shares in zip(*shares_by_rank, strict=True)]
 
-    async def _bring_near(self, hashes: Sequence[BlockHash], answer: StoreAnswer) -> None:
-        """While the request waits for its turn, copy its blocks to the first tier, some at a time, as long as the
-        answer is not forgotten: then a load has begun, which reads what is left itself. After each time the answer
-        says in which tiers the blocks are now: whether to load them is decided by that, and the speed of the load is
-        credited to those."""
-        if all(run.tier == 0 for run in answer.runs) and len(self._stores) == 1:
+    async def _prefetch(self, hashes: Sequence[BlockHash], result: StoreResult) -> None:
+        """Copy the blocks of a queued request to the first tier, some at a time, until the result is forgotten: a load,
+        which then has begun, reads the rest itself. After each batch the result is updated with the blocks' new tiers:
+        the load decision depends on them, and the speed of the load is attributed to them."""
+        if all(run.tier == 0 for run in result.runs) and len(self._stores) == 1:
             return
         for first in range(0, len(hashes), BATCH_BLOCKS):
             part = hashes[first : first + BATCH_BLOCKS]
-            await asyncio.gather(*(_quietly(store, part) for store in self._stores))
+            await asyncio.gather(*(_try_prefetch(store, part) for store in self._stores))
             try:
-                near = await self._stores[0].runs(part)
+                prefetched = await self._stores[0].runs(part)
             except KvferryError as error:
                 log.debug("where its blocks are now is not known: %s", error)
                 return
-            is_whole = sum(run.num_blocks for run in near) == len(part)
-            behind = part_of(answer.runs, first + len(part), len(hashes)) if is_whole else []
-            if answer.is_forgotten:
+            is_complete = sum(run.num_blocks for run in prefetched) == len(part)
+            remaining = part_of(result.runs, first + len(part), len(hashes)) if is_complete else []
+            if result.is_forgotten:
                 return
-            answer.runs = joined([*part_of(answer.runs, 0, first), *near, *behind])
-            if not behind:
+            result.runs = joined([*part_of(result.runs, 0, first), *prefetched, *remaining])
+            if not remaining:
                 return
 
-    async def _wait_for_marker(self, question: StoreQuestion) -> Marker | None:
-        """Wait for the marker that the question names, if any. Raises `StoreError` if no store that could have it can
-        be asked, and `TransferTimeout`."""
-        transfer_id, stores = question.transfer_id, question.stores
+    async def _wait_for_marker(self, lookup: StoreLookup) -> Marker | None:
+        """Wait for the marker that the lookup names, if any. Raises `StoreError` if no store that could have it is
+        reachable, and `TransferTimeout`."""
+        transfer_id, stores = lookup.transfer_id, lookup.stores
         if transfer_id is None:
             return None
-        sign, sign_at = b"", self._clock.monotonic()
-        looked_at = sign_at
+        last_note, last_beat = b"", self._clock.monotonic()
+        last_poll = last_beat
         while True:
             if stores is not None and not all(store.answers(stores) for store in self._stores):
                 raise StoreError("no store that the prefill instance has in common can be asked now")
             if (marker := await self._marker(transfer_id)) is not None:
                 return marker
             now = self._clock.monotonic()
-            if now >= question.deadline:
+            if now >= lookup.deadline:
                 raise TransferTimeout(f"hand-off {transfer_id!r}: its prefill did not reach the store in time")
-            if question.producer and now - looked_at > SIGN_POLL_S:
-                looked_at, found = now, await self._stores[0].read_note(sign_of(question.producer)) or b""
-                if found != sign:
-                    sign, sign_at = found, now
-                elif now - sign_at > SILENT_S:
+            if lookup.producer and now - last_poll > HEARTBEAT_POLL_S:
+                last_poll, note = now, await self._stores[0].read_note(heartbeat_name(lookup.producer)) or b""
+                if note != last_note:
+                    last_note, last_beat = note, now
+                elif now - last_beat > HEARTBEAT_TIMEOUT_S:
                     raise TransferTimeout(
-                        f"hand-off {transfer_id!r}: its prefill instance, {question.producer}, writes nothing to the"
+                        f"hand-off {transfer_id!r}: its prefill instance, {lookup.producer}, writes nothing to the"
                         " store; where that is always so, both name different ones"
                     )
             await asyncio.sleep(max(MARKER_POLL_S, self._num_waiting * MARKER_POLL_EACH_S))
 
     async def _marker(self, transfer_id: str) -> Marker | None:
-        """The first rank's marker once all ranks have left theirs, or at once if the producer has another number of
+        """The first rank's marker once all ranks have written theirs, or at once if the producer has another number of
         ranks."""
         first = await self._markers.read(self._stores[0], transfer_id, 0)
         if first is None or first.layout.tp_size != len(self._stores):
@@ -279,18 +278,18 @@ class Prober:
         return first
 
 
-def _least(shares: Sequence[TierShare]) -> TierShare:
-    """What all ranks together have in one tier."""
+def _combined_share(shares: Sequence[TierShare]) -> TierShare:
+    """The share that all ranks together have in one tier."""
     return TierShare(
         shares[0].tier,
-        min(one.num_present for one in shares),
-        min(one.num_pinned for one in shares),
-        all(one.is_healthy for one in shares),
-        next((one.refusal for one in shares if one.refusal is not None), None),
+        min(share.num_present for share in shares),
+        min(share.num_pinned for share in shares),
+        all(share.is_healthy for share in shares),
+        next((share.refusal for share in shares if share.refusal is not None), None),
     )
 
 
-async def _quietly(store: TieredStore, hashes: Sequence[BlockHash]) -> None:
+async def _try_prefetch(store: TieredStore, hashes: Sequence[BlockHash]) -> None:
     try:
         await store.prefetch(hashes)
     except KvferryError as error:

@@ -1,10 +1,10 @@
-"""The cache connector beside the scheduler: which blocks of a prompt are kept, and which are fetched.
+"""The scheduler side of the cache connector: decides which blocks of a prompt are saved, and which are loaded.
 
-Owns what is known of each request's blocks in the store. It never asks the store itself (the prober's thread does), and
+Owns the state of each request's blocks in the store. It never calls the store itself (the prober's thread does), and
 sees no tensor.
 
-A hand-off through the store: the producer saves the prompt's full blocks and then leaves a marker; the consumer
-waits for the marker, loads them, and computes the few tokens of a partly filled last block again.
+A hand-off through the store: the producer saves the prompt's full blocks and then writes a marker; the consumer waits
+for the marker, loads them, and computes the few tokens of a partly filled last block again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from kvferry.connectors.api import (
     Wake,
 )
 from kvferry.connectors.caching import KeepsBlocks
-from kvferry.connectors.kv_store.keys import KeyAnswer, KeyQuestion, StoredKeys
+from kvferry.connectors.kv_store.keys import KeyLookup, KeyResult, StoredKeys
 from kvferry.connectors.kv_store.load_choice import LoadChoice
-from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, explain_mismatch
+from kvferry.connectors.kv_store.markers import MARKER_S, Marker, Markers, mismatch_error
 from kvferry.connectors.kv_store.plan import FinishedRequest, LoadBlocks, SaveBlocks, StoreKeys, StorePlan
-from kvferry.connectors.kv_store.prober import Prober, StoreAnswer, StoreQuestion
+from kvferry.connectors.kv_store.prober import Prober, StoreLookup, StoreResult
 from kvferry.connectors.kv_store.settings import lossy_names, read_settings
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.sharding import on_rank
@@ -66,32 +66,32 @@ log = logging.getLogger(__name__)
 
 MAX_REMEMBERED_MARKS = 4096
 MAX_FINISHED = 256
-"""Most hints (`FinishedRequest`) that wait for a plan; more are dropped."""
-MAX_WANTED = 1024
-"""Most prompts that `kept` was called for and that no request has had since."""
+"""Maximum number of hints (`FinishedRequest`) that wait for a plan; more are dropped."""
+MAX_REQUESTED = 1024
+"""Maximum number of prompts for which `kept` was called and which no request has had since."""
 STALE_S = 5.0
-"""If the store's answer is older than this (s), it is asked again before a decision is based on it."""
+"""Age (s) at which the result of a lookup is renewed before a decision is based on it."""
 
 
 @dataclass
 class _RequestState:
-    """What is known of one request. `num_kept` blocks of the prompt are in the store, or on their way there.
+    """State of one request. `num_saved`: blocks of the prompt that are in the store, or being written to it.
 
-    `loading`: None before a load, then whether it is still under way. `verified`: a marker that was compared with
-    this request, so that a long prompt that waits for blocks is not compared with it step by step. `has_keys`: the keys
-    that it stores are planned; `knows_keys`: those that it loads were looked up.
+    `loading`: None before a load, then true while it runs. `verified`: a marker that was compared with this request, so
+    that a long prompt that waits for blocks is not compared again with each step. `has_planned_keys`: the keys to store
+    are planned; `has_looked_up_keys`: the keys to load were looked up.
     """
 
-    num_kept: int = 0
+    num_saved: int = 0
     loading: bool | None = None
     verified: Marker | None = None
-    has_keys: bool = False
-    knows_keys: bool = False
+    has_planned_keys: bool = False
+    has_looked_up_keys: bool = False
 
 
 class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[StorePlan], HasStatistics):
-    """Decides per request which full blocks of the prompt are saved and which are loaded, and leaves markers for hand-
-    offs."""
+    """Decides per request which full blocks of the prompt are saved and which are loaded, and writes markers for
+    hand-offs."""
 
     gauges = frozenset({"prefill_tokens_per_s"}) | {
         f"tier{tier}_{name}" for tier in range(MAX_TIERS) for name in ("load_latency_s", "load_bytes_per_s")
@@ -113,25 +113,25 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         has_layers = all(spec.kind.has_layers for spec in specs)
         self._choice = LoadChoice(self._settings, context, has_layers=has_layers)
         self._is_shared = any(spec.kind.is_shared for spec in specs)
-        self._ways = hand_off_paths(specs, context.layout)
-        self._kinds = tuple(f"store: {way}" for way in self._ways)
-        self._reached: list[str] | None = None
-        """The `_ways` by which a hand-off could go now; None: no hand-off has been reported yet."""
+        self._paths = hand_off_paths(specs, context.layout)
+        self._kinds = tuple(f"store: {path}" for path in self._paths)
+        self._reachable_paths: list[str] | None = None
+        """The `_paths` that accept hand-offs now; None: no hand-off has been reported yet."""
         self._sealer = TicketSealer(context.auth_token, context.clock)
         self._work = StorePlan()
         self._requests: dict[str, _RequestState] = {}
         self._cancelled: set[str] = set()
         self._flushing: set[str] = set()
-        """Requests whose answers end when all of theirs is written."""
+        """Requests whose answers end when all their blocks and keys are written."""
         self._counts: Counter[str] = Counter()
-        self._used_by: dict[str, str] = {}
+        self._loaded_hand_offs: dict[str, str] = {}
         self._marked: OrderedDict[str, None] = OrderedDict()
-        self._wanted: OrderedDict[BlockHash, None] = OrderedDict()
-        """The last blocks of prompts that should be kept."""
+        self._requested: OrderedDict[BlockHash, None] = OrderedDict()
+        """The last blocks of prompts that `kept` was called for."""
         self._prober.start()
 
     def _stores(self) -> list[TieredStore]:
-        """One store for each rank, as the scheduler side sees them."""
+        """The scheduler side's stores, one for each rank."""
         ranks = [on_rank(self.context.layout, rank) for rank in range(self.context.layout.tp_size)]
         return [self._settings.open_later(layout, self.context.machine) for layout in ranks]
 
@@ -140,7 +140,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         return lossy_names(config)
 
     def tickets(self) -> TicketKinds:
-        """Tickets whose marker lies in a store; none, if other instances do not see this store."""
+        """Tickets whose marker is in a store; none, if the store is not shared."""
         kinds = TicketKinds(writes=self._kinds, reads=self._kinds)
         return kinds.within(produces=self.context.config.produces, consumes=self.context.config.consumes)
 
@@ -149,41 +149,45 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def stores_take_kv(self) -> bool:
         """False while none of the shared tiers accepts blocks."""
-        return self._reached != []
+        return self._reachable_paths != []
 
     def reads(self, ticket: Ticket) -> bool:
-        """Whether the ticket has no address and this side can find its marker."""
+        """True if the ticket has no address and this side can find its marker."""
         return not ticket.has_address and self._is_shared and self.context.config.consumes
 
     # Admission.
 
     def arrived(self, request: RequestView) -> None:
-        """Ask the store while the request is queued, and prefetch blocks into faster tiers."""
-        if self._refusal(request) is None and not self._needs_nothing(request, 0):
-            self._ask(request)
+        """Look up the request's blocks while it is queued, and prefetch them into faster tiers."""
+        if self._refusal(request) is None and not self._needs_no_lookup(request, 0):
+            self._start_lookup(request)
 
     def refusal(self, request: RequestView) -> KvferryError | None:
         ticket = request.hand_off.ticket if isinstance(request.hand_off, Consume) else None
         return None if ticket is None else self._sealer.refusal(ticket, connects=False)
 
     def match(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """`Pending` until the prober has the store's answer, and for a hand-off until its marker is there."""
+        """`Pending` until the prober has the result of the lookup, and for a hand-off until its marker is stored."""
         error = self._refusal(request)
         if error is not None:
             return Miss(error)
-        state = self._requests.setdefault(request.request_id, self._unasked(request, num_computed_tokens))
+        state = self._requests.setdefault(request.request_id, self._initial_state(request, num_computed_tokens))
         if state.loading is not None:
             return Miss()
-        if self._needs_nothing(request, num_computed_tokens):
+        if self._needs_no_lookup(request, num_computed_tokens):
             return Miss()
-        answer = self._prober.answer(request.request_id)
-        if answer is not None and answer.marker is None and self.context.clock.monotonic() - answer.at > STALE_S:
+        lookup_result = self._prober.result(request.request_id)
+        if (
+            lookup_result is not None
+            and lookup_result.marker is None
+            and self.context.clock.monotonic() - lookup_result.checked_at > STALE_S
+        ):
             self._prober.forget(request.request_id)
-            answer = None
-        if answer is None:
-            self._ask(request)
+            lookup_result = None
+        if lookup_result is None:
+            self._start_lookup(request)
             return Pending()
-        return self._judge(request, answer, num_computed_tokens)
+        return self._decide(request, lookup_result, num_computed_tokens)
 
     def _refusal(self, request: RequestView) -> KvferryError | None:
         if isinstance(request.hand_off, Consume) and not self.context.config.consumes:
@@ -196,18 +200,18 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             return ConfigError("no tier of this instance's store is shared, so that it takes no part in hand-offs")
         return self.refusal(request)
 
-    def _needs_nothing(self, request: RequestView, num_computed_tokens: int) -> bool:
-        """Whether there is nothing to ask the store for: all that could be loaded is here already, the first token is
-        known or is to be computed here, and nobody else relies on the store to have the blocks."""
-        if self._must_keep(request):
+    def _needs_no_lookup(self, request: RequestView, num_computed_tokens: int) -> bool:
+        """True if no lookup is needed: all blocks that could be loaded are computed already, the first token is known
+        or is to be computed here, and no other instance relies on the store to have the blocks."""
+        if self._must_save_all(request):
             return False
         waits_for_token = isinstance(request.hand_off, Consume) and request.prefill_result is None
-        usable = self._num_usable_blocks(request, request.prefill_result is not None)
-        return not waits_for_token and usable * self.context.layout.block_size <= num_computed_tokens
+        num_usable = self._num_usable_blocks(request, request.prefill_result is not None)
+        return not waits_for_token and num_usable * self.context.layout.block_size <= num_computed_tokens
 
-    def _must_keep(self, request: RequestView) -> bool:
-        """Whether the store must have the whole prompt, including what the engine's own prefix cache has."""
-        return isinstance(request.hand_off, Produce) or self._stores_keys(request) or self._is_wanted(request)
+    def _must_save_all(self, request: RequestView) -> bool:
+        """True if the store must have the whole prompt, including the blocks in the engine's own prefix cache."""
+        return isinstance(request.hand_off, Produce) or self._stores_keys(request) or self._is_requested(request)
 
     def _stores_keys(self, request: RequestView) -> bool:
         params = request.transfer_params
@@ -216,108 +220,116 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     def keeps_keys(self) -> bool:
         return self._is_shared
 
-    def _is_wanted(self, request: RequestView) -> bool:
-        return bool(self._wanted and request.block_hashes and request.block_hashes[-1] in self._wanted)
+    def _is_requested(self, request: RequestView) -> bool:
+        return bool(self._requested and request.block_hashes and request.block_hashes[-1] in self._requested)
 
-    def _num_usable_blocks(self, request: RequestView, first_token_known: bool) -> int:
-        """Full blocks that may be loaded: all, or if the first token is sampled here, those of all tokens but one."""
-        spare = 0 if first_token_known else 1
-        return max(0, len(request.prompt_token_ids) - spare) // self.context.layout.block_size
+    def _num_usable_blocks(self, request: RequestView, is_first_token_known: bool) -> int:
+        """Number of full blocks that may be loaded: all, or if the first token is sampled here, the blocks of all
+        tokens but one."""
+        num_excluded = 0 if is_first_token_known else 1
+        return max(0, len(request.prompt_token_ids) - num_excluded) // self.context.layout.block_size
 
-    def _ask(self, request: RequestView) -> None:
-        if self._prober.is_asked(request.request_id):
+    def _start_lookup(self, request: RequestView) -> None:
+        if self._prober.has_lookup(request.request_id):
             return
-        question = StoreQuestion(tuple(request.block_hashes))
-        if isinstance(request.hand_off, Consume) and not _is_lost(ticket := request.hand_off.ticket):
-            known = ticket.remote_stores
-            question = replace(
-                question,
+        lookup = StoreLookup(tuple(request.block_hashes))
+        if isinstance(request.hand_off, Consume) and not _has_no_store(ticket := request.hand_off.ticket):
+            remote_stores = ticket.remote_stores
+            lookup = replace(
+                lookup,
                 transfer_id=ticket.transfer_id,
                 deadline=self.context.clock.monotonic() + self._settings.timeout_s,
                 producer=ticket.remote_engine_id if ticket.prefill_result is not None else "",
-                stores=None if known is None else [at for at, way in enumerate(self._ways) if way in known],
+                stores=None
+                if remote_stores is None
+                else [index for index, path in enumerate(self._paths) if path in remote_stores],
             )
-        question = replace(question, keys=self._key_question(request))
-        self._prober.ask(request.request_id, question)
+        lookup = replace(lookup, keys=self._key_lookup(request))
+        self._prober.start_lookup(request.request_id, lookup)
 
-    def _key_question(self, request: RequestView) -> KeyQuestion | None:
-        """The keys to look up for the request; None once they are known, and for one without."""
+    def _key_lookup(self, request: RequestView) -> KeyLookup | None:
+        """The keys to look up for the request; None if there are none, or they were looked up."""
         params, state = request.transfer_params, self._requests.get(request.request_id)
-        if params is None or not params.loads or not self.keeps_keys() or (state is not None and state.knows_keys):
+        if (
+            params is None
+            or not params.loads
+            or not self.keeps_keys()
+            or (state is not None and state.has_looked_up_keys)
+        ):
             return None
-        wait_s = self._settings.longest_key_wait_s
+        wait_s = self._settings.max_key_wait_s
         if params.kvcache_wait_s is not None:
             wait_s = min(wait_s, params.kvcache_wait_s)
         keys = dict.fromkeys(key for key in params.kvcache_load_keys if key is not None)
         deadline = self.context.clock.monotonic() + wait_s
-        return KeyQuestion(params.tenant, tuple(keys), tuple(request.block_hashes), request.salt, deadline)
+        return KeyLookup(params.tenant, tuple(keys), tuple(request.block_hashes), request.salt, deadline)
 
-    def _judge(self, request: RequestView, answer: StoreAnswer, num_computed_tokens: int) -> Match:
+    def _decide(self, request: RequestView, lookup_result: StoreResult, num_computed_tokens: int) -> Match:
         state = self._requests.setdefault(request.request_id, _RequestState())
-        # What is wanted goes to all tiers again, as each may lack something that another has.
-        state.num_kept = 0 if self._is_wanted(request) else answer.num_present
-        promised = isinstance(request.hand_off, Consume)
-        if answer.keys is not None and not state.knows_keys:
-            state.knows_keys = True
-            self._note_keys(request, answer.keys)
-        if answer.marker is not state.verified:
-            refusal = explain_mismatch(answer.marker, request.prompt_token_ids, request.salt, self.context.layout)
+        # A requested prompt is written to all tiers again, as each may lack blocks that another has.
+        state.num_saved = 0 if self._is_requested(request) else lookup_result.num_present
+        is_promised = isinstance(request.hand_off, Consume)
+        if lookup_result.keys is not None and not state.has_looked_up_keys:
+            state.has_looked_up_keys = True
+            self._count_keys(request, lookup_result.keys)
+        if lookup_result.marker is not state.verified:
+            refusal = mismatch_error(lookup_result.marker, request.prompt_token_ids, request.salt, self.context.layout)
             if refusal is not None:
                 return Miss(refusal)
-        state.verified = answer.marker
-        error = answer.error
-        if isinstance(request.hand_off, Consume) and _is_lost(request.hand_off.ticket):
+        state.verified = lookup_result.marker
+        error = lookup_result.error
+        if isinstance(request.hand_off, Consume) and _has_no_store(request.hand_off.ticket):
             error = StoreError("the prefill instance's stores do not take what it gives them")
-        result = self._result_to_bring(request, answer)
-        token_known = promised and (request.prefill_result is not None or result is not None)
-        usable = min(answer.num_present, self._num_usable_blocks(request, token_known))
-        num_tokens = usable * self.context.layout.block_size - num_computed_tokens
+        result = self._marker_result(request, lookup_result)
+        is_token_known = is_promised and (request.prefill_result is not None or result is not None)
+        num_usable = min(lookup_result.num_present, self._num_usable_blocks(request, is_token_known))
+        num_tokens = num_usable * self.context.layout.block_size - num_computed_tokens
         if result is not None:
             return Hit(max(0, num_tokens))  # not layerwise: the engine must know the first token before it runs
         if num_tokens <= 0:
-            return Miss(error if promised else None)
-        runs = part_of(answer.runs, num_computed_tokens // self.context.layout.block_size, usable)
-        num_rest_tokens = len(request.prompt_token_ids) - usable * self.context.layout.block_size
-        return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not promised)
+            return Miss(error if is_promised else None)
+        runs = part_of(lookup_result.runs, num_computed_tokens // self.context.layout.block_size, num_usable)
+        num_rest_tokens = len(request.prompt_token_ids) - num_usable * self.context.layout.block_size
+        return self._choice.choose(request.request_id, runs, num_rest_tokens, may_compute=not is_promised)
 
-    def _note_keys(self, request: RequestView, keys: KeyAnswer) -> None:
-        """Count the request's load keys, and log once why some of them name nothing of its prompt."""
-        self._counts["found_keys"] += keys.num_right
+    def _count_keys(self, request: RequestView, keys: KeyResult) -> None:
+        """Count the request's load keys, and log once the reasons why some name nothing of its prompt."""
+        self._counts["found_keys"] += keys.num_valid
         self._counts["refused_keys"] += keys.refused.total()
         if keys.refused:
             log.warning("request %s computes what its keys do not bring: %s", request.request_id, keys.summary())
 
-    def _result_to_bring(self, request: RequestView, answer: StoreAnswer) -> PrefillResult | None:
-        """The marker's result, where the ticket did not bring it."""
-        wanted = isinstance(request.hand_off, Consume) and request.prefill_result is None
-        return answer.marker.prefill_result if wanted and answer.marker is not None else None
+    def _marker_result(self, request: RequestView, lookup_result: StoreResult) -> PrefillResult | None:
+        """The marker's result, if the ticket did not contain it."""
+        needs_result = isinstance(request.hand_off, Consume) and request.prefill_result is None
+        return lookup_result.marker.prefill_result if needs_result and lookup_result.marker is not None else None
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
         """Put the load into the next plan."""
-        answer = self._prober.answer(request.request_id)
-        assert answer is not None, "a hit without an answer"
+        lookup_result = self._prober.result(request.request_id)
+        assert lookup_result is not None, "a hit without an answer"
         self._prober.forget(request.request_id)
         self._requests[request.request_id].loading = True
         if isinstance(request.hand_off, Consume):
-            self._used_by[request.request_id] = request.hand_off.ticket.transfer_id
+            self._loaded_hand_offs[request.request_id] = request.hand_off.ticket.transfer_id
         first = (num_computed_tokens + hit.num_computed_meanwhile) // self.context.layout.block_size
         last = (num_computed_tokens + hit.num_tokens) // self.context.layout.block_size
-        self._choice.load_begins(request.request_id, part_of(answer.runs, first, last))
+        self._choice.on_load_started(request.request_id, part_of(lookup_result.runs, first, last))
         self._work.loads.append(
             LoadBlocks(
                 request.request_id,
                 list(request.block_hashes[first:last]),
                 list(block_ids[first:last]),
                 hit.layerwise,
-                self._result_to_bring(request, answer),
+                self._marker_result(request, lookup_result),
             )
         )
 
     # Steps.
 
     def plan(self, step: StepView) -> StorePlan | None:
-        """Blocks that are full after this step, and all that came up since the last plan."""
-        self._choice.step_begins(step, loads_by_layers=any(load.layerwise for load in self._work.loads))
+        """Save the blocks that are full after this step; return all work since the last plan."""
+        self._choice.on_step_started(step, loads_by_layers=any(load.layerwise for load in self._work.loads))
         if self.context.config.produces:
             for chunk in step.chunks:
                 self._save(chunk)
@@ -325,7 +337,7 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             return None
         work, self._work = self._work, StorePlan()
         for load in work.loads:
-            if load.layerwise:  # over when its step is, and so before the request can end
+            if load.layerwise:  # ends with its step, and so before the request can end
                 self._load_ended(load.request_id)
         return work
 
@@ -337,9 +349,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
 
     def _save(self, chunk: ScheduledChunk) -> None:
         request, block_size = chunk.request, self.context.layout.block_size
-        state = self._requests.setdefault(request.request_id, self._unasked(request, chunk.start))
+        state = self._requests.setdefault(request.request_id, self._initial_state(request, chunk.start))
         num_full = min(chunk.start + chunk.num_tokens, len(request.prompt_token_ids)) // block_size
-        first, state.num_kept = state.num_kept, max(num_full, state.num_kept)
+        first, state.num_saved = state.num_saved, max(num_full, state.num_saved)
         if first < num_full:
             hashes, block_ids = request.block_hashes[first:num_full], chunk.block_ids[first:num_full]
             parent = request.block_hashes[first - 1] if first else None
@@ -350,51 +362,53 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         """Plan the request's keys with the chunk that completes their prefix."""
         request, params = chunk.request, chunk.request.transfer_params
         state = self._requests[request.request_id]
-        if params is None or state.has_keys or not self._stores_keys(request):
+        if params is None or state.has_planned_keys or not self._stores_keys(request):
             return
         prefix = request.prompt_token_ids if params.prefix_prompt_ids is None else params.prefix_prompt_ids
         if chunk.start + chunk.num_tokens < len(prefix):
             return
         try:
             num_tokens = params.num_prefix_tokens(request.prompt_token_ids)
-        except InvalidRequest as error:  # only of engines that cannot refuse the request
+        except InvalidRequest as error:  # only in engines that cannot refuse the request
             log.warning("request %s stores no keys: %s", request.request_id, error)
-            state.has_keys = True
+            state.has_planned_keys = True
             return
-        state.has_keys = True
+        state.has_planned_keys = True
         ttl_s = min(self._settings.key_ttl_s, params.kvcache_ttl_s or self._settings.key_ttl_s)
         hashes = request.block_hashes[: num_tokens // self.context.layout.block_size]
         keys = list(params.kvcache_store_keys)
         self._work.keys.append(StoreKeys(params.tenant, keys, list(hashes), request.salt, num_tokens, ttl_s))
 
-    def _unasked(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
-        """The state of a request for which the store was not asked: what the own prefix cache has was saved when it was
-        computed; what another connector's hand-off brought was not."""
-        return _RequestState(0 if self._must_keep(request) else num_computed_tokens // self.context.layout.block_size)
+    def _initial_state(self, request: RequestView, num_computed_tokens: int) -> _RequestState:
+        """The state of a request without a lookup. Blocks in the own prefix cache were saved when they were computed,
+        except blocks of another connector's hand-off."""
+        return _RequestState(
+            0 if self._must_save_all(request) else num_computed_tokens // self.context.layout.block_size
+        )
 
     def completed(self, report: TransferReport) -> None:
-        self._choice.step_ended()
+        self._choice.on_step_ended()
         for event in report:
             request_id = event.request_id
             match event:
                 case Loaded(seconds=seconds):
-                    self._choice.loaded(request_id, seconds)
+                    self._choice.on_loaded(request_id, seconds)
                     self._load_ended(request_id)
-                    transfer_id = self._used_by.pop(request_id, None)
+                    transfer_id = self._loaded_hand_offs.pop(request_id, None)
                     if transfer_id is not None:
                         self._work.forgets.append(transfer_id)
                 case Failed(error=error):
                     self._load_ended(request_id)
-                    self._choice.failed(request_id, error)
-                    self._used_by.pop(request_id, None)
-                    if request_id in self._requests:  # what the store was thought to have, it has not: save it again
-                        self._requests[request_id].num_kept = 0
-                        self._requests[request_id].has_keys = False
+                    self._choice.on_failed(request_id, error)
+                    self._loaded_hand_offs.pop(request_id, None)
+                    if request_id in self._requests:  # the store lacks the blocks: save them again
+                        self._requests[request_id].num_saved = 0
+                        self._requests[request_id].has_planned_keys = False
                 case Released():
                     self._cancelled.discard(request_id)
                     self._flushing.discard(request_id)
                 case Saved(stores=stores):
-                    self._reached = [self._ways[at] for at in stores]
+                    self._reachable_paths = [self._paths[index] for index in stores]
 
     def _load_ended(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -403,48 +417,48 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
     # The end of a request.
 
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
-        """Blocks stay only while a load still writes to them: what is saved was copied."""
+        """Blocks stay only while a load still writes to them: saved blocks were copied."""
         self._prober.forget(request.request_id)
-        self._tell_finish(request)
+        self._report_finish(request)
         self._choice.forget(request.request_id)
-        if self._wanted and request.block_hashes:
-            self._wanted.pop(request.block_hashes[-1], None)
+        if self._requested and request.block_hashes:
+            self._requested.pop(request.block_hashes[-1], None)
         state = self._requests.pop(request.request_id, None)
-        if state is not None and state.loading and not self._take_back(request):
-            self._used_by.pop(request.request_id, None)
+        if state is not None and state.loading and not self._withdraw_load(request):
+            self._loaded_hand_offs.pop(request.request_id, None)
             self._work.cancels.append(request.request_id)
             self._cancelled.add(request.request_id)
             if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
-                return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # no request shall wait
+                return Hold(self._hand_off(request, request.hand_off.transfer_id).ticket)  # so that no consumer waits
             return Hold(None)
-        verdict: Finish = Release()
+        outcome: Finish = Release()
         if isinstance(request.hand_off, Produce) and self._refusal(request) is None:
-            verdict = self._hand_off(request, request.hand_off.transfer_id)
-        if state is None or not state.has_keys or not self.context.delays_answers:
-            return verdict
+            outcome = self._hand_off(request, request.hand_off.transfer_id)
+        if state is None or not state.has_planned_keys or not self.context.delays_answers:
+            return outcome
         self._work.flushes.append(request.request_id)
         self._flushing.add(request.request_id)
-        return Hold(verdict.ticket, delays_answer=True)
+        return Hold(outcome.ticket, delays_answer=True)
 
-    def _tell_finish(self, request: RequestView) -> None:
-        """Pass on how long the answer was, for eviction; not for a prefill, whose answer another instance gives."""
+    def _report_finish(self, request: RequestView) -> None:
+        """Report the length of the answer, for eviction; not for a prefill, whose answer another instance gives."""
         if not self._reports_finishes or isinstance(request.hand_off, Produce):
             return
         if request.finish_reason in ("stop", "length") and len(self._work.finished) < MAX_FINISHED:
             num_output_tokens = max(0, len(request.tokens) - len(request.prompt_token_ids))
             self._work.finished.append(FinishedRequest(list(request.block_hashes), num_output_tokens))
 
-    def _take_back(self, request: RequestView) -> bool:
-        """Undo a load that no plan has carried yet. False: it has begun."""
+    def _withdraw_load(self, request: RequestView) -> bool:
+        """Withdraw a load that was not sent with a plan yet. False: it has begun."""
         loads = self._work.loads
         self._work.loads = [load for load in loads if load.request_id != request.request_id]
-        taken_back = len(self._work.loads) < len(loads)
-        if taken_back:
-            self._used_by.pop(request.request_id, None)
-        return taken_back
+        is_withdrawn = len(self._work.loads) < len(loads)
+        if is_withdrawn:
+            self._loaded_hand_offs.pop(request.request_id, None)
+        return is_withdrawn
 
     def _hand_off(self, request: RequestView, transfer_id: str) -> Finish:
-        """Leave a marker: of the result, or that there will be none."""
+        """Write a marker with the result, or without it if the prefill was aborted."""
         num_tokens, result = len(request.prompt_token_ids), request.prefill_result
         prefixes = prefix_digests(request.prompt_token_ids, [num_tokens], request.salt)
         self._work.marks.append(
@@ -469,12 +483,12 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             remote_prefixes=prefixes,
             tp_size=self.context.layout.tp_size,
             prefill_result=result,
-            remote_stores=self._reached,
+            remote_stores=self._reachable_paths,
         )
         return Release(self._sealer.seal(ticket, MARKER_S).to_params())
 
     def release(self, transfer_id: str) -> bool:
-        """The consumer will never come: remove the marker. The blocks stay for other requests with the same prompt."""
+        """Remove the marker, as there will be no consumer. The blocks stay for other requests with the same prompt."""
         if transfer_id not in self._marked:
             return False
         del self._marked[transfer_id]
@@ -496,13 +510,13 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
                 "this instance has kv_role kv_consumer and stores nothing; send the request to a prefill instance"
             )
         if hashes and pin is not False:
-            self._wanted[hashes[-1]] = None
-        if len(self._wanted) > MAX_WANTED:
-            self._wanted.popitem(last=False)
+            self._requested[hashes[-1]] = None
+        if len(self._requested) > MAX_REQUESTED:
+            self._requested.popitem(last=False)
         return [self._prober.shares(hashes, pin=pin)]
 
     def statistics(self) -> dict[str, float]:
-        """Measured speeds and what was decided by them, and the load keys that did and did not name blocks."""
+        """Measured speeds and counts of decisions, and the load keys that did and did not name blocks."""
         return self._choice.statistics() | {name: float(count) for name, count in self._counts.items()}
 
     def check(self) -> None:
@@ -510,9 +524,9 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
             self._flushing
             or self._requests
             or self._cancelled
-            or self._used_by
-            or self._prober.num_kept()
-            or self._choice.num_kept()
+            or self._loaded_hand_offs
+            or self._prober.num_lookups()
+            or self._choice.num_tracked()
         ):
             raise LeakError(f"the cache connector still keeps {list(self._requests)[:8]}")
 
@@ -520,6 +534,6 @@ class KVStoreSchedulerSide(SchedulerSide[StorePlan], HandsOff, KeepsBlocks[Store
         self._prober.close()
 
 
-def _is_lost(ticket: Ticket) -> bool:
-    """Whether no store of its producer's took what it was last given, so that there is no marker to wait for."""
+def _has_no_store(ticket: Ticket) -> bool:
+    """True if no store of the producer accepted its last writes, so that there is no marker to wait for."""
     return ticket.remote_stores == []

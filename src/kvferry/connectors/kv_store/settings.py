@@ -1,4 +1,4 @@
-"""What a user sets for the cache connector, under any of its names, read and checked once."""
+"""The settings of the cache connector, under any of its names, read and checked once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Eviction policy, unless `store` is used. Default: the store's."""
 
     codec: str | None = None
-    """How blocks are encoded, unless `store` is used. Default: unchanged."""
+    """Encoding of blocks, unless `store` is used. Default: unchanged."""
 
     max_bytes: int | str = 0
     """With `shared_storage_path`: largest size of the directory; blocks beyond it are removed. 0: no limit."""
@@ -60,11 +60,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """With `shared_storage_path`: blocks are on the disk before they are announced, and survive a power failure."""
 
     access: Literal["owner", "group"] = "owner"
-    """With `shared_storage_path`: who may read and write there, this user only (`owner`) or also its group."""
+    """With `shared_storage_path`: access to it, for this user only (`owner`) or also its group (`group`)."""
 
     write: Literal["through", "back"] = "through"
-    """With several tiers: whether a block counts as stored when all of them have it (`through`), or when the first has
-    it (`back`)."""
+    """With several tiers: a block counts as stored when all of them have it (`through`), or when the first has it
+    (`back`)."""
 
     load: Literal["async", "layerwise", "auto"] = "async"
     """"async": a request waits for its whole load. "layerwise": the model starts at once and waits for each layer; all
@@ -72,35 +72,35 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     costs other requests."""
 
     load_policy: Literal["always", "measured"] = "always"
-    """"always": what the store has is loaded. "measured" (kvferry's own engine): blocks are computed again if that is
-    quicker: all of them, those that only slow tiers have, or the first ones while the others are loaded."""
+    """"always": all stored blocks are loaded. "measured" (kvferry's own engine): blocks are computed again if that is
+    quicker: all of them, the blocks that only slow tiers have, or the first ones while the others are loaded."""
 
     prefetch: bool = True
-    """Whether blocks in lower tiers are copied to the first one while their request is queued."""
+    """True if blocks in lower tiers are copied to the first one while their request is queued."""
 
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 30.0
-    """Most seconds to wait for a hand-off's prefill, and for the blocks of one request."""
+    """Maximum seconds to wait for a hand-off's prefill, and for the blocks of one request."""
 
     key_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)] = 7 * 24 * 3600.0
     """Seconds after which a key that a request stored (`kvcache_store_keys`) expires, unless the request says sooner
     (`kvcache_ttl_s`)."""
 
     key_wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)] | None = None
-    """Most seconds to wait for a key that a request loads (`kvcache_load_keys`) and that is not in the store. Default,
-    and most: `timeout_s`."""
+    """Maximum seconds to wait for a missing key that a request loads (`kvcache_load_keys`). Default and maximum:
+    `timeout_s`."""
 
     @property
-    def longest_key_wait_s(self) -> float:
-        """Most seconds to wait for missing keys."""
+    def max_key_wait_s(self) -> float:
+        """Maximum seconds to wait for missing keys."""
         return self.timeout_s if self.key_wait_s is None else min(self.key_wait_s, self.timeout_s)
 
-    def way(self) -> str:
-        """The key that names the stores; empty where none does."""
-        return next((key for key in _READ_WITH if getattr(self, key) not in (None, "")), "")
+    def store_key(self) -> str:
+        """The key that names the stores; empty if none does."""
+        return next((key for key in _KEYS_READ_WITH if getattr(self, key) not in (None, "")), "")
 
     def keys_read(self) -> Collection[str]:
-        """The keys about stores that have an effect with this `way`."""
-        return (self.way(), *_READ_WITH.get(self.way(), ()))
+        """The keys about stores that have an effect with this `store_key`."""
+        return (self.store_key(), *_KEYS_READ_WITH.get(self.store_key(), ()))
 
     def specs(self, engine_block_size: int = 1) -> list[StoreSpec]:
         """The stores, checked. Raises `ConfigError`."""
@@ -111,24 +111,24 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return TieredStore(self.specs(layout.block_size), layout, self.write, machine)
 
     def _urls(self, engine_block_size: int) -> str | Sequence[str]:
-        named = [self.store, self.shared_storage_path, self.num_cpu_blocks]
-        if sum(value not in (None, "") for value in named) > 1:
+        locations = [self.store, self.shared_storage_path, self.num_cpu_blocks]
+        if sum(value not in (None, "") for value in locations) > 1:
             raise ConfigError(
                 "kv_connector_extra_config: give one of store, shared_storage_path and num_cpu_blocks, not several"
             )
         if self.store is not None:
             return self.store
-        chosen = {"eviction": self.eviction_policy, "codec": self.codec}
+        options = {"eviction": self.eviction_policy, "codec": self.codec}
         if self.shared_storage_path:
-            room = _bytes(self.max_bytes, "max_bytes") or None
-            rest = {"max_bytes": room, "fsync": "true" if self.fsync else None, "access": self.access}
+            max_bytes = _bytes(self.max_bytes, "max_bytes") or None
+            file_options = {"max_bytes": max_bytes, "fsync": "true" if self.fsync else None, "access": self.access}
             return store_url(
-                "file:" + quote(self.shared_storage_path, safe="/~:@", errors="surrogateescape"), chosen | rest
+                "file:" + quote(self.shared_storage_path, safe="/~:@", errors="surrogateescape"), options | file_options
             )
         if self.num_cpu_blocks is not None:
-            return store_url("memory:", chosen | {"num_blocks": self._num_engine_blocks(engine_block_size)})
+            return store_url("memory:", options | {"num_blocks": self._num_engine_blocks(engine_block_size)})
         if self.cpu_bytes_to_use is not None:
-            return store_url(f"memory:{_bytes(self.cpu_bytes_to_use, 'cpu_bytes_to_use')}", chosen)
+            return store_url(f"memory:{_bytes(self.cpu_bytes_to_use, 'cpu_bytes_to_use')}", options)
         raise ConfigError(
             "kv_connector_extra_config.store is missing: name a store, such as memory:4GiB, file:/path or"
             " valkey://host:port, or a list of them, the fastest first"
@@ -179,18 +179,18 @@ def lossy_names(config: KVTransferConfig) -> list[str]:
 
 
 def settings_class(connector: str) -> type[StoreSettings]:
-    """What is read for a connector of this name: the struct that the registry has for it."""
+    """The class of the settings of a connector of this name, from the registry."""
     spec = BUILTIN.get(connector, KV_STORE)
-    found: type[StoreSettings] = resolve(spec.options)
-    return found
+    settings_type: type[StoreSettings] = resolve(spec.options)
+    return settings_type
 
 
 def _read(config: KVTransferConfig) -> StoreSettings:
-    given = config.kv_connector_extra_config
+    extra_config = config.kv_connector_extra_config
     for key, names in _CHOICES.items():
-        if given.get(key, names[0]) not in names:
-            raise UnknownName(f"kv_connector_extra_config.{key}", str(given[key]), names)
-    settings: StoreSettings = read_options(settings_class(config.kv_connector), given)
+        if extra_config.get(key, names[0]) not in names:
+            raise UnknownName(f"kv_connector_extra_config.{key}", str(extra_config[key]), names)
+    settings: StoreSettings = read_options(settings_class(config.kv_connector), extra_config)
     if config.kv_connector == "SharedStorageConnector" and not (settings.shared_storage_path or settings.store):
         raise ConfigError(
             "SharedStorageConnector needs kv_connector_extra_config.shared_storage_path: a directory that all"
@@ -201,18 +201,20 @@ def _read(config: KVTransferConfig) -> StoreSettings:
 
 
 def _require_read(settings: StoreSettings, config: KVTransferConfig) -> None:
-    """Raise `ConfigError` for a key that would be ignored. What the connector's name brings along may be."""
+    """Raise `ConfigError` for a key that would be ignored, unless it is a default of the connector's name."""
     defaults, read = find_connector(config).defaults, settings.keys_read()
     for key, value in config.kv_connector_extra_config.items():
-        is_given = value not in (None, "") and value != defaults.get(key)
-        if is_given and is_about_stores(key) and key not in read:
-            raise ConfigError(f"kv_connector_extra_config.{key} is not read with {settings.way()}; {_hint(key, value)}")
+        is_set = value not in (None, "") and value != defaults.get(key)
+        if is_set and is_about_stores(key) and key not in read:
+            raise ConfigError(
+                f"kv_connector_extra_config.{key} is not read with {settings.store_key()}; {_hint(key, value)}"
+            )
 
 
 def is_about_stores(key: str) -> bool:
-    """Whether a key is about stores and is only read with some of the keys that name them. `StoreSettings.specs`
-    refuses two of those."""
-    return key.startswith("lmcache.") or key in _OF_ONE_WAY
+    """True if a key is about stores and is only read with some of the keys that name them. `StoreSettings.specs`
+    refuses two of the latter."""
+    return key.startswith("lmcache.") or key in _EXCLUSIVE_KEYS
 
 
 def _hint(key: str, value: Any) -> str:
@@ -224,14 +226,14 @@ def _hint(key: str, value: Any) -> str:
     return "leave out one of the two"
 
 
-_READ_WITH: dict[str, tuple[str, ...]] = {
+_KEYS_READ_WITH: dict[str, tuple[str, ...]] = {
     "store": (),
     "shared_storage_path": ("eviction_policy", "codec", "max_bytes", "fsync", "access"),
     "num_cpu_blocks": ("eviction_policy", "codec", "block_size"),
     "cpu_bytes_to_use": ("eviction_policy", "codec", "block_size"),
 }
-"""The keys that name stores, the first that is given counts, and what else is read with each."""
-_OF_ONE_WAY = {"cpu_bytes_to_use"}.union(*_READ_WITH.values())
+"""The keys that name stores, of which the first that is set counts, and the other keys that are read with each."""
+_EXCLUSIVE_KEYS = {"cpu_bytes_to_use"}.union(*_KEYS_READ_WITH.values())
 _IN_URL = {"eviction_policy": "eviction"} | {name: name for name in ("codec", "max_bytes", "fsync", "access")}
 """Keys that are options of a store's URL, by their names there."""
 _CHOICES = {
@@ -243,13 +245,13 @@ _CHOICES = {
 
 
 def _bytes(size: int | str, key: str) -> int:
-    found = parse_bytes(size, f"kv_connector_extra_config.{key}") if isinstance(size, str) else size
-    if found < 0:
-        raise ConfigError(f"kv_connector_extra_config.{key} must be at least 0, got {found}")
-    return found
+    num_bytes = parse_bytes(size, f"kv_connector_extra_config.{key}") if isinstance(size, str) else size
+    if num_bytes < 0:
+        raise ConfigError(f"kv_connector_extra_config.{key} must be at least 0, got {num_bytes}")
+    return num_bytes
 
 
 def store_url(address: str, options: dict[str, Any]) -> str:
     """The URL of a store, with the options that are set."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return f"{address}?{urlencode(given)}" if given else address
+    query = {name: value for name, value in options.items() if value is not None}
+    return f"{address}?{urlencode(query)}" if query else address

@@ -1,7 +1,7 @@
-"""The cache connector beside the KV cache: copies full blocks out, and reads blocks straight in.
+"""The worker side of the cache connector: copies full blocks out of the KV cache, and reads blocks directly into it.
 
-Owns the store and the event loop on which it is written to and read. The engine's thread only copies, and waits only
-where the model wants a layer that is still on its way.
+Owns the store and the event loop on which it is written to and read. The engine's thread only copies, and waits only if
+the model needs a layer that has not arrived.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.connectors.api import (
     WorkerSide,
 )
 from kvferry.connectors.caching import StoreEvents, StoresBlocks
-from kvferry.connectors.kv_store.blocks import BlockBytes, Copying, block_bytes_of
+from kvferry.connectors.kv_store.blocks import BlockBytes, PendingCopy, block_bytes_of
 from kvferry.connectors.kv_store.keys import StoredKeys
 from kvferry.connectors.kv_store.loader import LayerwiseStep, StoreLoader
 from kvferry.connectors.kv_store.markers import MarkerProducer, Markers
@@ -42,12 +42,12 @@ from kvferry.transport.memory import BlockMemory
 log = logging.getLogger(__name__)
 
 OPEN_S, CLOSE_S = 60.0, 15.0
-MAX_FINISHED_BEHIND = 1024
-"""If more jobs of the writer than this wait when a hint (`FinishedRequest`) comes, the hint is dropped."""
+MAX_JOBS_AHEAD = 1024
+"""A hint (`FinishedRequest`) is dropped if more jobs than this are queued in the writer."""
 
 
 class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatistics):
-    """Saves and loads the KV of one rank. `StoreSettings` says what can be set; `kv_buffer_size` bounds the copies that
+    """Saves and loads the KV of one rank. Its settings are `StoreSettings`; `kv_buffer_size` bounds the copies that
     wait for the disk."""
 
     plan_type = StorePlan
@@ -62,7 +62,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         self._settings = read_settings(context)
         self._make_blocks = make_blocks
         self._blocks: BlockBytes | None = None
-        self._saves: list[tuple[SaveBlocks, Copying]] = []
+        self._saves: list[tuple[SaveBlocks, PendingCopy]] = []
         self._step: LayerwiseStep | None = None
         self._store = self._settings.open_later(context.layout, context.machine)
         self._loop = context.machine.transfer_loop("kvferry-store")
@@ -82,8 +82,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         config, layout = self.context.config, self.context.layout
         self._blocks = self._make_blocks(memory, self.context.saves_are_complete)
         self._loop.start()
-        longest_wait_s = MAX_WAIT_S if config.kv_role == "kv_producer" else 0.0
-        self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, longest_wait_s=longest_wait_s)
+        max_wait_s = MAX_WAIT_S if config.kv_role == "kv_producer" else 0.0
+        self._writer = StoreWriter(self._store, self._loop, config.kv_buffer_size, max_wait_s=max_wait_s)
         if config.produces and any(tier.store.is_shared for tier in self._store.tiers):
             self._producer = MarkerProducer(
                 self._store,
@@ -102,11 +102,11 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     async def _open_store(self) -> None:
         await self._store.open()
-        with suppress(StoreError):  # no tier answers: each has said so in the log, now and not with the first request
+        with suppress(StoreError):  # no tier answers: each has logged it now, and not with the first request
             await self._store.match([NO_BLOCK])
 
     def close(self) -> None:
-        """Stop loading, write what waits, end the thread. May be called twice."""
+        """Stop loading, write the queued blocks, end the thread. May be called twice."""
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             close_all(self._loader.close, self._writer.close, self._close_store, self._loop.close, blocks.close)
@@ -120,7 +120,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     # Steps.
 
     def start(self, plan: StorePlan | None) -> None:
-        """Begin to load; note what to save."""
+        """Begin to load, and to copy the blocks to save."""
         if plan is None:
             return
         for request_id in plan.cancels:
@@ -136,27 +136,27 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         for save in plan.saves:
             self._begin_to_save(save)
         if self._producer is not None and (plan.marks or plan.saves):
-            self._loop.call(self._producer.writes)
+            self._loop.call(self._producer.start_heartbeats)
             for marker in plan.marks:
-                ours = msgspec.structs.replace(marker, layout=self.context.layout)
-                self._writer.then(partial(self._producer.mark, ours))
+                own_marker = msgspec.structs.replace(marker, layout=self.context.layout)
+                self._writer.submit(partial(self._producer.write_marker, own_marker))
         for finished in plan.finished:
             finish = partial(self._store.finish, finished.hashes, finished.num_output_tokens)
-            self._writer.then(finish, limit=MAX_FINISHED_BEHIND)
+            self._writer.submit(finish, limit=MAX_JOBS_AHEAD)
         for transfer_id in plan.forgets:
             rank = self.context.layout.tp_rank
-            self._writer.then(partial(self._markers.remove, self._store, transfer_id, rank))
+            self._writer.submit(partial(self._markers.remove, self._store, transfer_id, rank))
         for request_id in plan.flushes:
             self._loop.submit(self._release_when_written(request_id, self._written()))
 
     def _written(self) -> asyncio.Event:
-        """An event that is set when all that was given to the writer so far is written, or dropped."""
+        """An event that is set when everything queued in the writer so far is written, or dropped."""
         written = asyncio.Event()
 
-        async def note() -> None:
+        async def set_written() -> None:
             written.set()
 
-        self._writer.then(note)
+        self._writer.submit(set_written)
         return written
 
     async def _release_when_written(self, request_id: str, written: asyncio.Event) -> None:
@@ -167,7 +167,7 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
     def _begin_to_save(self, save: SaveBlocks) -> None:
         assert self._blocks is not None
         try:
-            self._saves.append((save, self._blocks.copying(save.block_ids)))
+            self._saves.append((save, self._blocks.begin_copy(save.block_ids)))
         except MemoryError as error:
             log.warning("%d blocks are not saved: %s", len(save.block_ids), error)
             self._writer.drop(save.hashes)
@@ -179,30 +179,29 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
 
     def save_layer(self, layer: int) -> None:
         """Begin to copy this layer of the blocks that are full now."""
-        for _, copying in self._saves:
-            copying.layer(layer)
+        for _, copy in self._saves:
+            copy.layer(layer)
 
     def flush(self) -> None:
-        """Copy the blocks that are full now, unless a load of this step failed: then it is unknown which requests were
-        computed on KV that never arrived, since they may share blocks."""
-        failed = self._end_loads()
+        """Copy the blocks that are full now, unless a load of this step failed: requests may share blocks, so any of
+        them may have been computed on KV that never arrived."""
+        has_failed = self._end_loads()
         saves, self._saves = self._saves, []
-        for save, copying in saves:
-            if failed:
-                self._drop(save, copying)
+        for save, copy in saves:
+            if has_failed:
+                self._drop(save, copy)
             else:
-                self._put(save, copying.end())
+                self._put(save, copy.end())
         keys, self._new_keys = self._new_keys, []
-        for keyed in () if failed else keys:
-            self._writer.then(partial(self._keys.write, self._store, keyed))
+        for store_keys in () if has_failed else keys:
+            self._writer.submit(partial(self._keys.write, self._store, store_keys))
         if keys and not self.context.delays_answers:
             self._wait_until_written()
 
     def _wait_until_written(self) -> None:
-        """Keep the step's answers from ending before what they promise is stored, in an engine that cannot delay
-        them."""
-        waiting = self._loop.submit(self._within_deadline(self._written()))
-        if not waiting.result():
+        """Wait until the keys of the step's answers are stored, in an engine that cannot delay answers."""
+        future = self._loop.submit(self._within_deadline(self._written()))
+        if not future.result():
             log.warning("answers end before all of their KV is stored")
 
     async def _within_deadline(self, written: asyncio.Event) -> bool:
@@ -212,8 +211,8 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         except TimeoutError:
             return False
 
-    def _drop(self, save: SaveBlocks, copying: Copying) -> None:
-        copying.drop()
+    def _drop(self, save: SaveBlocks, copy: PendingCopy) -> None:
+        copy.drop()
         self._writer.drop(save.hashes)
 
     def _put(self, save: SaveBlocks, blocks: Sequence[LayerViews]) -> None:
@@ -223,16 +222,16 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
             parent = block_hash
 
     def _end_loads(self) -> bool:
-        """Wait for the layerwise loads of this step. Returns whether any of them failed."""
+        """Wait for the layerwise loads of this step. Returns true if any of them failed."""
         step, self._step = self._step, None
         return step is not None and bool(step.failed())
 
     def discard(self) -> None:
-        """The step failed: nothing of it is kept. Waits for its layerwise loads, bounded by their deadlines."""
+        """Drop everything of the failed step. Waits for its layerwise loads, bounded by their deadlines."""
         self._end_loads()
         saves, self._saves, self._new_keys = self._saves, [], []
-        for save, copying in saves:
-            self._drop(save, copying)
+        for save, copy in saves:
+            self._drop(save, copy)
 
     def poll(self) -> TransferReport:
         """Report loads that have ended, and hand-offs that were written."""
@@ -261,6 +260,6 @@ class KVStoreWorkerSide(WorkerSide[StorePlan], ByLayers, StoresBlocks, HasStatis
         return self._store.statistics() | self._writer.statistics() | self._loader.statistics() | keys
 
     def check(self) -> None:
-        """Raise `LeakError` when a load is left. Blocks may still be on their way to the disk."""
+        """Raise `LeakError` if a load is left. Blocks may still be queued for the disk."""
         if self._saves or self._step is not None or not self._loader.is_empty():
             raise LeakError("the cache connector still moves blocks of requests that are gone")

@@ -1,8 +1,8 @@
-"""Writes blocks on the store's event loop, and makes other calls of the store, in the order in which they come.
+"""Writes blocks on the store's event loop, and makes other calls of the store, in the order of their arrival.
 
-Owns the queue, bounded in bytes, and the buffers in it. Blocks that find it full are dropped: a later request computes
-them again. Only a producer, which has no answers to hold up, waits for room, and not for ever: when the store has stood
-still for a while, its blocks are dropped too, until it moves.
+Owns the queue, bounded in bytes, and the buffers in it. Blocks are dropped while it is full: a later request computes
+them again. Only a producer, which has no answers to delay, waits for room, for a limited time: when the store has
+stalled, its blocks are dropped too, until it continues.
 """
 
 from __future__ import annotations
@@ -33,75 +33,74 @@ Call = Callable[[], Awaitable[None]]
 
 
 class StoreWriter:
-    """Writes to `store` on `loop`. `capacity_bytes`: most bytes of blocks that wait; one block may always wait.
-    `longest_wait_s`: how long `put` waits for room."""
+    """Writes to `store` on `loop`. `capacity_bytes`: maximum bytes of queued blocks; one block may always be queued.
+    `max_wait_s`: maximum wait of `put` for room."""
 
-    def __init__(
-        self, store: KVStore, loop: TransferLoop, capacity_bytes: float, *, longest_wait_s: float = 0.0
-    ) -> None:
-        self._store, self._loop, self._capacity, self._longest_wait_s = store, loop, capacity_bytes, longest_wait_s
+    def __init__(self, store: KVStore, loop: TransferLoop, capacity_bytes: float, *, max_wait_s: float = 0.0) -> None:
+        self._store, self._loop, self._capacity, self._max_wait_s = store, loop, capacity_bytes, max_wait_s
         self._changed = threading.Condition()
         self._jobs: deque[Block | Call] = deque()
         self._num_bytes = self._num_dropped = 0
         self._stalled = self._working = False
         self._events: StoreEvents | None = None
         self._last_warning = 0.0
-        self._news, self._is_written = asyncio.Event(), asyncio.Event()
+        self._jobs_event, self._is_written = asyncio.Event(), asyncio.Event()
         self._running: Future[None] = loop.submit(self._run())
 
     # The engine's thread.
 
     def put(self, block: Block) -> bool:
-        """Queue a block, whose memory is the writer's from now on. False: dropped, since the store is too slow."""
-        num_bytes = _size(block)
+        """Queue a block, whose memory the writer owns from now on. False: dropped, since the store is too slow."""
+        num_bytes = _block_bytes(block)
         with self._changed:
             if not self._wait_for_room(num_bytes):
                 self._num_dropped += 1
-                self._note(block.block_hash, Put.DROPPED)
+                self._record_outcome(block.block_hash, Put.DROPPED)
                 return False
             self._num_bytes += num_bytes
             self._jobs.append(block)
-        self._loop.call(self._news.set)
+        self._loop.call(self._jobs_event.set)
         return True
 
-    def then(self, call: Call, *, limit: int | None = None) -> None:
-        """Queue a call, made on the loop after all blocks that were put before. `limit`: dropped if as many wait."""
+    def submit(self, call: Call, *, limit: int | None = None) -> None:
+        """Queue a call, made on the loop after all blocks that were put before. `limit`: dropped if as many jobs are
+        queued."""
         with self._changed:
             if limit is not None and len(self._jobs) >= limit:
                 return
             self._jobs.append(call)
-        self._loop.call(self._news.set)
+        self._loop.call(self._jobs_event.set)
 
     def drop(self, hashes: Sequence[BlockHash]) -> None:
         """Record that these blocks, which were to be written, are not."""
         with self._changed:
             for block_hash in hashes:
-                self._note(block_hash, Put.DROPPED)
+                self._record_outcome(block_hash, Put.DROPPED)
 
     def watch(self) -> None:
-        """Record from now on what becomes of blocks, for `take_events`."""
+        """Start to record events of blocks, for `take_events`."""
         self._events = StoreEvents()
 
     def take_events(self) -> StoreEvents:
-        """What has become of blocks since the last call."""
+        """Return the events of blocks since the last call."""
         with self._changed:
             events, self._events = self._events or StoreEvents(), StoreEvents()
             return events
 
     def is_empty(self) -> bool:
-        """Whether everything is written."""
+        """True if everything is written."""
         with self._changed:
             return not self._jobs and not self._working
 
     def statistics(self) -> dict[str, float]:
-        """Bytes of blocks that wait, and the number of blocks that were dropped because the queue was full."""
+        """Bytes of queued blocks, and the number of blocks that were dropped because the queue was full."""
         dropped = {"writer_dropped_blocks": float(self._num_dropped)} if self._num_dropped else {}
         return {"writer_waiting_bytes": float(self._num_bytes), **dropped}
 
     def close(self) -> None:
-        """Write what waits, for `CLOSE_S` at most."""
+        """Write the queued blocks, for `CLOSE_S` at most."""
         with suppress(TimeoutError):
-            self._loop.run(self._write_the_rest(), CLOSE_S + 1)
+            self._loop.run(self._drain(), CLOSE_S + 1)
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         def has_room() -> bool:
@@ -109,12 +108,12 @@ class StoreWriter:
 
         if has_room():
             return True
-        self._stalled = self._stalled or not self._loop.wait_for(self._changed, has_room, self._longest_wait_s)
+        self._stalled = self._stalled or not self._loop.wait_for(self._changed, has_room, self._max_wait_s)
         return not self._stalled
 
     # On the loop.
 
-    async def _write_the_rest(self) -> None:
+    async def _drain(self) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 while not self.is_empty():
@@ -127,8 +126,8 @@ class StoreWriter:
 
     async def _run(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._jobs_event.wait()
+            self._jobs_event.clear()
             while jobs := self._next():
                 try:
                     first = jobs[0]
@@ -156,7 +155,7 @@ class StoreWriter:
 
     def _done(self, jobs: Sequence[Block | Call]) -> None:
         with self._changed:
-            self._num_bytes -= sum(_size(job) for job in jobs if isinstance(job, Block))
+            self._num_bytes -= sum(_block_bytes(job) for job in jobs if isinstance(job, Block))
             self._stalled = self._working = False
             self._changed.notify_all()
         self._is_written.set()
@@ -168,9 +167,9 @@ class StoreWriter:
         finally:
             with self._changed:
                 for block, outcome in zip(blocks, outcomes, strict=True):
-                    self._note(block.block_hash, outcome)
+                    self._record_outcome(block.block_hash, outcome)
 
-    def _note(self, block_hash: BlockHash, outcome: Put) -> None:
+    def _record_outcome(self, block_hash: BlockHash, outcome: Put) -> None:
         if self._events is not None:
             (self._events.dropped if outcome is Put.DROPPED else self._events.stored).append(block_hash)
 
@@ -182,5 +181,5 @@ class StoreWriter:
             log.warning("not saved: %s", error)
 
 
-def _size(block: Block) -> int:
+def _block_bytes(block: Block) -> int:
     return sum(len(layer) for layer in block.layers)

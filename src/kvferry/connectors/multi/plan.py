@@ -1,4 +1,4 @@
-"""What the scheduler side of several connectors asks of their worker sides."""
+"""The plan that the scheduler side of `MultiConnector` sends to its worker sides."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 
 
 class MultiPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`plans`: each connector's plan, in order; None where it has none. `loads`: by request id, which connector loads,
-    for loads that begin. `holds`: which connectors keep the blocks of each of these requests, which have ended."""
+    """`plans`: each connector's plan, in order; None if it has none. `loads`: index of the connector that loads, by
+    request id, for loads that begin. `holds`: indices of the connectors that keep the blocks of each of these ended
+    requests."""
 
     plans: list[Any]
     loads: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Several connectors beside one KV cache, as one. The connectors of the list are its children.
+"""The worker side of `MultiConnector`, which combines several connectors, its children.
 
-Owns what each child does for which request, as far as that must be known when a child is lost: once it is closed, its
-loads have failed, what it kept is free, and the others go on.
+Owns the loads and holds of each child, which are needed when a child is lost: once it is closed, its loads have failed,
+its held blocks are free, and the others continue.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
     def __init__(self, context: ConnectorContext) -> None:
         super().__init__(context)
         children = read_children(context)
-        self.children = [spec.build_worker_side(own) for spec, own in children]
+        self.children = [spec.build_worker_side(child_context) for spec, child_context in children]
         if context.layout.tp_size > 1 and any(child.plan_type is None for child in self.children):
             raise ConfigError("one of the connectors of MultiConnector works on one rank only")
-        self._hands_off = handing_off([own.config for _, own in children])
+        self._hands_off = handing_off([child_context.config for _, child_context in children])
         self.lost: set[int] = set()
-        """The numbers of the children that raised and are no longer called."""
+        """The indices of the children that raised and are no longer called."""
         self._closing: dict[int, threading.Thread] = {}
         """The threads that close lost children, kept until the closed child no longer touches blocks."""
         self._closed: set[int] = set()
@@ -64,8 +64,8 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._wake: Callable[[], None] = lambda: None
         self._loads: dict[str, int] = {}
         self._holds: dict[str, set[int]] = {}
-        self._early: dict[str, set[int]] = {}
-        """Children that released a request's blocks before the plan named those that keep them."""
+        self._early_releases: dict[str, set[int]] = {}
+        """Children that released a request's blocks before the plan named the children that keep them."""
         self._reports: TransferReport = []
 
     # Life.
@@ -76,7 +76,7 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             try:
                 child.register(memory)
             except BaseException:
-                close_all(*(begun.close for begun in self.children[: index + 1]))
+                close_all(*(registered.close for registered in self.children[: index + 1]))
                 raise
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         if plan is None:
             return
         self._loads |= plan.loads
-        for request_id, keepers in plan.holds.items():
-            left = set(keepers) - self._early.pop(request_id, set()) - (self.lost - self._closing.keys())
-            self._hold(request_id, left)
+        for request_id, holders in plan.holds.items():
+            remaining = set(holders) - self._early_releases.pop(request_id, set()) - (self.lost - self._closing.keys())
+            self._hold(request_id, remaining)
         for request_id, index in plan.loads.items():
             if index in self.lost:
-                self._give_up(request_id, index)
+                self._fail_load(request_id, index)
         for index, part in self._parts(plan):
             self._try(index, partial(_start, part), None)
 
@@ -123,35 +123,35 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         return parts
 
     def wait_layer(self, layer: int) -> None:
-        self._all(lambda child: child.wait_layer(layer) if isinstance(child, ByLayers) else None)
+        self._call_all(lambda child: child.wait_layer(layer) if isinstance(child, ByLayers) else None)
 
     def save_layer(self, layer: int) -> None:
-        self._all(lambda child: child.save_layer(layer) if isinstance(child, ByLayers) else None)
+        self._call_all(lambda child: child.save_layer(layer) if isinstance(child, ByLayers) else None)
 
     def flush(self) -> None:
-        self._all(lambda child: child.flush())
+        self._call_all(lambda child: child.flush())
 
     def discard(self) -> None:
-        self._all(lambda child: child.discard())
+        self._call_all(lambda child: child.discard())
 
     def poll(self) -> TransferReport:
         """The events of all children. Blocks are released when no child keeps them any more. Raises `ConnectorLost`
-        when the child that hands off is lost: without it, the instance is of no use to the fleet, which starts
+        when the child that hands off is lost: without it, the instance is useless to the fleet, which starts
         another."""
         if self._hands_off in self.lost:
             raise ConnectorLost("the connector of MultiConnector that hands off is lost")
         for index in [index for index in self._closing if index in self._closed]:
-            self._is_closed(index)
+            self._on_closed(index)
         for index in range(len(self.children)):
-            nothing: TransferReport = []
-            for event in self._try(index, lambda child: child.poll(), nothing):
-                self._happened(index, event)
+            no_events: TransferReport = []
+            for event in self._try(index, lambda child: child.poll(), no_events):
+                self._on_event(index, event)
         report, self._reports = self._reports, []
         return report
 
-    def _happened(self, index: int, event: Any) -> None:
+    def _on_event(self, index: int, event: Any) -> None:
         if isinstance(event, Released):
-            self._released(index, event.request_id)
+            self._on_released(index, event.request_id)
             return
         if isinstance(event, Loaded | Failed):
             self._loads.pop(event.request_id, None)
@@ -159,22 +159,22 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
             self._holds[event.kept_as] = {index}
         self._reports.append(event)
 
-    def _released(self, index: int, request_id: str) -> None:
+    def _on_released(self, index: int, request_id: str) -> None:
         if request_id in self._holds:
             self._hold(request_id, self._holds.pop(request_id) - {index})
         else:
-            self._early.setdefault(request_id, set()).add(index)
+            self._early_releases.setdefault(request_id, set()).add(index)
 
-    def _hold(self, request_id: str, keepers: set[int]) -> None:
-        if keepers:
-            self._holds[request_id] = keepers
+    def _hold(self, request_id: str, holders: set[int]) -> None:
+        if holders:
+            self._holds[request_id] = holders
         else:
             self._loads.pop(request_id, None)
             self._reports.append(Released(request_id))
 
     def address(self) -> dict[str, Any] | None:
-        chosen = None if self._hands_off is None else self.children[self._hands_off]
-        return chosen.address() if isinstance(chosen, ServesPeers) else None
+        child = None if self._hands_off is None else self.children[self._hands_off]
+        return child.address() if isinstance(child, ServesPeers) else None
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called when a child has something to report, and when a lost child is closed."""
@@ -191,46 +191,46 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
 
     def store_events(self) -> StoreEvents:
         events = StoreEvents()
-        for more in (child.store_events() for child in self.children if isinstance(child, StoresBlocks)):
-            events.stored += more.stored
-            events.dropped += more.dropped
-            events.changes += more.changes
+        for child_events in (child.store_events() for child in self.children if isinstance(child, StoresBlocks)):
+            events.stored += child_events.stored
+            events.dropped += child_events.dropped
+            events.changes += child_events.changes
         return events
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of each child, with its number before the names."""
+        """The statistics of each child, with its index before the names."""
         return child_statistics(self.children)
 
     def check(self) -> None:
-        """Raise `LeakError` when a child keeps something, or when something is still recorded for one."""
+        """Raise `LeakError` if a child keeps something, or if something is still recorded for one."""
         for index, child in enumerate(self.children):
             if index not in self.lost:
                 check_side(child)
         if self._closing:
             raise LeakError(f"connectors {sorted(self._closing)} of several are lost and not closed yet")
-        if self._holds or self._reports or self._early:
-            raise LeakError(f"several connectors still keep {[*self._holds, *self._early][:8]}")
+        if self._holds or self._reports or self._early_releases:
+            raise LeakError(f"several connectors still keep {[*self._holds, *self._early_releases][:8]}")
 
-    # A child that is lost.
+    # Lost children.
 
-    def _all(self, call: Callable[[WorkerSide[StepPlan]], None]) -> None:
+    def _call_all(self, call: Callable[[WorkerSide[StepPlan]], None]) -> None:
         for index in range(len(self.children)):
             self._try(index, call, None)
 
-    def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], otherwise: Result) -> Result:
-        """What a call of a child returns; `otherwise` if it is lost. A child that raises is lost from then on."""
+    def _try(self, index: int, call: Callable[[WorkerSide[StepPlan]], Result], default: Result) -> Result:
+        """The result of a call of a child; `default` if it is lost. A child that raises is lost from then on."""
         if index in self.lost:
-            return otherwise
+            return default
         try:
             return call(self.children[index])
         except Exception as error:
             if isinstance(error, ConnectorLost) and index == self._hands_off:
                 raise
             log.exception("connector %d of MultiConnector is lost; the others continue without it", index)
-            self._lose(index)
-            return otherwise
+            self._mark_lost(index)
+            return default
 
-    def _lose(self, index: int) -> None:
+    def _mark_lost(self, index: int) -> None:
         """Close a child on a separate thread, because that may take a while; the others continue meanwhile."""
         self.lost.add(index)
         self._closing[index] = threading.Thread(
@@ -243,15 +243,15 @@ class MultiWorkerSide(WorkerSide[MultiPlan], ServesPeers[MultiPlan], ByLayers, S
         self._closed.add(index)
         self._wake()
 
-    def _is_closed(self, index: int) -> None:
-        """The child no longer accesses blocks: its loads have failed, and it holds none."""
+    def _on_closed(self, index: int) -> None:
+        """Fail the loads of a closed child, which no longer accesses blocks, and release the blocks that it held."""
         self._closing.pop(index).join()
         for request_id in [name for name, loader in self._loads.items() if loader == index]:
-            self._give_up(request_id, index)
-        for request_id in [name for name, keepers in self._holds.items() if index in keepers]:
+            self._fail_load(request_id, index)
+        for request_id in [name for name, holders in self._holds.items() if index in holders]:
             self._hold(request_id, self._holds.pop(request_id) - {index})
 
-    def _give_up(self, request_id: str, index: int) -> None:
+    def _fail_load(self, request_id: str, index: int) -> None:
         del self._loads[request_id]
         self._reports.append(Failed(request_id, ChildLost(f"connector {index} of MultiConnector is lost")))
 

@@ -1,4 +1,4 @@
-"""The consumer's half of the worker side: fetches hand-offs, and reports how each ended.
+"""The consumer's half of the worker side: fetches hand-offs, and reports the end of each.
 
 Owns the tasks of loads and of tickets that wait to be loaded, which run on the transfer loop, and their reports. A rank
 fetches its own share from each of the producer's ranks that has some of it (`core.blocks.sharding`).
@@ -29,7 +29,7 @@ RELEASE_S = 5.0
 
 
 class Arrivals:
-    """`begin` is called on the transfer loop while `run` runs there. How loads end is added to `reports`.
+    """`begin` is called on the transfer loop while `run` runs there. The ends of loads are added to `reports`.
 
     `timeout_s` limits each load. With `keep_lease_on_failure`, a load that fails leaves the hand-off to another
     instance that may try the same ticket.
@@ -68,13 +68,13 @@ class Arrivals:
     def begin(self, plan: P2pPlan) -> None:
         """Do the consumer's part of a plan. An error of one request does not affect the others."""
         for request_id in plan.cancels:
-            _contained(request_id, partial(self._cancel, request_id), self._not_cancelled)
+            _contained(request_id, partial(self._cancel, request_id), self._on_cancel_failed)
         for request_id, ticket in plan.waits.items():
-            _contained(request_id, partial(self._wait, request_id, ticket), self._not_waiting)
+            _contained(request_id, partial(self._wait, request_id, ticket), self._on_wait_failed)
         for request_id, load in plan.loads.items():
-            _contained(request_id, partial(self._start, load), self._failed)
+            _contained(request_id, partial(self._start, load), self._on_start_failed)
         for request_id, ticket in plan.unwanted.items():
-            _contained(request_id, partial(self._give_up, request_id, ticket), self._not_waiting)
+            _contained(request_id, partial(self._abandon, request_id, ticket), self._on_wait_failed)
 
     def _cancel(self, request_id: str) -> None:
         """Stop a load; its request is reported `Released` when nothing more is written, also if it has ended."""
@@ -85,8 +85,8 @@ class Arrivals:
             self._cancelled.add(request_id)
             task.cancel()
 
-    def _not_cancelled(self, request_id: str, error: Exception) -> None:
-        """The load was not stopped: it ends by its deadline, and is then reported `Released`."""
+    def _on_cancel_failed(self, request_id: str, error: Exception) -> None:
+        """Handle a failed cancellation: the load ends by its deadline, and is then reported `Released`."""
         if request_id in self._tasks:
             self._cancelled.add(request_id)
         else:
@@ -97,9 +97,9 @@ class Arrivals:
         self._stop_waiting(load.request_id)
         task = self._create_task(self._load(load), f"load {load.request_id}")
         self._tasks[load.request_id] = task
-        task.add_done_callback(partial(self._ended, load))
+        task.add_done_callback(partial(self._on_load_done, load))
 
-    def _failed(self, request_id: str, error: Exception) -> None:
+    def _on_start_failed(self, request_id: str, error: Exception) -> None:
         """Report a failure, unless the load has a task, whose end is reported as usual."""
         self._stop_waiting(request_id)
         if request_id not in self._tasks:
@@ -112,7 +112,7 @@ class Arrivals:
     # Leases.
 
     def _wait(self, request_id: str, ticket: Ticket) -> None:
-        """Keep the lease alive until the ticket is loaded or given up, and report when the producer has finished."""
+        """Keep the lease alive until the ticket is loaded or abandoned, and report when the producer has finished."""
 
         def ready() -> None:
             if ticket.is_early:
@@ -126,15 +126,15 @@ class Arrivals:
                 raise
             ready()
 
-        self._waits[request_id] = self._each_rank(ticket, self._own_ranks(ticket), "keep", keep)
+        self._waits[request_id] = self._for_each_rank(ticket, self._own_ranks(ticket), "keep", keep)
 
-    def _not_waiting(self, request_id: str, error: Exception) -> None:
-        """The lease is no longer renewed, and expires: a load will report it."""
+    def _on_wait_failed(self, request_id: str, error: Exception) -> None:
+        """Stop renewing the lease, which then expires: a load will report it."""
         self._stop_waiting(request_id)
         self._reports.add(Fetchable(request_id))
 
-    def _give_up(self, request_id: str, ticket: Ticket) -> None:
-        """Tell the producer that nobody will fetch this ticket."""
+    def _abandon(self, request_id: str, ticket: Ticket) -> None:
+        """Release the producer's hand-off, which will not be fetched."""
         self._stop_waiting(request_id)
         self._release(ticket, self._own_ranks(ticket))
 
@@ -145,28 +145,32 @@ class Arrivals:
     def _release(self, ticket: Ticket, ranks: Iterable[int]) -> None:
         if self._group is not None:
             deadline = asyncio.get_running_loop().time() + RELEASE_S
-            self._each_rank(ticket, ranks, "release", partial(self._buffer.release, deadline=deadline))
+            self._for_each_rank(ticket, ranks, "release", partial(self._buffer.release, deadline=deadline))
 
-    def _each_rank(
-        self, ticket: Ticket, ranks: Iterable[int], what: str, act: Callable[[str, Source], Coroutine[Any, Any, None]]
+    def _for_each_rank(
+        self,
+        ticket: Ticket,
+        ranks: Iterable[int],
+        action: str,
+        call: Callable[[str, Source], Coroutine[Any, Any, None]],
     ) -> list[asyncio.Task[None]]:
         """A task for each of the producer's ranks; errors are only logged."""
 
         async def on_rank(rank: int) -> None:
             try:
-                await act(ticket.transfer_id, _source(ticket, rank))
+                await call(ticket.transfer_id, _source(ticket, rank))
             except Exception as unexpected:  # leases expire by themselves, and a load with the same error reports it
                 error = translated(unexpected)
                 log.info("could not %s: %s", name, error, exc_info=error is not unexpected)
 
-        name = f"{what} hand-off {ticket.transfer_id}"
+        name = f"{action} hand-off {ticket.transfer_id}"
         return [self._create_task(on_rank(rank), name) for rank in ranks]
 
     def _own_ranks(self, ticket: Ticket) -> Sequence[int]:
-        """The producer's ranks that this rank connects to while the producer's layout is not known. Together, our ranks
-        reach all of them."""
-        ours, theirs = self._layout.tp_size, ticket.tp_size
-        return sorted({self._layout.tp_rank * theirs // ours, *range(self._layout.tp_rank, theirs, ours)})
+        """The producer's ranks that this rank connects to while the producer's layout is not known. Together, all own
+        ranks reach all of them."""
+        own_size, peer_size = self._layout.tp_size, ticket.tp_size
+        return sorted({self._layout.tp_rank * peer_size // own_size, *range(self._layout.tp_rank, peer_size, own_size)})
 
     # Loads.
 
@@ -182,8 +186,10 @@ class Arrivals:
             return report
         except Exception as unexpected:  # the edge between this load and all others
             error = translated(unexpected)
-            gave_way = load.longer and isinstance(error, LeaseEnded)  # what is kept for next turns may, at any time
-            level = logging.INFO if gave_way else logging.WARNING
+            was_evicted = load.longer and isinstance(
+                error, LeaseEnded
+            )  # blocks kept for next turns may be evicted at any time
+            level = logging.INFO if was_evicted else logging.WARNING
             message = "request %s: hand-off not loaded: %s"
             log.log(level, message, load.request_id, error, exc_info=error is not unexpected)
             self._counts[f"failed_{type(error).__name__}"] += 1
@@ -191,32 +197,32 @@ class Arrivals:
                 self._release(load.ticket, {*ranks, *self._own_ranks(load.ticket)})
             return [Failed(load.request_id, error)]
 
-    def _ended(self, load: Load, task: asyncio.Task[TransferReport]) -> None:
-        """The task is over, and with it every write; also when it was cancelled before it began."""
+    def _on_load_done(self, load: Load, task: asyncio.Task[TransferReport]) -> None:
+        """Report the end of a load's task, which also ends all writes; also if it was cancelled before it began."""
         del self._tasks[load.request_id]
         if load.request_id in self._cancelled:
             self._cancelled.discard(load.request_id)
             self._reports.add(Released(load.request_id))
             self._release(load.ticket, self._own_ranks(load.ticket))
         elif not task.cancelled():
-            otherwise = partial(self._failed, load.request_id)
-            call_contained(lambda: self._reports.add(*task.result()), f"load {load.request_id}", otherwise)
+            on_error = partial(self._on_start_failed, load.request_id)
+            call_contained(lambda: self._reports.add(*task.result()), f"load {load.request_id}", on_error)
 
     async def _sources(self, ticket: Ticket, deadline: float) -> tuple[Sequence[int], Sequence[int]]:
-        """The producer's ranks that have some of this rank's KV, and those that this rank releases because nobody reads
-        them."""
-        ours = self._layout
-        if ticket.tp_size == ours.tp_size:
-            return (ours.tp_rank,), ()
-        theirs = await self._buffer.layout_at(_source(ticket, self._own_ranks(ticket)[0]), deadline=deadline)
-        return sources(ours, theirs), orphans(ours, theirs)
+        """The producer's ranks that have some of this rank's KV, and the ranks that this rank releases because no rank
+        reads them."""
+        own_layout = self._layout
+        if ticket.tp_size == own_layout.tp_size:
+            return (own_layout.tp_rank,), ()
+        peer_layout = await self._buffer.layout_at(_source(ticket, self._own_ranks(ticket)[0]), deadline=deadline)
+        return sources(own_layout, peer_layout), orphans(own_layout, peer_layout)
 
     async def _fetch(self, load: Load, ranks: Sequence[int], deadline: float) -> list[Taken]:
         """Fetch from all ranks at once. When this returns or raises, nothing is written from any of them any more."""
         return await run_together(*(self._fetch_one(load, rank, deadline) for rank in ranks))
 
     async def _fetch_one(self, load: Load, rank: int, deadline: float) -> Taken:
-        want = Want(
+        selection = Want(
             load.ticket.transfer_id,
             _source(load.ticket, rank),
             load.block_ids,
@@ -225,7 +231,7 @@ class Arrivals:
             prefix=load.longer,
             on_sealed=ignore if self._keep else partial(self._sealed, load),
         )
-        return await self._buffer.drop_select(want)
+        return await self._buffer.drop_select(selection)
 
     def _count(self, taken: Sequence[Taken]) -> None:
         for share in taken:
@@ -234,8 +240,9 @@ class Arrivals:
             self._taken_s += share.seconds
 
     def _sealed(self, load: Load, encoded: bytes) -> None:
-        """P has finished: report its first token before the KV is here, since the token is right even if the KV never
-        comes. Not called with `keep_lease_on_failure`: another instance may take over as long as nothing was reported.
+        """Report P's first token when P has finished, before the KV has arrived: the token is right even if the KV
+        never arrives. Not called with `keep_lease_on_failure`: another instance may take over as long as nothing was
+        reported.
         """
         with suppress(ProtocolError):  # `_report` raises it when everything has come
             meta = decode_meta(encoded)
@@ -246,42 +253,42 @@ class Arrivals:
     # Statistics and checks.
 
     def statistics(self) -> dict[str, float]:
-        """Loads under way, what was taken and is used, and failures by kind of error."""
+        """Numbers of running and completed loads, bytes and time of these, and failures by kind of error."""
         counts = {name: float(count) for name, count in self._counts.copy().items()}
         return {"num_loading": float(len(self._tasks)), "taken_seconds": self._taken_s, **counts}
 
     def is_empty(self) -> bool:
-        """Whether no load is under way, and no ticket waits for one."""
+        """True if no load is running, and no ticket waits for one."""
         return not (self._tasks or self._waits)
 
 
-def _contained(request_id: str, act: Callable[[], None], otherwise: Callable[[str, Exception], None]) -> None:
-    call_contained(act, f"a transfer of request {request_id}", partial(otherwise, request_id))
+def _contained(request_id: str, call: Callable[[], None], on_error: Callable[[str, Exception], None]) -> None:
+    call_contained(call, f"a transfer of request {request_id}", partial(on_error, request_id))
 
 
 def _report(load: Load, taken: Sequence[Taken]) -> TransferReport:
-    """What to report of a load that all ranks have delivered. Raises `ProtocolError` if it is not what was promised."""
+    """The events of a load that all ranks have delivered. Raises `ProtocolError` if it differs from the promise."""
     metas = [decode_meta(share.meta) for share in taken]
     meta = metas[0]
     if any(other != meta for other in metas):
         raise ProtocolError("the producer's ranks disagree about the tokens of the hand-off")
     if meta.num_tokens > len(load.tokens) and not load.longer:
         raise ProtocolError(f"the hand-off is of {meta.num_tokens} prompt tokens, this request has {len(load.tokens)}")
-    wanted = min(meta.num_tokens, load.num_tokens)
-    covered = common_prefix(meta.prefixes, load.tokens, load.salt)
-    if covered < wanted:
+    num_expected = min(meta.num_tokens, load.num_tokens)
+    num_common = common_prefix(meta.prefixes, load.tokens, load.salt)
+    if num_common < num_expected:
         raise ProtocolError(OTHER_PROMPT)
-    if any(share.num_tokens is not None and share.num_tokens < wanted for share in taken):
+    if any(share.num_tokens is not None and share.num_tokens < num_expected for share in taken):
         raise ProtocolError(f"the hand-off was sealed with blocks of its {meta.num_tokens} tokens missing")
-    shorter = wanted if wanted < load.num_tokens else None
-    loaded, result = Loaded(load.request_id, shorter), _result_for(load, meta, covered)
+    num_loaded = num_expected if num_expected < load.num_tokens else None
+    loaded, result = Loaded(load.request_id, num_loaded), _result_for(load, meta, num_common)
     return [loaded] if result is None else [Prefilled(load.request_id, result), loaded]
 
 
-def _result_for(load: Load, meta: HandOffMeta, covered: int) -> PrefillResult | None:
+def _result_for(load: Load, meta: HandOffMeta, num_common: int) -> PrefillResult | None:
     """P's result, if the hand-off is of exactly this prompt: neither of a prefix of it nor of more tokens."""
-    is_whole = not load.longer and meta.num_tokens == covered == len(load.tokens)
-    return meta.prefill_result if is_whole else None
+    is_same_prompt = not load.longer and meta.num_tokens == num_common == len(load.tokens)
+    return meta.prefill_result if is_same_prompt else None
 
 
 def _source(ticket: Ticket, rank: int) -> Source:

@@ -1,7 +1,7 @@
-"""The hand-offs that this instance makes: which blocks are announced, and how long they stay. No tensors.
+"""The hand-offs that this instance makes: their announced blocks and their leases. No tensors.
 
-Owns the hand-offs that are being made or are under lease here. It does not know whether or how one is fetched: the
-worker sides report when its blocks are free again.
+Owns the hand-offs that are being made or are under lease. It does not know about fetches: the worker sides report when
+the blocks of a hand-off are free again.
 
 A block is announced once, when its last token is scheduled: when it is full, or when the prompt ends in it. If a step
 computes tokens again whose blocks were announced, as after a load that failed, everything announced of that hand-off is
@@ -46,15 +46,16 @@ NUM_PREFIXES = 16
 @dataclass(eq=False)
 class _Offer:
     """A hand-off, from its first chunk until its blocks are free again. `announced`: its announced blocks, in order,
-    while its request runs. `kept`: for a next turn, which may never come; `given_up`: it ends with the next plan."""
+    while its request runs. `is_retained`: kept for a next turn, which may never come. `is_ending`: it ends with the
+    next plan."""
 
     request_id: str
     transfer_id: str
     num_blocks: int
     announced: list[int] = field(default_factory=list)
-    opened: bool = False
-    kept: bool = False
-    given_up: bool = False
+    is_opened: bool = False
+    is_retained: bool = False
+    is_ending: bool = False
 
 
 class Offers:
@@ -71,11 +72,11 @@ class Offers:
         self._by_transfer: dict[str, _Offer] = {}
         self._announced_by: defaultdict[int, OrderedSet[_Offer]] = defaultdict(OrderedSet)
         self._admitted: dict[str, int] = {}
-        """Number of blocks, by request id, of prefills that `match` has let in and that have had no chunk yet: they may
-        wait for blocks, or for another connector's load."""
+        """Number of blocks, by request id, of prefills that `match` has admitted and that have had no chunk yet: they
+        may wait for blocks, or for another connector's load."""
 
     def set_addresses(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Where this instance's ranks listen."""
+        """Set the addresses at which this instance's ranks listen."""
         self._addresses = [(address["host"], address["port"]) for address in addresses]
 
     def address_seal(self) -> str:
@@ -85,8 +86,8 @@ class Offers:
     # Admission.
 
     def match(self, request: RequestView, hand_off: Produce) -> Match:
-        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised; what is
-        kept for next turns gives way to it."""
+        """A prefill for another instance waits (`Pending`) while `kv_buffer_size` bytes are held or promised; blocks
+        kept for next turns are ended for it."""
         if not self._config.produces:
             return Miss(
                 ConfigError("this instance has kv_role kv_consumer and cannot hand off; use kv_producer or kv_both")
@@ -111,22 +112,22 @@ class Offers:
     # Steps.
 
     def restart(self, request: RequestView) -> None:
-        """A preempted request begins again in other blocks: what was announced of it is void."""
+        """Void the announcements of a preempted request, which begins again in other blocks."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            self._begin_anew(offer)
+            self._void(offer)
 
     def void(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Void what was announced of blocks that this step computes again. Called with all chunks of a step, before
+        """Void the announcements of blocks that this step computes again. Called with all chunks of a step, before
         `announce`."""
         for chunk in chunks if self._announced_by else ():
             if chunk.num_tokens and chunk.start < len(chunk.request.prompt_token_ids):  # an answer's blocks are its own
                 first, end = chunk.start // self._layout.block_size, self._num_blocks(chunk.start + chunk.num_tokens)
                 for block_id in chunk.block_ids[first:end]:
                     for offer in list(self._announced_by.get(block_id, ())):
-                        self._begin_anew(offer)
+                        self._void(offer)
 
-    def _begin_anew(self, offer: _Offer) -> None:
+    def _void(self, offer: _Offer) -> None:
         self._work.resets.append(offer.transfer_id)
         self._forget_announced(offer)
 
@@ -138,7 +139,7 @@ class Offers:
         offer.announced = []
 
     def expect(self, request: RequestView, hand_off: Produce) -> None:
-        """A prefill has its blocks, but loads what an earlier turn left elsewhere before it computes."""
+        """Record a prefill that has its blocks, but first loads the KV of an earlier turn from elsewhere."""
         self._track(request, hand_off.transfer_id)
 
     def announce(self, chunk: ScheduledChunk) -> None:
@@ -153,11 +154,11 @@ class Offers:
         end = chunk.start + chunk.num_tokens
         first = len(offer.announced)
         last = offer.num_blocks if end >= num_prompt else end // block_size
-        if first >= last and offer.opened:
+        if first >= last and offer.is_opened:
             return
         block_ids = list(chunk.block_ids[first:last])
-        self._work.saves.append(Save(offer.transfer_id, not offer.opened, first, block_ids))
-        offer.opened = True
+        self._work.saves.append(Save(offer.transfer_id, not offer.is_opened, first, block_ids))
+        offer.is_opened = True
         offer.announced += block_ids
         for block_id in block_ids:
             self._announced_by[block_id].add(offer)
@@ -177,9 +178,9 @@ class Offers:
         """Announced blocks stay under `Hold`: sealed with a ticket if the prefill is complete, otherwise dropped."""
         offer = self._offers.get(request.request_id)
         if offer is not None:
-            self._take_back(offer)
-        if offer is None or not offer.opened:
-            self.never_opened(request)
+            self._withdraw_unsent(offer)
+        if offer is None or not offer.is_opened:
+            self.end_unopened(request)
             return Release()
         result, transfer_id = request.prefill_result, offer.transfer_id
         if result is None or len(offer.announced) != offer.num_blocks:
@@ -195,16 +196,16 @@ class Offers:
         self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta)))
         return Hold(params)
 
-    def _take_back(self, offer: _Offer) -> None:
-        """Remove announcements that no plan has carried, because making the plan failed: a later step would announce
-        blocks that were never written."""
+    def _withdraw_unsent(self, offer: _Offer) -> None:
+        """Remove announcements that were not sent, because making the plan failed: a later step would announce blocks
+        that were never written."""
         unsent = [save for save in self._work.saves if save.transfer_id == offer.transfer_id]
         if unsent:
             self._work.saves = [save for save in self._work.saves if save.transfer_id != offer.transfer_id]
-            offer.opened = offer.opened and not any(save.opens for save in unsent)
+            offer.is_opened = offer.is_opened and not any(save.opens for save in unsent)
 
-    def never_opened(self, request: RequestView) -> None:
-        """The request ended before anything was announced: refuse the hand-off to a consumer that waits."""
+    def end_unopened(self, request: RequestView) -> None:
+        """End a request before anything was announced: refuse the hand-off to a waiting consumer."""
         self.released(request.request_id)
         if isinstance(request.hand_off, Produce):
             self.refused(request.hand_off.transfer_id)
@@ -223,14 +224,16 @@ class Offers:
         if not num_blocks or not self._config.produces or not self._has_room(num_blocks, request.request_id):
             return Release()
         transfer_id = f"kept-{entropy.token_hex(12)}"
-        offer = _Offer(request.request_id, transfer_id, num_blocks, opened=True, kept=True)
+        offer = _Offer(request.request_id, transfer_id, num_blocks, is_opened=True, is_retained=True)
         self._offers[request.request_id] = self._by_transfer[transfer_id] = offer
-        ours = list(block_ids[:num_blocks])
+        retained_ids = list(block_ids[:num_blocks])
         lengths = _checkpoints(num_tokens, len(request.prompt_token_ids))
         prefixes = prefix_digests(request.tokens, lengths, request.salt)
         meta = HandOffMeta(num_tokens, prefixes, None)
-        self._work.seals.append(Seal(transfer_id, request.request_id, encode_meta(meta), ours, self._kept_lease_s))
-        ticket = self._ticket(transfer_id, request.request_id, ours, meta)
+        self._work.seals.append(
+            Seal(transfer_id, request.request_id, encode_meta(meta), retained_ids, self._kept_lease_s)
+        )
+        ticket = self._ticket(transfer_id, request.request_id, retained_ids, meta)
         params = self._sealer.seal(ticket, self._kept_lease_s).to_params() | {
             "do_remote_prefill": False,
             "do_remote_decode": True,
@@ -238,14 +241,14 @@ class Offers:
         return Hold(params | {"remote_transfer_id": params.pop("transfer_id")})
 
     def make_room(self, num_blocks: int) -> None:
-        """Give up what is kept for next turns, the oldest first, until `num_blocks` are about to be free."""
+        """End hand-offs that are kept for next turns, the oldest first, until `num_blocks` are about to be free."""
         for offer in self._offers.values():
             if num_blocks <= 0:
                 return
-            if offer.kept:
+            if offer.is_retained:
                 num_blocks -= offer.num_blocks
-                if not offer.given_up:
-                    offer.given_up = True
+                if not offer.is_ending:
+                    offer.is_ending = True
                     self._work.ends.append(offer.transfer_id)
 
     def _ticket(self, transfer_id: str, request_id: str, block_ids: Sequence[int], meta: HandOffMeta) -> Ticket:
@@ -260,7 +263,7 @@ class Offers:
         )
 
     def _address(self) -> Ticket:
-        """A ticket with only the fields that say where this engine is."""
+        """A ticket with only the fields of this engine's address."""
         host, port = self._addresses[0]
         return Ticket(
             transfer_id="",
@@ -272,7 +275,7 @@ class Offers:
         )
 
     def released(self, request_id: str) -> None:
-        """The blocks of a hand-off are free again, or the hand-off never began."""
+        """Forget a hand-off whose blocks are free again, or which never began."""
         self._admitted.pop(request_id, None)
         offer = self._offers.pop(request_id, None)
         if offer is not None:
@@ -280,7 +283,7 @@ class Offers:
             del self._by_transfer[offer.transfer_id]
 
     def end(self, transfer_id: str) -> bool:
-        """End a hand-off that nobody will fetch. True if it has begun; else the worker sides end it as it begins."""
+        """End a hand-off that will not be fetched. True if it has begun; else the worker sides end it as it begins."""
         self._work.ends.append(transfer_id)
         return transfer_id in self._by_transfer
 
@@ -288,7 +291,7 @@ class Offers:
 
     @property
     def admitted(self) -> list[str]:
-        """Requests that were let in and have had no chunk yet."""
+        """Requests that were admitted and have had no chunk yet."""
         return list(self._admitted)
 
     @property

@@ -1,4 +1,4 @@
-"""What the scheduler side of the P2P connector asks of its worker sides, and what travels with a hand-off."""
+"""The plans that the scheduler side of the P2P connector sends to its worker sides, and the metadata of a hand-off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvferry.core.messages.wire import decode_frame
 class Save(msgspec.Struct, frozen=True, array_like=True):
     """Announce blocks `first_block, …` of a hand-off, here `block_ids`, as this step passes each layer.
 
-    Blocks from the prefix cache too wait for the layer: another request of this step may compute them, or a load bring
-    them. `opens`: this is the hand-off's first `Save`.
+    Blocks from the prefix cache also wait for the layer: another request of this step may compute or load them.
+    `opens`: this is the hand-off's first `Save`.
     """
 
     transfer_id: str
@@ -38,8 +38,8 @@ class Seal(msgspec.Struct, frozen=True, array_like=True):
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Fetch the first `num_tokens` tokens of a hand-off into `block_ids`, the first `skip_blocks` of which are filled.
 
-    `tokens` and `salt` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, it may
-    have other tokens behind the wanted ones.
+    `tokens` and `salt` are the request's prompt. The hand-off is of all of them or of a prefix. With `longer`, other
+    tokens may follow the wanted ones.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class P2pPlan(msgspec.Struct):
     """Hand-offs that will not be completed, by transfer id: the request whose blocks are under `Hold`, or "" if nothing
     was announced. Consumers that wait for them get this as an error."""
     ends: list[str] = []
-    """Transfer ids of hand-offs that nobody will fetch: their leases end early."""
+    """Transfer ids of hand-offs that will not be fetched: their leases end early."""
     saves: list[Save] = []
     seals: list[Seal] = []
     cancels: list[str] = []
@@ -72,7 +72,7 @@ class P2pPlan(msgspec.Struct):
     loads: dict[str, Load] = {}
     """Loads to begin, by request id."""
     unwanted: dict[str, Ticket] = {}
-    """Tickets that will not be fetched here, by request id: their producers may free the blocks."""
+    """Tickets that this instance will not fetch, by request id: their producers may free the blocks."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)
@@ -88,8 +88,8 @@ class P2pPlan(msgspec.Struct):
 
 
 class HandOffMeta(msgspec.Struct, frozen=True):
-    """What the producer says of its tokens when it seals. Both sides tokenize, so `prefixes` (digests of its tokens
-    and their salt) let the consumer notice another prompt. `prefill_result` is None for blocks that are kept for the
+    """Metadata of the producer's tokens, sent when it seals. Both sides tokenize, so `prefixes` (digests of its tokens
+    and their salt) let the consumer detect another prompt. `prefill_result` is None for blocks that are kept for the
     next turn."""
 
     num_tokens: int
@@ -98,11 +98,11 @@ class HandOffMeta(msgspec.Struct, frozen=True):
 
 
 def encode_meta(meta: HandOffMeta) -> bytes:
-    """Encode what `Seal.meta` carries."""
+    """Encode the content of `Seal.meta`."""
     return msgspec.msgpack.encode(meta)
 
 
 def decode_meta(encoded: bytes) -> HandOffMeta:
-    """Raises `ProtocolError` if this is not an encoded `HandOffMeta`."""
+    """Decode the content of `Seal.meta`. Raises `ProtocolError` if this is not an encoded `HandOffMeta`."""
     meta: HandOffMeta = decode_frame(encoded, HandOffMeta)
     return meta

@@ -1,4 +1,4 @@
-"""The P2P connector beside the scheduler: what this instance fetches, and with `Offers` what it hands off. No tensors.
+"""The scheduler side of the P2P connector: the fetches of this instance, and with `Offers` its hand-offs. No tensors.
 
 Owns the plan in the making, and the state of each request that has something to fetch: waiting, loading, or over. A
 request has at most one load, since a hand-off can be fetched only once.
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Fetch:
-    """What a request fetches. `num_promised`: number of its prompt's tokens that the other side has the KV of.
-    `is_ready`: the producer has finished; `deadline`: until when that is waited for, once it is (monotonic, s)."""
+    """A request's fetch. `num_promised`: number of prompt tokens whose KV the other side has. `is_ready`: the producer
+    has finished; `deadline`: end of the wait for that, once it has begun (monotonic, s)."""
 
     ticket: Ticket
     num_promised: int
@@ -54,7 +54,7 @@ class _Fetch:
 
 
 class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
-    """Decides what is handed off, fetched and held. `TransportOptions` says what can be set."""
+    """Decides which KV is handed off, fetched and held. Its settings are `TransportOptions`."""
 
     takes_parts = True
     gauges = frozenset({"num_produced"})
@@ -109,16 +109,16 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         is held already, and for a hand-off whose prefill has not ended, unless there is room to wait for it."""
         hand_off = request.hand_off
         if isinstance(hand_off, Produce):
-            room = self._offers.match(request, hand_off)
-            if hand_off.source is None or not isinstance(room, Miss) or room.error is not None:
-                return room
+            admission = self._offers.match(request, hand_off)
+            if hand_off.source is None or not isinstance(admission, Miss) or admission.error is not None:
+                return admission
         fetch = self._find(request)
         if not isinstance(fetch, _Fetch):
             return Miss(fetch)
         if fetch.state != "waiting":
             return Miss()
         if isinstance(hand_off, Produce) and fetch.num_promised <= num_computed_tokens:
-            return Miss()  # `_computed` gives the ticket up with the first chunk
+            return Miss()  # `_on_computed` abandons the ticket with the first chunk
         if not fetch.is_ready and not self.context.has_room(-(-fetch.num_promised // self._layout.block_size)):
             return self._wait(fetch)
         return Hit(max(0, fetch.num_promised - num_computed_tokens))
@@ -132,15 +132,19 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return Miss(TransferTimeout(f"the prefill of this request has not ended within {self._unsealed_s:g} s"))
 
     def _find(self, request: RequestView) -> _Fetch | KvferryError | None:
-        """The request's fetch, made anew if it is not known yet, or why its ticket cannot be used; None if it has
-        nothing to fetch."""
+        """The request's fetch, created if needed, or the reason why its ticket cannot be used; None if it has nothing
+        to fetch."""
         ticket = _ticket_of(request)
         if ticket is None or request.request_id in self._fetches:
             return self._fetches.get(request.request_id)
-        return self._unusable(ticket) or _misfit(request, ticket) or _Fetch(ticket, _num_promised(request, ticket))
+        return (
+            self._unusable(ticket)
+            or _prompt_mismatch(request, ticket)
+            or _Fetch(ticket, _num_promised(request, ticket))
+        )
 
     def _unusable(self, ticket: Ticket) -> KvferryError | None:
-        """Why this ticket cannot be used on this instance, if so."""
+        """The reason why this ticket cannot be used on this instance; None if it can."""
         if not self._config.consumes:
             return ConfigError(
                 "this instance has kv_role kv_producer and cannot fetch hand-offs; use kv_consumer or kv_both"
@@ -182,17 +186,17 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     # Steps.
 
     def plan(self, step: StepView) -> P2pPlan | None:
-        """Announcements of this step's chunks, and everything that came up since the last plan."""
+        """Announcements of this step's chunks, and all other work since the last plan."""
         for request in step.preempted:
             self._offers.restart(request)
         self._offers.void(step.chunks)
         for chunk in step.chunks:
-            self._computed(chunk.request)
+            self._on_computed(chunk.request)
             self._offers.announce(chunk)
         return self._work.take()
 
-    def _computed(self, request: RequestView) -> None:
-        """The request runs. If it has not begun to load, it never will: its ticket is given up."""
+    def _on_computed(self, request: RequestView) -> None:
+        """Abandon the ticket of a request that runs: if it has not begun to load by now, it never will."""
         fetch = self._fetches.get(request.request_id)
         if fetch is not None and fetch.state == "waiting":
             fetch.state = "over"
@@ -202,7 +206,7 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return bool(self._work)
 
     def completed(self, report: TransferReport) -> None:
-        """Take note of loads that have ended, and of blocks that are no longer needed or written to."""
+        """Record ended loads, and blocks that are no longer needed or written to."""
         for event in report:
             match event:
                 case Loaded() | Failed() if event.request_id in self._fetches:
@@ -218,9 +222,9 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
     def finish(self, request: RequestView, block_ids: Sequence[int]) -> Finish:
         """Announced blocks, and blocks that a load still writes to, stay under `Hold`."""
         is_written = self._end_fetch(request)
-        self._fetches.pop(request.request_id, None)  # only now: should anything go wrong before, it can be asked again
+        self._fetches.pop(request.request_id, None)  # only now: `finish` is called again if anything before this raises
         if is_written:
-            self._offers.never_opened(request)  # expected at most: nothing was announced before the load
+            self._offers.end_unopened(request)  # expected at most: nothing was announced before the load
             return Hold(None)
         hand_off = request.hand_off
         if isinstance(hand_off, Consume) and (self._keeps_all if hand_off.keep is None else hand_off.keep):
@@ -228,22 +232,22 @@ class P2pSchedulerSide(SchedulerSide[P2pPlan], HandsOff, HasStatistics):
         return self._offers.finish(request, block_ids)
 
     def _end_fetch(self, request: RequestView) -> bool:
-        """Give up what the request has not loaded. True if a load may still write to its blocks."""
-        if request.request_id in self._cancelled:  # asked again
+        """End the request's fetch. True if a load may still write to its blocks."""
+        if request.request_id in self._cancelled:  # called again
             return True
         request_id, fetch, ticket = request.request_id, self._find(request), _ticket_of(request)
         if isinstance(fetch, _Fetch):
             if fetch.state == "over":
                 return False
             self._work.waits.pop(request_id, None)
-            if fetch.state == "loading" and self._work.loads.pop(request_id, None) is None:  # a plan has carried it
+            if fetch.state == "loading" and self._work.loads.pop(request_id, None) is None:  # it was sent with a plan
                 self._work.cancels.append(request_id)
                 self._cancelled.add(request_id)
                 return True
             self._work.unwanted[request_id] = fetch.ticket
         elif ticket is not None and isinstance(self._unusable(ticket), LayoutMismatch | None):
             # The ticket is for another prompt: vLLM ends a request that its front end refused with a prompt of one
-            # token. Nobody else will fetch it.
+            # token. No other request will fetch it.
             self._work.unwanted[request_id] = ticket
         return False
 
@@ -277,8 +281,8 @@ def _ticket_of(request: RequestView) -> Ticket | None:
     return None
 
 
-def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
-    """Why this ticket does not fit this prompt, if so."""
+def _prompt_mismatch(request: RequestView, ticket: Ticket) -> KvferryError | None:
+    """The reason why this ticket is not for this prompt; None if it is."""
     tokens = request.prompt_token_ids
     if not isinstance(request.hand_off, Consume) or ticket.agrees_with(tokens, request.salt):
         return None
@@ -291,7 +295,7 @@ def _misfit(request: RequestView, ticket: Ticket) -> KvferryError | None:
 
 
 def _num_promised(request: RequestView, ticket: Ticket) -> int:
-    """Number of prompt tokens that the other side has the KV of. A prefill computes its last token anyway."""
+    """Number of prompt tokens whose KV the other side has. A prefill always computes its last token."""
     tokens = request.prompt_token_ids
     if isinstance(request.hand_off, Produce):
         return min(ticket.common_prefix(tokens, request.salt), len(tokens) - 1)

@@ -1,12 +1,12 @@
-"""The P2P connector beside the KV cache: announces blocks of hand-offs, and with `Arrivals` fetches those of others.
+"""The worker side of the P2P connector: announces blocks of hand-offs, and with `Arrivals` fetches the hand-offs of
+others.
 
-Owns the transfer thread, the table of what is handed off from here, the lookup buffer by which consumers get it, and
-the hand-offs of this rank that have not ended. The engine's thread calls it; whatever waits runs on the transfer
-thread.
+Owns the transfer thread, the table of this rank's hand-offs, the lookup buffer by which consumers fetch them, and the
+hand-offs that have not ended. The engine's thread calls it; everything that waits runs on the transfer thread.
 
 A plan names blocks of requests that run in its step. They are announced layer by layer, each when the step has passed
-the layer: by then all its blocks are written, whichever request computed or loaded them. On a device, the kernels of a
-layer may still be running then, so all layers are announced at the end of the step, after waiting for the device.
+the layer: by then all its blocks are written, by any request that computed or loaded them. On a device, the kernels of
+a layer may still be running then, so all layers are announced at the end of the step, after waiting for the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GATHER_BYTES = 2 * 2**20
 
 
 class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStatistics):
-    """Hands off, and fetches, the KV of one rank. `TransportOptions` says what can be set."""
+    """Hands off, and fetches, the KV of one rank. Its settings are `TransportOptions`."""
 
     plan_type = P2pPlan
     gauges = frozenset({"num_loading", "num_keys", "held_bytes", "open_connections"})
@@ -86,8 +86,10 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             LookupBufferContext(config, settings, memory, identity, self.context.auth_token, self.table)
         )
         self._wait_for_device = None if self.context.saves_are_complete else device_wait(memory.device)
-        keeps = config.kv_load_failure_policy == "fail"
-        self._arrivals = Arrivals(self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keeps)
+        keep_lease = config.kv_load_failure_policy == "fail"
+        self._arrivals = Arrivals(
+            self._buffer, layout, settings.timeout_s, self.reports, keep_lease_on_failure=keep_lease
+        )
         self._loop.start()
         self._service = self._loop.submit(run_together(self._buffer.run(), self._arrivals.run()))
         self._loop.run(self._arrivals.started.wait(), START_S)
@@ -104,7 +106,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     # Steps.
 
     def withdraw(self, plan: P2pPlan | None) -> None:
-        """Void what was announced of hand-offs that begin again: from here on nobody can take it."""
+        """Void the announcements of hand-offs that begin again: no consumer can fetch them any more."""
         for transfer_id in plan.resets if plan is not None else ():
             self.table.reset(transfer_id)
 
@@ -112,18 +114,18 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         """Carry out the plan, except that its `saves` wait for the layers of this step."""
         if plan is None:
             return
-        self.discard()  # what is left of a step that neither `flush` nor `discard` ended
+        self.discard()  # the rest of a step that neither `flush` nor `discard` ended
         for transfer_id, request_id in plan.drops.items():
             if request_id:
                 self._held[transfer_id] = request_id
-            self._each(transfer_id, partial(self.table.drop, transfer_id))
+            self._contain(transfer_id, partial(self.table.drop, transfer_id))
         for transfer_id in plan.ends:
-            self._each(transfer_id, partial(self.table.release, transfer_id))
+            self._contain(transfer_id, partial(self.table.release, transfer_id))
         for save in plan.saves:
-            self._each(save.transfer_id, partial(self._begin, save))
+            self._contain(save.transfer_id, partial(self._begin, save))
         for seal in plan.seals:
             self._held[seal.transfer_id] = seal.request_id
-            self._each(seal.transfer_id, partial(self._seal, seal))
+            self._contain(seal.transfer_id, partial(self._seal, seal))
         for request_id in plan.cancels:
             self.reports.forget(request_id)
         for load in plan.loads.values():
@@ -139,7 +141,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
             self._written.append(layer)
 
     def flush(self) -> None:
-        """Announce what waited for the device."""
+        """Announce the layers that waited for the device."""
         if self._wait_for_device is not None and self._written:
             self._wait_for_device()
             for layer in self._written:
@@ -147,9 +149,9 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
         self._written, self._saves = [], []
 
     def discard(self) -> None:
-        """The step has failed: withdraw the hand-offs that it was to announce blocks of."""
+        """Withdraw the hand-offs whose blocks the failed step was to announce."""
         for save in self._saves:
-            self._void(save.transfer_id)
+            self._withdraw(save.transfer_id)
         self._written, self._saves = [], []
 
     def _begin(self, save: Save) -> None:
@@ -167,28 +169,28 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
     def _announce(self, layer: int) -> None:
         for save in self._saves:
             part = Part(layer, 1, save.first_block, save.block_ids)
-            self._each(save.transfer_id, partial(self.table.insert, save.transfer_id, part))
+            self._contain(save.transfer_id, partial(self.table.insert, save.transfer_id, part))
 
-    def _each(self, transfer_id: str, act: Callable[[], object]) -> None:
-        """Do something for one hand-off. If it fails, this hand-off is withdrawn; the others go on."""
-        call_contained(act, f"hand-off {transfer_id}", lambda error: self._void(transfer_id))
+    def _contain(self, transfer_id: str, call: Callable[[], object]) -> None:
+        """Make a call for one hand-off. If it fails, this hand-off is withdrawn; the others continue."""
+        call_contained(call, f"hand-off {transfer_id}", lambda error: self._withdraw(transfer_id))
 
-    def _void(self, transfer_id: str) -> None:
-        """Withdraw a hand-off: from here on nobody can take it. If even that fails, its lease expires."""
+    def _withdraw(self, transfer_id: str) -> None:
+        """Withdraw a hand-off: no consumer can fetch it any more. If even that fails, its lease expires."""
         self._saves = [save for save in self._saves if save.transfer_id != transfer_id]
         self.table.drop(transfer_id)
 
     def poll(self) -> TransferReport:
-        """Loads that ended, and blocks that are no longer needed. Raises `ConnectorLost` when the transfer thread's
+        """Return ended loads, and blocks that are no longer needed. Raises `ConnectorLost` if the transfer thread's
         work has ended."""
         if self._service is not None and self._service.done():
             try:
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
-        over = self.table.over(self._held)
-        arrived = self.reports.take()
-        return [*(Released(self._held.pop(transfer_id)) for transfer_id in over), *arrived]
+        ended = self.table.over(self._held)
+        events = self.reports.take()
+        return [*(Released(self._held.pop(transfer_id)) for transfer_id in ended), *events]
 
     def on_report(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the transfer thread."""
@@ -209,7 +211,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
 
 
 def device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for what this thread has queued on the device; None for host memory."""
+    """A function that waits for all work that this thread has queued on the device; None for host memory."""
     if device == "cpu":
         return None
     from kvferry.transport.cuda import copies  # only where KV is on a device

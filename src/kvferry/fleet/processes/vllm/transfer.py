@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from kvferry.connectors.foreign import refuse_connector
-from kvferry.connectors.registry import BUILTIN, VLLMS_HAND_OFFS, connector_names, find_connector
+from kvferry.connectors.registry import BUILTIN, VLLM_HAND_OFF_CONNECTORS, connector_names, find_connector
 from kvferry.core.errors import ConfigError, MissingDependency, UnknownName
 from kvferry.core.messages.registration import Role
 from kvferry.core.settings.transfer_config import KVTransferConfig, read_transfer_json
@@ -145,7 +145,7 @@ def _require_one_hand_off(children: list[dict[str, Any]]) -> None:
         )
     names = [one["kv_connector"] for one in children if (one.get("kv_connector_extra_config") or {}).get("hand_off", 1)]
     ours = [name for name in names if name.removeprefix(_PREFIX) in BUILTIN and name.startswith(_PREFIX)]
-    theirs = [name for name in names if name in VLLMS_HAND_OFFS]
+    theirs = [name for name in names if name in VLLM_HAND_OFF_CONNECTORS]
     if len(ours) > 1:
         raise ConfigError(
             f"--kv-transfer-config: {ours[0]} and {ours[1]} would both hand requests off; give all but one"
