@@ -65,6 +65,7 @@ PLAIN_ROOMS = (
     "router/",
     "store/",
     "testing/",
+    "transport/",
 )
 DIALECT = {
     "one",

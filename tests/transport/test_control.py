@@ -251,7 +251,7 @@ async def is_refused(mute: socket.socket) -> bool:
 
 
 async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_STRANGERS_PER_ADDRESS", 2)
+    monkeypatch.setattr(control, "MAX_UNAUTHENTICATED_PER_ADDRESS", 2)
     async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
         mutes = [
             stack.enter_context(
@@ -268,11 +268,11 @@ async def test_who_does_not_say_who_they_are_keep_no_peer_out(monkeypatch: pytes
         for mute in mutes:
             mute.close()
         await until(lambda: listener.statistics()["open_connections"] == 0)
-        assert not listener._strangers
+        assert not listener._unauthenticated
 
 
 async def test_strangers_are_bounded_wherever_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(control, "MAX_UNAUTHENTICATED", 2)
     async with echo_listener(handshake_s=3600) as listener, AsyncExitStack() as stack:
         addresses = [("127.0.0.2", 0), ("127.0.0.3", 0), ("127.0.0.4", 0)]
         mutes = [

@@ -17,7 +17,7 @@ from kvferry.core.messages.wire import HEADER_BYTES, MAX_FRAME_BYTES, Message, d
 from kvferry.sim.kv import KVContents
 from kvferry.sim.loop import SimLoop, SimProcess
 from kvferry.sim.network import AcceptedSocket, Network, SimTransport
-from kvferry.transport.connection import Connection, Identity, answer, greet, limited_to
+from kvferry.transport.connection import Connection, Identity, client_handshake, limited_to, server_handshake
 from kvferry.transport.control import HANDSHAKE_S, Handler, Listener
 from kvferry.transport.fabric.base import Fabric, FabricContext, FabricPeer
 from kvferry.transport.lookup_buffer.base import LookupBufferContext
@@ -121,8 +121,8 @@ class SimConnection(Connection):
     def __init__(self, frames: _Frames) -> None:
         self._frames = frames
 
-    def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
-        """Record that the other end has proved who it is."""
+    def set_authenticated(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+        """Record the authenticated identity of the other end."""
         self.peer = peer
 
     async def send(self, message: Message, payload: object = None) -> None:
@@ -165,7 +165,7 @@ class SimListener(Listener):
                 raise PeerLost(f"cannot connect to {host}:{port}: {error}") from error
             connection = SimConnection(cast(_Frames, frames))
             try:
-                await greet(connection, purpose, self.identity, self._sim_token)
+                await client_handshake(connection, purpose, self.identity, self._sim_token)
             except BaseException:
                 await connection.close()
                 raise
@@ -196,7 +196,7 @@ class SimListener(Listener):
         try:
             async with SimConnection(frames) as connection:
                 async with limited_to(loop.time() + HANDSHAKE_S, "handshake"):
-                    purpose = await answer(connection, self._sim_handlers, self.identity, self._sim_token)
+                    purpose = await server_handshake(connection, self._sim_handlers, self.identity, self._sim_token)
                 await self._sim_handlers[purpose](connection)
         except PeerLost:
             pass

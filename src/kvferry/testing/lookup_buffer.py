@@ -139,7 +139,7 @@ class LookupBufferContract:
         ends.producer.table.drop("k")
         with pytest.raises(LeaseEnded, match="withdrew"):
             await fetching
-        assert ends.producer.table.why_over("k") == "dropped"
+        assert ends.producer.table.end_reason("k") == "dropped"
 
     async def test_one_of_two_consumers_has_it(self, ends: BufferEnds) -> None:
         region, other = await ends.another_consumer()
@@ -158,7 +158,7 @@ class LookupBufferContract:
         ends.clock.advance(BOUNDS.lease_s)
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
-        assert ends.producer.table.why_over("k") == "expired"
+        assert ends.producer.table.end_reason("k") == "expired"
         with pytest.raises(LeaseEnded, match="lease"):
             await ends.fetch("k", [0])
 
@@ -307,8 +307,8 @@ class BufferEnds:
 
     async def until_ended(self, key: str, *reasons: EndReason) -> None:
         """Wait until the producer knows that the key has ended; fails unless for one of these reasons."""
-        await until(lambda: self.producer.table.over([key]) == [key])
-        assert self.producer.table.why_over(key) in reasons
+        await until(lambda: self.producer.table.ended([key]) == [key])
+        assert self.producer.table.end_reason(key) in reasons
 
     async def until_arrived(self, layer: int, ours: int, theirs: int) -> None:
         """Wait until a block of a layer has arrived."""

@@ -56,7 +56,7 @@ class PipeContract(FabricContract):
 
         async def serve(connection: Connection) -> None:
             opened.set_result(await fabric.open_pipe(connection, soon(), sends=True))
-            await connection.first_byte()
+            await connection.peek_byte()
 
         listener.handle(PURPOSE, serve)
         serving = asyncio.create_task(listener.serve())

@@ -1,4 +1,4 @@
-"""A digest (XXH3) of bytes in KV memory, to verify that a transfer delivered what was sent."""
+"""A digest (XXH3) of bytes in KV memory, to verify that a transfer delivered the bytes that were sent."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ async def digest(memory: BlockMemory, spans: Sequence[Span]) -> bytes:
         for address, _, length in part.rows():
             hasher.update(MEMORY[address : address + length])
         await asyncio.sleep(0)
-    found: bytes = hasher.digest()
-    return found
+    result: bytes = hasher.digest()
+    return result

@@ -1,5 +1,5 @@
-"""One TCP connection between two instances: the frames on it (`core.messages.wire`), and how both ends prove who they
-are when it is new. Used on a `TransferLoop`.
+"""One TCP connection between two instances: its frames (`core.messages.wire`), and the mutual authentication at its
+start. Used on a `TransferLoop`.
 
 Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go between socket and KV memory uncopied.
 
@@ -9,10 +9,10 @@ Raw non-blocking sockets rather than asyncio's streams, so that KV bytes go betw
                   ◄────────── Proof(identity, code) ──  learns nothing about the listener
 
 A code is an HMAC-SHA256 with a key derived from the shared token (`core.keys`), over the side's name, all messages so
-far and the identity that it comes with. So neither side's code can be replayed to it, and no identity can be exchanged.
-From then on each frame is sealed with a key for its direction, derived in the same way. Both sides then compare
-layouts, and each raises `LayoutMismatch` with the field if blocks cannot be converted. For purposes that are about no
-blocks (`WITHOUT_BLOCKS`), layouts may differ.
+far and the accompanying identity. So neither side's code can be replayed to it, and no identity can be exchanged. From
+then on each frame is sealed with a key for its direction, derived in the same way. Both sides then compare layouts, and
+each raises `LayoutMismatch` with the field if blocks cannot be converted. For purposes that are about no blocks
+(`WITHOUT_BLOCKS`), layouts may differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RELEASE_PURPOSE = "release"
 """To say which hand-offs will not be fetched, as an instance must that cannot read them."""
 WITHOUT_BLOCKS = frozenset({RELEASE_PURPOSE})
 MAX_GREETING_BYTES = 64 * 2**10
-"""The longest frame that is accepted from a peer that has not proved who it is."""
+"""Maximum length of a frame from an unauthenticated peer."""
 NONCE_BYTES = 32
 KEEPALIVE_IDLE_S = 10
 UNACKNOWLEDGED_MS = 20_000
@@ -58,7 +58,7 @@ _UNKNOWN_TOKEN = "the shared token differs; start both instances with the same K
 
 
 class Identity(Message, frozen=True):
-    """Who an instance is, and the layout of its blocks."""
+    """An instance's engine id, and the layout of its blocks."""
 
     engine_id: str
     layout: KVLayout
@@ -67,35 +67,35 @@ class Identity(Message, frozen=True):
 class PlainSocket:
     """Moves bytes directly between a connected socket and memory. (`tls.TlsSocket` does the same under TLS.)
 
-    No call waits: it does what can be done at once. It raises `BlockingIOError` when that is nothing, and `OSError` or
-    `KvferryError` when the connection broke. What was not sent at once must be offered again, unchanged, before
-    anything else.
+    No call waits: it does what can be done at once. It raises `BlockingIOError` if nothing can be done, and `OSError`
+    or `KvferryError` if the connection broke. Bytes that were not sent must be offered again, unchanged, before any
+    others.
     """
 
     turn_bytes = 4 * 2**20
-    """Bytes after which other tasks should have the loop. A turn costs 20 to 40 µs between two copies that fill the
-    caches."""
+    """Bytes after which other tasks should run. An iteration of the loop costs 20 to 40 µs between two copies that fill
+    the caches."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def send(self, view: memoryview) -> int:
-        """Send as many of these bytes as fit. Returns how many were sent."""
+        """Send as many of these bytes as fit. Returns the number sent."""
         return self._socket.send(view)
 
     def send_vector(self, vector: MemoryVector) -> int:
-        """Send as much as fits of what is left of the vector, which advances. Returns how many bytes were sent."""
+        """Send as much as fits of the rest of the vector, which advances. Returns the number of bytes sent."""
         return vector.send(self._socket)
 
     def receive(self, view: memoryview) -> tuple[int, bool]:
-        """(bytes received, whether more may be there); 0 bytes when the peer has closed."""
+        """(bytes received, true if more may be available); 0 bytes when the peer has closed."""
         count = self._socket.recv_into(view)
         return count, count == len(view)
 
     def receive_vector(self, vector: MemoryVector) -> tuple[int, bool]:
         """Receive into the vector's memory, as `receive` does."""
-        count, wanted = vector.receive(self._socket)
-        return count, count == wanted
+        count, num_requested = vector.receive(self._socket)
+        return count, count == num_requested
 
     @property
     def num_pending(self) -> int:
@@ -103,12 +103,12 @@ class PlainSocket:
         return 0
 
     def wait_for(self, num_bytes: int) -> None:
-        """Let the socket become readable only when `num_bytes` are there, or the connection has ended."""
+        """Let the socket become readable only when `num_bytes` have arrived, or the connection has ended."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 class Connection:
-    """A connected socket, which it owns. `peer`: who the other end has proved to be.
+    """A connected socket, which it owns. `peer`: the authenticated identity of the other end.
 
     Every method that waits raises `PeerLost` when the connection breaks. One task may receive; any may send.
     """
@@ -118,7 +118,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         """Raises `PeerLost`, and closes the socket, if the peer is gone already."""
         try:
-            _tune(sock)
+            _set_socket_options(sock)
         except OSError as error:
             sock.close()
             raise PeerLost(f"the peer disconnected at once: {error}") from error
@@ -129,7 +129,7 @@ class Connection:
         self._num_sent = self._num_received = 0
         """Frames since the handshake."""
         self._sending = asyncio.Lock()
-        self._cut_off = False
+        self._is_broken = False
 
     async def __aenter__(self) -> Connection:
         return self
@@ -139,14 +139,14 @@ class Connection:
 
     # Frames.
 
-    def trust(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
-        """The other end has proved who it is. From now on frames may have their full length, and carry a keyed digest
-        of their content and number, so that a changed, missing or repeated one is a `ProtocolError`."""
+    def set_authenticated(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+        """Set the authenticated identity of the other end. From now on frames may have their full length, and carry a
+        keyed digest of their content and number, so that a changed, missing or repeated frame is a `ProtocolError`."""
         self.peer, self._frame_limit = peer, MAX_FRAME_BYTES
         self._send_key, self._receive_key = send_key, receive_key
 
     def sealed(self, frame: bytearray) -> bytearray:
-        """The same frame, sealed in place as the next one that is sent, once both ends have proved who they are."""
+        """The same frame, sealed in place as the next one that is sent, once both ends are authenticated."""
         if self._send_key:
             self._num_sent += 1
             seal_frame(frame, self._send_key, self._num_sent)
@@ -157,54 +157,54 @@ class Connection:
         self._num_received += bool(self._receive_key)
         return decode_frame(body, kinds, self._receive_key, self._num_received)
 
-    def length_in(self, header: bytes | bytearray) -> int:
+    def body_length(self, header: bytes | bytearray) -> int:
         """The length of the body that a frame's header announces. Raises `ProtocolError` if it is too long."""
         return frame_length(header, self._frame_limit + SEAL_BYTES * bool(self._receive_key))
 
     async def send(self, message: Message, payload: MemoryVector | None = None) -> None:
-        """Send one frame, and the payload behind it, directly from its memory and with nobody else's bytes in between.
+        """Send one frame, followed by the payload directly from its memory, without other bytes in between.
 
         Raises `ProtocolError` for a frame that is too long. If it raises anything else or is cancelled, the connection
-        ends, since nothing can follow half a message.
+        ends, since a partial message cannot be continued.
         """
         frame = encode_frame(message)
         async with self._sending:
-            if self._cut_off:
+            if self._is_broken:
                 raise PeerLost("the connection was closed in the middle of a message")
             try:
                 with translated_errors():
                     await self._transmit(self.sealed(frame), payload)
             except BaseException:
-                self._cut_off = True
+                self._is_broken = True
                 self.abort()
                 raise
 
     async def _transmit(self, frame: bytearray, payload: MemoryVector | None) -> None:
-        rest, num_since = memoryview(frame), 0
+        rest, num_since_yield = memoryview(frame), 0
         while rest or (payload is not None and payload.num_left):
             try:
                 num_sent = self.io.send(rest) if rest or payload is None else self.io.send_vector(payload)
             except BlockingIOError:
                 await self.writable()
-                num_since = 0
+                num_since_yield = 0
                 continue
-            rest, num_since = rest[num_sent:], num_since + num_sent
-            if num_since >= self.io.turn_bytes:  # the kernel takes much at once: let other tasks have the loop
+            rest, num_since_yield = rest[num_sent:], num_since_yield + num_sent
+            if num_since_yield >= self.io.turn_bytes:  # the kernel accepts much at once: let other tasks run
                 await asyncio.sleep(0)
-                num_since = 0
+                num_since_yield = 0
 
     async def receive(self, kinds: Any) -> Any:
         """The next frame, one of `kinds`. Raises `ProtocolError` on anything else."""
         header = bytearray(HEADER_BYTES)
         await self.receive_into(memoryview(header))
-        body = bytearray(self.length_in(header))
+        body = bytearray(self.body_length(header))
         await self.receive_into(memoryview(body))
         return self.decode(body, kinds)
 
     # Bytes.
 
     async def receive_into(self, rest: memoryview) -> None:
-        """Fill this memory with what comes next."""
+        """Fill this memory with the next bytes."""
         while rest:
             with translated_errors():
                 try:
@@ -216,24 +216,24 @@ class Connection:
                 raise PeerLost("the peer closed the connection")
             rest = rest[count:]
 
-    async def first_byte(self) -> int | None:
+    async def peek_byte(self) -> int | None:
         """The next byte on the wire, without receiving it; None when the peer has closed."""
         await self.readable()
         with translated_errors():  # the base class' method: an SSL socket's own peeks at nothing
             return next(iter(socket.socket.recv(self.socket, 1, socket.MSG_PEEK)), None)
 
     async def readable(self) -> None:
-        """Wait until there is something to receive, or the connection has ended. May be cancelled: nothing is lost."""
+        """Wait until bytes can be received, or the connection has ended. May be cancelled: no bytes are lost."""
         if not self.io.num_pending:
             loop = asyncio.get_running_loop()
-            await self._called_by(loop.add_reader, loop.remove_reader)
+            await self._wait_for_callback(loop.add_reader, loop.remove_reader)
 
     async def writable(self) -> None:
         """Wait until something can be sent, or the connection has ended."""
         loop = asyncio.get_running_loop()
-        await self._called_by(loop.add_writer, loop.remove_writer)
+        await self._wait_for_callback(loop.add_writer, loop.remove_writer)
 
-    async def _called_by(self, add: Callable[..., object], remove: Callable[..., object]) -> None:
+    async def _wait_for_callback(self, add: Callable[..., object], remove: Callable[..., object]) -> None:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         add(self.socket, _resolve, ready)
         try:
@@ -267,17 +267,17 @@ def translated_errors() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def limited_to(deadline: float, what: str) -> AsyncIterator[None]:
-    """Raise `TransferTimeout` when the body is not done by `deadline` (s, monotonic)."""
+async def limited_to(deadline: float, action: str) -> AsyncIterator[None]:
+    """Raise `TransferTimeout` if the body is not done by `deadline` (s, monotonic). `action` is for the message."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError as error:
-        raise TransferTimeout(f"{what}: not finished before its deadline") from error
+        raise TransferTimeout(f"{action}: not finished before its deadline") from error
 
 
-def _tune(sock: socket.socket) -> None:
-    """Small frames leave at once; a peer whose machine vanished is noticed within half a minute."""
+def _set_socket_options(sock: socket.socket) -> None:
+    """Send small frames at once, and detect a vanished machine within half a minute."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -297,7 +297,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 class Hello(Message, frozen=True):
-    """The first message of either side. `purpose`: the service that the dialling side asks for."""
+    """The first message of either side. `purpose`: the service that the dialling side requests."""
 
     protocol: int
     purpose: str
@@ -321,30 +321,32 @@ class Refused(Message, frozen=True):
 Greeting = TypeVar("Greeting", Hello, Proof)
 
 
-async def greet(connection: Connection, purpose: str, identity: Identity, token: str) -> None:
+async def client_handshake(connection: Connection, purpose: str, identity: Identity, token: str) -> None:
     """The dialling side's half of the handshake. Afterwards `connection.peer` is set.
 
     Raises `AuthenticationFailed`, `LayoutMismatch`, `ProtocolError` or `PeerLost`.
     """
     hello = Hello(PROTOCOL_VERSION, purpose, entropy.token_bytes(NONCE_BYTES))
     await connection.send(hello)
-    answered = await _receive(connection, Hello)
-    _require_version(answered)
-    transcript: list[Message] = [hello, answered, identity]
-    await connection.send(Proof(identity, _code(token, "dialler", transcript)))
+    peer_hello = await _receive(connection, Hello)
+    _require_version(peer_hello)
+    transcript: list[Message] = [hello, peer_hello, identity]
+    await connection.send(Proof(identity, _authentication_code(token, "dialler", transcript)))
     proof = await _receive(connection, Proof)
     transcript.append(proof.identity)
-    if not hmac.compare_digest(proof.code, _code(token, "listener", transcript)):
+    if not hmac.compare_digest(proof.code, _authentication_code(token, "listener", transcript)):
         raise AuthenticationFailed(f"the listener cannot authenticate itself: {_UNKNOWN_TOKEN}")
-    connection.trust(
-        proof.identity, _code(token, "dialler's frames", transcript), _code(token, "listener's frames", transcript)
+    connection.set_authenticated(
+        proof.identity,
+        _authentication_code(token, "dialler's frames", transcript),
+        _authentication_code(token, "listener's frames", transcript),
     )
     if purpose not in WITHOUT_BLOCKS:
         identity.layout.require_reconcilable(proof.identity.layout)
 
 
-async def answer(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
-    """The listener's half of the handshake; returns the purpose. Raises as `greet`; a peer that is refused gets a
+async def server_handshake(connection: Connection, purposes: Collection[str], identity: Identity, token: str) -> str:
+    """The listener's half of the handshake; returns the purpose. Raises as `client_handshake`; a refused peer gets a
     `Refused`."""
     try:
         hello: Hello = await connection.receive(Hello)
@@ -353,11 +355,11 @@ async def answer(connection: Connection, purposes: Collection[str], identity: Id
             raise ProtocolError("a nonce of the wrong length")
         if hello.purpose not in purposes:
             raise ProtocolError(f"no service {hello.purpose[:40]!r} here")
-        ours = Hello(PROTOCOL_VERSION, "", entropy.token_bytes(NONCE_BYTES))
-        await connection.send(ours)
+        own_hello = Hello(PROTOCOL_VERSION, "", entropy.token_bytes(NONCE_BYTES))
+        await connection.send(own_hello)
         proof: Proof = await connection.receive(Proof)
-        transcript: list[Message] = [hello, ours, proof.identity]
-        if not hmac.compare_digest(proof.code, _code(token, "dialler", transcript)):
+        transcript: list[Message] = [hello, own_hello, proof.identity]
+        if not hmac.compare_digest(proof.code, _authentication_code(token, "dialler", transcript)):
             raise AuthenticationFailed(f"the peer cannot authenticate itself: {_UNKNOWN_TOKEN}")
     except (AuthenticationFailed, ProtocolError) as error:
         kind = "authentication" if isinstance(error, AuthenticationFailed) else "protocol"
@@ -365,16 +367,18 @@ async def answer(connection: Connection, purposes: Collection[str], identity: Id
             await connection.send(Refused(kind, str(error)))
         raise
     transcript.append(identity)
-    await connection.send(Proof(identity, _code(token, "listener", transcript)))
-    connection.trust(
-        proof.identity, _code(token, "listener's frames", transcript), _code(token, "dialler's frames", transcript)
+    await connection.send(Proof(identity, _authentication_code(token, "listener", transcript)))
+    connection.set_authenticated(
+        proof.identity,
+        _authentication_code(token, "listener's frames", transcript),
+        _authentication_code(token, "dialler's frames", transcript),
     )
     if hello.purpose not in WITHOUT_BLOCKS:
         identity.layout.require_reconcilable(proof.identity.layout)
     return hello.purpose
 
 
-def _code(token: str, side: str, transcript: list[Message]) -> bytes:
+def _authentication_code(token: str, side: str, transcript: list[Message]) -> bytes:
     digest = hashlib.sha256()
     for message in transcript:
         body = msgspec.msgpack.encode(message)
@@ -389,8 +393,8 @@ async def _receive(connection: Connection, kind: type[Greeting]) -> Greeting:
     return message
 
 
-def _require_version(theirs: Hello) -> None:
-    number = theirs.protocol
+def _require_version(peer_hello: Hello) -> None:
+    number = peer_hello.protocol
     if number != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the peer speaks protocol {number}, this instance {PROTOCOL_VERSION}; run the same kvferry on both"

@@ -1,4 +1,4 @@
-"""Where an instance listens for other instances, and how it connects to them.
+"""The listener of an instance for other instances, and its connections to them.
 
 One TCP port serves every purpose ("lookup", "read", …), so that only one has to be opened in a firewall. On a
 connection, TLS comes first, if it is configured, and then the handshake (`transport.connection`).
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.core.errors import ConfigError, KvferryError, PeerLost
 from kvferry.core.settings.transfer_config import KVTransferConfig
-from kvferry.transport.connection import Connection, Identity, answer, greet, limited_to
+from kvferry.transport.connection import Connection, Identity, client_handshake, limited_to, server_handshake
 
 if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
@@ -30,17 +30,17 @@ Handler = Callable[[Connection], Awaitable[None]]
 HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 1024
 """Connections of peers that have passed the handshake."""
-MAX_STRANGERS, MAX_STRANGERS_PER_ADDRESS = 128, 64
-"""Connections before their handshake, in all and from one address; counted separately, so that strangers keep no peer
-out. Instances of one machine, or behind one translated address, may all dial at once."""
+MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_PER_ADDRESS = 128, 64
+"""Connections before their handshake, in all and from one address; counted separately, so that unauthenticated clients
+do not exclude peers. All instances of one machine, or behind one translated address, may dial at once."""
 BACKLOG = 128
 TLS_HANDSHAKE = 0x16
 """The first byte of TLS. As the first byte of a frame it would mean a length that no greeting has."""
 
 
 class Listener:
-    """A bound port, and the identity that this instance shows to others. Register handlers with `handle`, then run
-    `serve` on the instance's `TransferLoop`."""
+    """A bound port, and this instance's identity for others. Register handlers with `handle`, then run `serve` on the
+    instance's `TransferLoop`."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Listener:
     ) -> None:
         """Bind. Raises `ConfigError` if that fails, or if without a token other machines could reach the port.
 
-        `advertised_host` and `advertised_port`: where peers find it, if not where it is bound (address translation).
-        With `tls`, connections without TLS are refused.
+        `advertised_host` and `advertised_port`: the address for peers, if it differs from the bound one (address
+        translation). With `tls`, connections without TLS are refused.
         """
         self.identity, self.tls, self._token, self.handshake_s = identity, tls, token, handshake_s
         self._handlers: dict[str, Handler] = {}
         self._num_open = 0
-        self._strangers: Counter[str] = Counter()
+        self._unauthenticated: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._socket = _bind(host, port, allow_strangers=bool(token))
+        self._socket = _bind(host, port, allow_remote=bool(token))
         self.port: int = advertised_port or self._socket.getsockname()[1]
         self.host = advertised_host or _reachable_host(host, self._socket)
-        """Where peers find it: as advertised, else the bound address, or for a wildcard this machine's own."""
+        """The address for peers: as advertised, else the bound address, or for a wildcard this machine's own."""
 
     def handle(self, purpose: str, handler: Handler) -> None:
-        """Connections for `purpose` go to `handler`."""
+        """Register the handler of connections for `purpose`."""
         assert purpose not in self._handlers, f"{purpose} is served already"
         self._handlers[purpose] = handler
 
@@ -91,56 +91,56 @@ class Listener:
                         sock.close()
                         continue
                     self._num_open += 1
-                    self._strangers[host] += 1
-                    group.create_task(self._serve_one(sock, host, port))
+                    self._unauthenticated[host] += 1
+                    group.create_task(self._serve_connection(sock, host, port))
         finally:
             self.close()
 
     def _is_full(self, host: str) -> bool:
-        """Whether another connection from this address must be refused."""
-        num_strangers = self._strangers.total()
+        """True if another connection from this address must be refused."""
+        num_unauthenticated = self._unauthenticated.total()
         return (
-            self._num_open - num_strangers >= MAX_CONNECTIONS
-            or num_strangers >= MAX_STRANGERS
-            or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS
+            self._num_open - num_unauthenticated >= MAX_CONNECTIONS
+            or num_unauthenticated >= MAX_UNAUTHENTICATED
+            or self._unauthenticated[host] >= MAX_UNAUTHENTICATED_PER_ADDRESS
         )
 
-    async def _serve_one(self, sock: socket.socket, host: str, port: int) -> None:
-        where = f"{host}:{port}"
+    async def _serve_connection(self, sock: socket.socket, host: str, port: int) -> None:
+        peer_address = f"{host}:{port}"
         try:
-            with ExitStack() as while_a_stranger:
-                while_a_stranger.callback(self._no_stranger, host)
+            with ExitStack() as unauthenticated:
+                unauthenticated.callback(self._on_authenticated, host)
                 async with Connection(sock) as connection:
                     purpose = await self._admit(connection)
-                    while_a_stranger.close()
+                    unauthenticated.close()
                     await self._handlers[purpose](connection)
         except PeerLost:
-            pass  # how connections usually end
+            pass  # the usual end of a connection
         except KvferryError as error:
             self._counts[f"rejected_{type(error).__name__}"] += 1
-            log.warning("a connection from %s was ended: %s", where, error)
+            log.warning("a connection from %s was ended: %s", peer_address, error)
         except Exception:  # the edge between one peer and the instance: other connections continue
             self._counts["failed_connections"] += 1
-            log.exception("a connection from %s was ended by an internal error", where)
+            log.exception("a connection from %s was ended by an internal error", peer_address)
         finally:
             self._num_open -= 1
 
-    def _no_stranger(self, host: str) -> None:
-        self._strangers -= Counter((host,))  # this keeps positive counts only
+    def _on_authenticated(self, host: str) -> None:
+        self._unauthenticated -= Counter((host,))  # this keeps positive counts only
 
     async def _admit(self, connection: Connection) -> str:
         deadline = asyncio.get_running_loop().time() + self.handshake_s
         async with limited_to(deadline, "handshake"):
-            if (first := await connection.first_byte()) is None:
+            if (first_byte := await connection.peek_byte()) is None:
                 raise PeerLost("the peer disconnected without sending anything")
-            if self.tls is not None or first == TLS_HANDSHAKE:
-                from kvferry.transport.tls import accept_tls  # only where one of the two uses TLS
+            if self.tls is not None or first_byte == TLS_HANDSHAKE:
+                from kvferry.transport.tls import accept_tls  # only if one of the two uses TLS
 
-                await accept_tls(connection, self.tls, speaks_tls=first == TLS_HANDSHAKE)
-            return await answer(connection, self._handlers, self.identity, self._token)
+                await accept_tls(connection, self.tls, uses_tls=first_byte == TLS_HANDSHAKE)
+            return await server_handshake(connection, self._handlers, self.identity, self._token)
 
     def statistics(self) -> dict[str, float]:
-        """Connections open now, and counters of those that were refused or ended by an error."""
+        """Number of open connections, and counters of refused connections and of connections that an error ended."""
         return {
             "open_connections": float(self._num_open),
             **{name: float(n) for name, n in self._counts.items()},
@@ -155,13 +155,13 @@ async def dial(
     host: str, port: int, purpose: str, identity: Identity, token: str, deadline: float, tls: ChannelTls | None = None
 ) -> Connection:
     """Connect and authenticate before `deadline` (s, monotonic), under TLS if `tls` is given. The caller owns the
-    connection. Raises `PeerLost` if nobody answers, `TransferTimeout`, or as `greet`."""
+    connection. Raises `PeerLost` if the listener is unreachable, `TransferTimeout`, or as `client_handshake`."""
     connection = Connection(await _connect(host, port, deadline))
     try:
         async with limited_to(deadline, f"handshake with {host}:{port}"):
             if tls is not None:
                 await tls.begin(connection, f"{host}:{port}")
-            await greet(connection, purpose, identity, token)
+            await client_handshake(connection, purpose, identity, token)
     except BaseException:
         await connection.close()
         raise
@@ -172,8 +172,8 @@ async def _connect(host: str, port: int, deadline: float) -> socket.socket:
     loop = asyncio.get_running_loop()
     async with limited_to(deadline, f"connecting to {host}:{port}"):
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = found[0]
+            candidates = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = candidates[0]
             sock = socket.socket(family, kind, protocol)
             sock.setblocking(False)
             try:
@@ -198,14 +198,15 @@ async def _accept(loop: asyncio.AbstractEventLoop, listening: socket.socket) -> 
 
 
 def check_here(config: KVTransferConfig, *, known: bool) -> None:
-    """Raise `ConfigError` if `kv_ip` and `kv_port` cannot be listened on now. `known`: instances share a token."""
-    _bind(config.kv_ip, config.kv_port, allow_strangers=known).close()
+    """Raise `ConfigError` if this machine cannot listen on `kv_ip` and `kv_port` now. `known`: instances share a
+    token."""
+    _bind(config.kv_ip, config.kv_port, allow_remote=known).close()
 
 
-def _bind(host: str, port: int, *, allow_strangers: bool) -> socket.socket:
+def _bind(host: str, port: int, *, allow_remote: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if not allow_strangers and not ipaddress.ip_address(address[0]).is_loopback:
+        if not allow_remote and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"kv_ip {host} can be reached from other machines, so instances must authenticate each other with a"
                 " shared token; set KVFERRY_AUTH_TOKEN in the environment of all of them, or use kv_ip 127.0.0.1"
@@ -221,9 +222,9 @@ def _reachable_host(host: str, listening: socket.socket) -> str:
     bound: str = listening.getsockname()[0]
     if not ipaddress.ip_address(bound).is_unspecified:
         return host
-    outward = ("192.0.2.1", 9) if listening.family == socket.AF_INET else ("2001:db8::1", 9)
+    outside_address = ("192.0.2.1", 9) if listening.family == socket.AF_INET else ("2001:db8::1", 9)
     with suppress(OSError), socket.socket(listening.family, socket.SOCK_DGRAM) as probe:
-        probe.connect(outward)  # nothing is sent: it only chooses the interface that leads outwards
-        own: str = probe.getsockname()[0]
-        return own
+        probe.connect(outside_address)  # nothing is sent: it only chooses the interface that leads outwards
+        source_host: str = probe.getsockname()[0]
+        return source_host
     return socket.gethostname()

@@ -38,7 +38,7 @@ class LayerPlace(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """Where the blocks of a rank lie in its memory."""
+    """The positions of a rank's blocks in its memory."""
 
     layout: KVLayout
     num_blocks: int
@@ -57,16 +57,16 @@ class BlockGeometry:
         return tuple(self.layout.span_bytes(layer) for layer in range(self.layout.num_layers))
 
     def spans(self, layer: int, block_ids: Sequence[int]) -> list[Span]:
-        """Where these blocks of this layer lie, in order; adjacent ones are joined into one span."""
-        place, size = self.places[layer], self.span_sizes[layer]
-        if place.stride != size:
-            return [(place.offset + block_id * place.stride, size) for block_id in block_ids]
-        return [(place.offset + first * size, count * size) for first, count in _runs(block_ids)]
+        """The spans of these blocks of this layer, in order; adjacent ones are joined."""
+        layer_place, size = self.places[layer], self.span_sizes[layer]
+        if layer_place.stride != size:
+            return [(layer_place.offset + block_id * layer_place.stride, size) for block_id in block_ids]
+        return [(layer_place.offset + first * size, count * size) for first, count in _runs(block_ids)]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A contiguous range of memory. `segment` is the name of the shared memory segment that it fills, if it does."""
+    """A contiguous range of memory. `segment`: name of the shared memory segment that it fills, if any."""
 
     address: int
     num_bytes: int
@@ -74,35 +74,35 @@ class Region:
 
 
 class RegionMap:
-    """Translates spans to addresses. Spans, which a peer may have sent, are checked here and nowhere else. `whose`
-    names the regions' owner in errors."""
+    """Translates spans to addresses. Spans, which a peer may have sent, are checked only by this class. `owner` names
+    the regions' owner in errors."""
 
-    def __init__(self, regions: Sequence[Region], whose: str) -> None:
+    def __init__(self, regions: Sequence[Region], owner: str) -> None:
         """Raises `ProtocolError` for impossible regions, which a peer may have described."""
-        self.whose = whose
+        self.owner = owner
         if any(region.address < 0 or region.num_bytes < 0 for region in regions):
-            raise ProtocolError(f"the {whose} regions have negative addresses or sizes")
+            raise ProtocolError(f"the {owner} regions have negative addresses or sizes")
         self.num_bytes = sum(region.num_bytes for region in regions)
         if max((self.num_bytes, *(region.address + region.num_bytes for region in regions))) > HIGHEST_ADDRESS:
-            raise ProtocolError(f"the {whose} regions reach beyond any address")
+            raise ProtocolError(f"the {owner} regions reach beyond any address")
         sizes = np.array([region.num_bytes for region in regions], np.int64)
         self._ends = np.cumsum(sizes)
         self._shifts = np.array([region.address for region in regions], np.int64) - (self._ends - sizes)
 
     def locate(self, offsets: Numbers, lengths: Numbers) -> Numbers:
         """The spans' addresses. Raises `ProtocolError` unless each span lies within one region."""
-        inside = (offsets >= 0) & (lengths > 0) & (lengths <= self.num_bytes) & (offsets < self.num_bytes)
-        if inside.all():
+        is_inside = (offsets >= 0) & (lengths > 0) & (lengths <= self.num_bytes) & (offsets < self.num_bytes)
+        if is_inside.all():
             regions = np.searchsorted(self._ends, offsets, side="right")
-            inside = offsets + lengths <= self._ends[regions]
-        if not inside.all():
-            first = int(np.argmin(inside))
+            is_inside = offsets + lengths <= self._ends[regions]
+        if not is_inside.all():
+            first = int(np.argmin(is_inside))
             offset, length = int(offsets[first]), int(lengths[first])
             raise ProtocolError(
-                f"bytes {offset} to {offset + length} lie outside of the {self.whose} region of {self.num_bytes}"
+                f"bytes {offset} to {offset + length} lie outside of the {self.owner} region of {self.num_bytes}"
             )
-        located: Numbers = offsets + self._shifts[regions]
-        return located
+        addresses: Numbers = offsets + self._shifts[regions]
+        return addresses
 
 
 def columns(spans: Sequence[Span]) -> tuple[Numbers, Numbers]:
@@ -132,7 +132,7 @@ class BlockMemory:
 
     @property
     def layout(self) -> KVLayout:
-        """What the bytes mean."""
+        """The layout of the bytes."""
         return self.geometry.layout
 
     @property
@@ -151,7 +151,7 @@ class BlockMemory:
         return self.map.num_bytes
 
     def spans(self, layer: int, block_ids: Sequence[int]) -> list[Span]:
-        """Where these blocks of this layer lie, in order; adjacent ones are joined into one span."""
+        """The spans of these blocks of this layer, in order; adjacent ones are joined."""
         return self.geometry.spans(layer, block_ids)
 
     def view(self, span: Span) -> memoryview:
@@ -164,13 +164,13 @@ class BlockMemory:
         """A `view` of each of these blocks of this layer, in order; all are located at once."""
         assert self.device == "cpu", "device memory has no view"
         kind = ctypes.c_char * self.geometry.span_sizes[layer]
-        located = self.block_addresses(layer, block_ids).tolist()
-        return [memoryview(kind.from_address(address)).cast("B") for address in located]
+        addresses = self.block_addresses(layer, block_ids).tolist()
+        return [memoryview(kind.from_address(address)).cast("B") for address in addresses]
 
     def block_addresses(self, layer: int, block_ids: Sequence[int]) -> Numbers:
-        """Where each of these blocks of this layer lies, in order."""
-        place, size = self.geometry.places[layer], self.geometry.span_sizes[layer]
-        offsets = place.offset + np.array(block_ids, np.int64) * place.stride
+        """The address of each of these blocks of this layer, in order."""
+        layer_place, size = self.geometry.places[layer], self.geometry.span_sizes[layer]
+        offsets = layer_place.offset + np.array(block_ids, np.int64) * layer_place.stride
         return self.map.locate(offsets, np.full_like(offsets, size))
 
 
@@ -207,25 +207,25 @@ class Pieces:
         """(remote, local, length), one by one."""
         return zip(self.remote.tolist(), self.local.tolist(), self.lengths.tolist(), strict=True)
 
-    def divided(self, largest: int) -> Pieces:
-        """The same in pieces of at most `largest` bytes."""
-        return _split(self, largest) if len(self) and int(self.lengths.max()) > largest else self
+    def divided(self, max_bytes: int) -> Pieces:
+        """The same in pieces of at most `max_bytes` bytes."""
+        return _split(self, max_bytes) if len(self) and int(self.lengths.max()) > max_bytes else self
 
     def slices(self, num_bytes: int, num_pieces: int) -> Iterator[Pieces]:
         """Parts of at most `num_pieces` pieces and `num_bytes` bytes, in order. A single piece is not divided."""
         ends = np.cumsum(self.lengths)
-        start = done = 0
+        start = num_done = 0
         while start < len(self):
-            fitting = int(np.searchsorted(ends, done + num_bytes, side="right"))
+            fitting = int(np.searchsorted(ends, num_done + num_bytes, side="right"))
             end = min(max(fitting, start + 1), start + num_pieces)
             yield Pieces(self.remote[start:end], self.local[start:end], self.lengths[start:end])
-            start, done = end, int(ends[end - 1])
+            start, num_done = end, int(ends[end - 1])
 
 
 def join(
-    remote: Sequence[Span], remote_map: RegionMap, local: Sequence[Span], local_map: RegionMap, largest: int
+    remote: Sequence[Span], remote_map: RegionMap, local: Sequence[Span], local_map: RegionMap, max_bytes: int
 ) -> Pieces:
-    """The pieces of at most `largest` bytes that fill `local` with `remote`.
+    """The pieces of at most `max_bytes` bytes that fill `local` with `remote`.
 
     Raises `ProtocolError` if a span lies outside of its region, or if the two sides differ in size.
     """
@@ -236,7 +236,7 @@ def join(
         pieces = Pieces(remote_starts, local_starts, local_lengths)
     else:
         pieces = _cut(remote_starts, remote_lengths, local_starts, local_lengths)
-    return pieces.divided(largest)
+    return pieces.divided(max_bytes)
 
 
 def _cut(remote_starts: Numbers, remote_lengths: Numbers, local_starts: Numbers, local_lengths: Numbers) -> Pieces:
@@ -250,15 +250,15 @@ def _cut(remote_starts: Numbers, remote_lengths: Numbers, local_starts: Numbers,
 
     def addresses(starts: Numbers, side_ends: Numbers) -> Numbers:
         last = np.searchsorted(side_ends, ends, side="left")
-        found: Numbers = starts[last] + np.diff(side_ends, prepend=0)[last] - (side_ends[last] - ends) - lengths
-        return found
+        located: Numbers = starts[last] + np.diff(side_ends, prepend=0)[last] - (side_ends[last] - ends) - lengths
+        return located
 
     return Pieces(addresses(remote_starts, remote_ends), addresses(local_starts, local_ends), lengths)
 
 
-def _split(pieces: Pieces, largest: int) -> Pieces:
-    counts = -(-pieces.lengths // largest)
-    number = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    skipped = number * largest
-    lengths = np.minimum(np.repeat(pieces.lengths, counts) - skipped, largest)
-    return Pieces(np.repeat(pieces.remote, counts) + skipped, np.repeat(pieces.local, counts) + skipped, lengths)
+def _split(pieces: Pieces, max_bytes: int) -> Pieces:
+    counts = -(-pieces.lengths // max_bytes)
+    index = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = index * max_bytes
+    lengths = np.minimum(np.repeat(pieces.lengths, counts) - offset, max_bytes)
+    return Pieces(np.repeat(pieces.remote, counts) + offset, np.repeat(pieces.local, counts) + offset, lengths)

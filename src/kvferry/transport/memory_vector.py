@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CALL_BYTES = 2**20
-"""Offered to the kernel in one call, which examines all pieces even if it moves few."""
+"""Bytes offered to the kernel in one call, which examines all pieces even if it moves few."""
 CALL_PIECES = 512
 """Pieces offered to the kernel in one call. Below Linux' IOV_MAX of 1024."""
 ROW_BYTES = 16
@@ -41,8 +41,8 @@ class _Header(ctypes.Structure):
 def _function(name: str) -> Callable[..., int]:
     function = getattr(_LIBRARY, name)
     function.argtypes, function.restype = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int], ctypes.c_ssize_t
-    found: Callable[..., int] = function
-    return found
+    typed_function: Callable[..., int] = function
+    return typed_function
 
 
 _SEND, _RECEIVE = _function("sendmsg"), _function("recvmsg")
@@ -50,8 +50,8 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class MemoryVector:
-    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and how many bytes are done. The caller has
-    checked that the addresses are mapped, and stay so until it is done."""
+    """`lengths[i]` bytes (not 0) at `addresses[i]`, both int64, and the number of bytes done. The caller has checked
+    that the addresses are mapped, and keeps them mapped until it is done."""
 
     def __init__(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         self._vector = np.stack((addresses, lengths), axis=1)
@@ -67,23 +67,24 @@ class MemoryVector:
         return self.num_bytes - self.num_done
 
     def send(self, sock: socket.socket) -> int:
-        """Send what the kernel takes at once. Returns the bytes. Raises `BlockingIOError` if none, or `OSError`."""
+        """Send as much as the kernel accepts at once. Returns the number of bytes. Raises `BlockingIOError` if none, or
+        `OSError`."""
         self._offer()
         return self._call(_SEND, sock, _SEND_FLAGS)
 
     def receive(self, sock: socket.socket) -> tuple[int, int]:
-        """Receive what is there: (bytes received, bytes asked for); 0 received when the peer has closed. Raises as
-        `send`."""
-        wanted = self._offer()
-        return self._call(_RECEIVE, sock, socket.MSG_DONTWAIT), wanted
+        """Receive the available bytes: (bytes received, bytes requested); 0 received when the peer has closed. Raises
+        as `send`."""
+        num_offered = self._offer()
+        return self._call(_RECEIVE, sock, socket.MSG_DONTWAIT), num_offered
 
     def leading(self, limit: int) -> memoryview:
-        """The first piece of what is left, `limit` bytes of it at most."""
+        """The first piece of the rest, `limit` bytes of it at most."""
         address, length = (int(number) for number in self._vector[self._first])
         return _memory(address, min(length, limit))
 
     def gather(self, into: memoryview) -> int:
-        """Copy from what is left until `into` is full. Returns the bytes; they do not count as done."""
+        """Copy from the rest until `into` is full. Returns the number of bytes; they do not count as done."""
         num_copied = 0
         for address, length in self._vector[self._first : self._first + CALL_PIECES].tolist():
             count = min(length, len(into) - num_copied)
@@ -94,7 +95,7 @@ class MemoryVector:
         return num_copied
 
     def _offer(self) -> int:
-        """Set up the header for the next call. Returns how many bytes it covers."""
+        """Set up the header for the next call. Returns the number of bytes that it covers."""
         end = int(np.searchsorted(self._ends, self.num_done + CALL_BYTES)) + 1
         end = min(end, self._first + CALL_PIECES, len(self._ends))
         self._header.vector = self._vector.ctypes.data + ROW_BYTES * self._first
@@ -113,16 +114,16 @@ class MemoryVector:
     def advance(self, num_bytes: int) -> None:
         """Count `num_bytes` more as done."""
         self.num_done += num_bytes
-        left = int(self._ends[self._first]) - self.num_done
-        if left < 0:
+        num_left = int(self._ends[self._first]) - self.num_done
+        if num_left < 0:
             self._first = int(np.searchsorted(self._ends, self.num_done, side="right"))
-            left = int(self._ends[self._first]) - self.num_done if self.num_left else 0
-        elif left == 0:
+            num_left = int(self._ends[self._first]) - self.num_done if self.num_left else 0
+        elif num_left == 0:
             self._first += 1
-        if left > 0:  # of a piece that is done in part
+        if num_left > 0:  # of a partly done piece
             row = self._vector[self._first]
-            row[0] += int(row[1]) - left
-            row[1] = left
+            row[0] += int(row[1]) - num_left
+            row[1] = num_left
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:

@@ -21,22 +21,22 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The keys. The docstring below each is its entry in the configuration reference."""
 
     transport: str = "auto"
-    """How bytes move. `auto`: shared memory between processes of one machine, otherwise TCP; for KV in device memory,
-    CUDA IPC, otherwise NIXL. Or one by name: `shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`, `gloo`, `nccl`, the name of
-    one in another package, or `package.module:Class`."""
+    """The transport of KV. `auto`: shared memory between processes of one machine, otherwise TCP; for KV in device
+    memory, CUDA IPC, otherwise NIXL. Or one by name: `shm`, `tcp`, `cuda_ipc`, `nixl`, `mooncake`, `gloo`, `nccl`, the
+    name of one in another package, or `package.module:Class`."""
 
     transport_options: dict[str, Any] = {}
     """Options of another package's fabric, which are passed to it unchanged."""
 
     lookup_buffer: str = "fabric"
-    """Where P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or one of another package, by name
-    or as `package.module:Class`."""
+    """The way in which P offers its blocks. `fabric`: in its KV cache, from which D reads them. Or one of another
+    package, by name or as `package.module:Class`."""
 
     lookup_buffer_options: dict[str, Any] = {}
     """Options of another package's lookup buffer, which are passed to it unchanged."""
 
     checksum: bool | None = None
-    """Compare a digest of what D read with a digest of what P has. Default: only for TCP."""
+    """Compare a digest of the bytes that D read with a digest of P's. Default: only for TCP."""
 
     advertise_host: Host = ""
     """Address in tickets, if it differs from `kv_ip` (behind a NAT, or with `kv_ip` `0.0.0.0`)."""
@@ -84,7 +84,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
     request waits on D, holding no blocks, for P to finish."""
 
     bidirectional_kv_xfer: bool = False
-    """D keeps the blocks of every answer for the prefill of the next turn, not only where a request asks for it with
+    """D keeps the blocks of every answer for the prefill of the next turn, not only if a request sets
     `keep_for_next_turn`."""
 
     decoder_kv_blocks_ttl: Seconds = 480.0
@@ -92,7 +92,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options_of(config: KVTransferConfig) -> TransportOptions:
-    """Read them strictly. Raises `ConfigError` with the key that is wrong."""
+    """Read the options strictly. Raises `ConfigError` with the wrong key."""
     extra = config.kv_connector_extra_config
     if extra.get("lookup_buffer") == "valkey" or "valkey_url" in extra:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Segments of shared memory, each with one owner.
 
 A segment is anonymous memory (`memfd_create`) that other processes of the same user open through its owner's
-descriptor, `/proc/PID/fd/N`, which its name says. So nothing can be left behind: however the processes end, SIGKILL
-included, the memory is freed with the last mapping. It does not count against the size of `/dev/shm`.
+descriptor, `/proc/PID/fd/N`, which its name contains. So nothing can be left behind: the memory is freed with the last
+mapping, even if processes end by SIGKILL. It does not count against the size of `/dev/shm`.
 
 `multiprocessing.shared_memory` is not used: it leaves names behind, and before Python 3.13 its resource tracker removes
 segments that another process still owns.
@@ -37,7 +37,7 @@ class SharedSegment:
         self.address = _address_of(mapping)
         """Address of the first byte in this process."""
         self._mapping: mmap.mmap | None = mapping
-        self._hide = weakref.finalize(self, _hide, name) if owned else None
+        self._close_descriptor = weakref.finalize(self, _close_descriptor, name) if owned else None
 
     @classmethod
     def create(cls, num_bytes: int, *, populated: bool = False) -> SharedSegment:
@@ -53,7 +53,7 @@ class SharedSegment:
         except OSError as error:
             raise ConfigError(f"no shared memory on this machine (memfd_create): {error.strerror}") from error
         try:
-            _claim(descriptor, num_bytes)
+            _reserve(descriptor, num_bytes)
             mapping = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if populated else 0))
         except BaseException:
             os.close(descriptor)
@@ -66,10 +66,10 @@ class SharedSegment:
     def attach(cls, name: str, *, writable: bool = False) -> SharedSegment:
         """Map another process's segment. Raises `PeerLost` if there is none of that name, `ConfigError` if this user
         may not open it."""
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise PeerLost(f"{name!r} is not the name of a kvferry shared memory segment")
-        label, owner, number = found.groups()
+        label, owner, number = match.groups()
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         descriptor = _open(name, Path("/proc") / owner / "fd" / number, label, os.O_RDWR if writable else os.O_RDONLY)
         try:
@@ -84,10 +84,10 @@ class SharedSegment:
         return self._mapping
 
     def close(self) -> None:
-        """Give up the segment; may be called twice. Memory that a tensor still uses stays mapped until the tensor is
-        gone, so that a late reader does not crash."""
-        if self._hide is not None:
-            self._hide()
+        """Release the segment; may be called twice. Memory that a tensor still uses stays mapped until the tensor is
+        freed, so that a late reader does not crash."""
+        if self._close_descriptor is not None:
+            self._close_descriptor()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with suppress(BufferError):  # still in use: it is unmapped with the last view
@@ -100,19 +100,19 @@ def owned_segment_names() -> list[str]:
 
 
 def _open(name: str, path: Path, label: str, flags: int) -> int:
-    """Open the owner's descriptor again, if it is still the segment: its number may be another file's by now."""
-    gone = PeerLost(f"shared memory segment {name} is gone; its owner has ended, or closed it")
+    """Reopen the owner's descriptor, if it is still the segment: its number may be another file's by now."""
+    gone_error = PeerLost(f"shared memory segment {name} is gone; its owner has ended, or closed it")
     try:
         if not _is_labelled(path, label):  # checked first: opening a file of another kind may have side effects
-            raise gone
+            raise gone_error
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise gone from error
+        raise gone_error from error
     except OSError as error:
         raise ConfigError(f"cannot open shared memory segment {name}: {error.strerror}") from error
     if not _is_labelled(Path(f"/proc/self/fd/{descriptor}"), label):
         os.close(descriptor)
-        raise gone
+        raise gone_error
     return descriptor
 
 
@@ -120,16 +120,16 @@ def _is_labelled(path: Path, label: str) -> bool:
     return str(path.readlink()).startswith(f"/memfd:{label} ")
 
 
-def _hide(name: str) -> None:
-    """Close the owner's descriptor, so that nobody can attach the segment any more."""
+def _close_descriptor(name: str) -> None:
+    """Close the owner's descriptor, so that no process can attach the segment any more."""
     os.close(_owned.pop(name))
 
 
-def _claim(descriptor: int, num_bytes: int) -> None:
+def _reserve(descriptor: int, num_bytes: int) -> None:
     """Set the segment's size and reserve its memory: later, a lack of memory would be a SIGBUS on a write."""
     limits = usable_memory()
     try:
-        if num_bytes > limits.available_with_swap:  # the kernel would kill somebody rather than refuse
+        if num_bytes > limits.available_with_swap:  # the kernel would kill a process rather than refuse
             raise OSError(0, "not enough memory")
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""TLS between instances, for the control channel and whatever else goes over a `Connection`.
+"""TLS between instances, for the control channel and everything else that goes over a `Connection`.
 
 It is mutual: both ends show a certificate that the fleet's own authority (`tls_ca`) has signed. An instance with such a
 certificate is a member of the fleet. The host in it is not checked, since instances change their addresses. Inside TLS,
@@ -26,57 +26,57 @@ from kvferry.transport.options import TransportOptions
 
 _EXTRA = "kv_connector_extra_config."
 _HANDSHAKE_FLIGHTS = 4
-"""Number of flights in the longest handshake, that of TLS 1.2; TLS 1.3 has one fewer."""
+"""Number of flights in the longest handshake, of TLS 1.2; TLS 1.3 has one fewer."""
 _ALL_OR_NONE = "set tls_cert, tls_key and tls_ca in the kv_connector_extra_config of all instances, or of none"
 RECORD_BYTES = 2**14
 """The largest payload of a TLS record."""
 HELD_BYTES = RECORD_BYTES + 1024
-"""The most that OpenSSL holds of a record that has arrived in part."""
+"""Maximum bytes that OpenSSL holds of a partly received record."""
 
 
 @dataclass(frozen=True)
 class ChannelTls:
-    """One instance's TLS contexts. `control_only`: the user accepts that the KV's own medium has no TLS."""
+    """One instance's TLS contexts. `control_only`: the user accepts a medium without TLS for KV."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     control_only: bool = False
 
-    async def begin(self, connection: Connection, where: str) -> None:
-        """The dialling side's part, before `greet`. Raises `AuthenticationFailed` or `ProtocolError` with the address
-        `where` of the listener, or `PeerLost`. A listener's refusal of our certificate may show only in `greet`."""
+    async def begin(self, connection: Connection, address: str) -> None:
+        """The dialling side's part, before `client_handshake`. Raises `AuthenticationFailed` or `ProtocolError` with
+        the listener's `address`, or `PeerLost`. A listener's refusal of our certificate may show only in
+        `client_handshake`."""
         try:
             await encrypt(connection, self.client, server_side=False)
         except (AuthenticationFailed, ProtocolError) as error:
             if isinstance(error.__cause__, ssl.SSLError) and error.__cause__.reason in NOT_TLS:
-                raise ProtocolError(f"{where} does not use TLS, but this instance does: {_ALL_OR_NONE}") from error
-            raise type(error)(f"{where}: {error}") from error
+                raise ProtocolError(f"{address} does not use TLS, but this instance does: {_ALL_OR_NONE}") from error
+            raise type(error)(f"{address}: {error}") from error
 
-    def require_covered(self, what: str, *, covered: bool) -> None:
+    def require_covered(self, transport: str, *, covered: bool) -> None:
         """Raise `ConfigError` if KV would leave the machine without TLS."""
         if not covered and not self.control_only:
             raise ConfigError(
-                f"{what} moves KV over a channel of its own, which TLS does not cover: use transport tcp or shm, or"
-                f" set {_EXTRA}tls_control_only if that network is private"
+                f"{transport} moves KV over a channel of its own, which TLS does not cover: use transport tcp or shm,"
+                f" or set {_EXTRA}tls_control_only if that network is private"
             )
 
 
-async def accept_tls(connection: Connection, tls: ChannelTls | None, *, speaks_tls: bool) -> None:
-    """The listener's part. A peer that uses TLS where this instance does not, or the reverse, gets a `Refused`. Raises
-    as `encrypt`."""
-    if tls is not None and speaks_tls:
+async def accept_tls(connection: Connection, tls: ChannelTls | None, *, uses_tls: bool) -> None:
+    """The listener's part. A peer that uses TLS although this instance does not, or the reverse, gets a `Refused`.
+    Raises as `encrypt`."""
+    if tls is not None and uses_tls:
         return await encrypt(connection, tls.server, server_side=True)
-    with suppress(OSError):  # bytes left unread would make `close` reset the connection, and our answer be lost
+    with suppress(OSError):  # unread bytes would make `close` reset the connection, and the answer be lost
         connection.socket.recv(MAX_GREETING_BYTES)
-    speaks, wants = ("TLS", "none") if tls is None else ("no TLS", "it")
+    used, required = ("TLS", "none") if tls is None else ("no TLS", "it")
     with suppress(PeerLost):
         await connection.send(Refused("protocol", f"the listener wants {'no ' * (tls is None)}TLS: {_ALL_OR_NONE}"))
-    raise ProtocolError(f"the peer uses {speaks}, this instance requires {wants}: {_ALL_OR_NONE}")
+    raise ProtocolError(f"the peer uses {used}, this instance requires {required}: {_ALL_OR_NONE}")
 
 
 async def encrypt(connection: Connection, context: ssl.SSLContext, *, server_side: bool) -> None:
-    """Put everything that this connection carries from now on under TLS. Raises `AuthenticationFailed`,
-    `ProtocolError` or `PeerLost`."""
+    """Switch this connection to TLS. Raises `AuthenticationFailed`, `ProtocolError` or `PeerLost`."""
     with translated_errors():
         try:
             wrapped = context.wrap_socket(connection.socket, server_side=server_side, do_handshake_on_connect=False)
@@ -94,7 +94,7 @@ async def encrypt(connection: Connection, context: ssl.SSLContext, *, server_sid
 
 class TlsSocket(PlainSocket):
     """Moves bytes through OpenSSL, one record a call, directly from and into KV memory. Small pieces are gathered
-    first, so that not each becomes a record."""
+    first, into one record."""
 
     turn_bytes = 2**20  # about half a millisecond
 
@@ -133,13 +133,14 @@ class TlsSocket(PlainSocket):
         return self._tls.pending()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Let the socket become readable only when `num_bytes` are there, less what OpenSSL may hold already."""
+        """Let the socket become readable only when `num_bytes` have arrived, less the bytes that OpenSSL may hold
+        already."""
         self._tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, max(1, num_bytes - HELD_BYTES))
 
 
 def translated_tls(error: ssl.SSLError) -> BlockingIOError | KvferryError:
-    """What to raise for an error of OpenSSL's: `BlockingIOError` if it has to wait for the socket, otherwise
-    `PeerLost`, `AuthenticationFailed` or `ProtocolError`."""
+    """The exception for an error of OpenSSL: `BlockingIOError` if it has to wait for the socket, otherwise `PeerLost`,
+    `AuthenticationFailed` or `ProtocolError`."""
     if isinstance(error, ssl.SSLWantReadError | ssl.SSLWantWriteError):
         return BlockingIOError()
     reason = _reason(error)
@@ -167,13 +168,13 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 def channel_tls(options: TransportOptions) -> ChannelTls | None:
-    """The TLS that `kv_connector_extra_config` asks for, tried out with both ends in this process; None without
-    `tls_cert`. Raises `ConfigError` with the key and the file that is missing, not PEM, expired, of another authority,
-    or not for both ends."""
+    """The TLS of `kv_connector_extra_config`, tested with both ends in this process; None without `tls_cert`. Raises
+    `ConfigError` with the key and the file that is missing, not PEM, expired, of another authority, or not for both
+    ends."""
     cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
     if not cert:
-        if given := [name for name in ("tls_key", "tls_ca", "tls_control_only") if getattr(options, name)]:
-            raise ConfigError(f"{_EXTRA}{given[0]} needs {_EXTRA}tls_cert beside it")
+        if set_keys := [name for name in ("tls_key", "tls_ca", "tls_control_only") if getattr(options, name)]:
+            raise ConfigError(f"{_EXTRA}{set_keys[0]} needs {_EXTRA}tls_cert beside it")
         return None
     if not ca:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""The one thread of an instance for all data-plane work, with an asyncio loop, beside the engine's thread; and how
-tasks on it fail.
+"""The thread of an instance for all data-plane work, with an asyncio loop, beside the engine's thread; and the error
+handling of its tasks.
 
 Owns the thread and the loop, and so every task on it: `close` ends them all. A function that raises on the loop is
 logged and counted, and ends nothing else.
@@ -41,23 +41,23 @@ class TransferLoop:
         self._started.wait()
 
     def submit(self, job: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine on the loop. The caller has to check the future: its error is reported nowhere else."""
+        """Run a coroutine on the loop. The caller has to check the future: its error is not reported otherwise."""
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
     def run(self, job: Coroutine[Any, Any, object], within_s: float) -> None:
-        """Run a coroutine on the loop and wait for its end. Raises `TimeoutError`, or what it raised."""
+        """Run a coroutine on the loop and wait for its end. Raises `TimeoutError`, or its exception."""
         self.submit(job).result(within_s)
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
-        """Wait until what runs on the loop has made a condition true, and notified `changed`, which the caller holds.
-        Returns whether it is."""
+        """Wait until a task on the loop has made a condition true, and notified `changed`, which the caller holds.
+        Returns true if it is."""
         return changed.wait_for(condition, within_s)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a plain function on the loop, soon. Does nothing once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # closed meanwhile: nothing is left that the call could matter to
+        except RuntimeError:  # closed meanwhile: the call is no longer needed
             if not self._loop.is_closed():
                 raise
 
@@ -72,7 +72,8 @@ class TransferLoop:
             raise LeakError(f"data-plane tasks did not end within {timeout_s:g} s: {tasks}")
 
     def _run(self) -> None:
-        # uvloop: a turn of the loop costs it a third, and bulk TCP takes many. The exit cancels and awaits every task.
+        # uvloop: an iteration costs it a third of asyncio's, and bulk TCP takes many. The exit cancels and awaits every
+        # task.
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._main())
 
@@ -92,13 +93,13 @@ def translated(error: BaseException) -> KvferryError:
     return error if isinstance(error, KvferryError) else TransferError(f"unexpected {type(error).__name__}: {error}")
 
 
-def call_contained(call: Callable[[], object], what: str, otherwise: Callable[[Exception], object]) -> None:
-    """Call what belongs to one request or one peer. If it raises, `otherwise` gets the error, and the others go on."""
+def call_contained(call: Callable[[], object], description: str, on_error: Callable[[Exception], object]) -> None:
+    """Make a call for one request or one peer. If it raises, `on_error` gets the error, and the others continue."""
     try:
         call()
     except Exception as error:  # the edge between one request and the instance
-        log.exception("%s failed unexpectedly", what)
-        otherwise(error)
+        log.exception("%s failed unexpectedly", description)
+        on_error(error)
 
 
 async def run_together(*jobs: Coroutine[Any, Any, Result]) -> list[Result]:

@@ -22,7 +22,7 @@ from kvferry.transport.connection import Identity
 from kvferry.transport.control import Listener
 from kvferry.transport.fabric.base import FabricContext, build_fabrics
 from kvferry.transport.fabric.mooncake_engine import _has_devices
-from kvferry.transport.fabric.nixl_agent import start_turn
+from kvferry.transport.fabric.nixl_agent import exclusive_start
 from kvferry.transport.options import TransportOptions
 from support.libraries import MODULES, require_library
 
@@ -191,13 +191,13 @@ class Others:
 
 def test_however_many_agents_start_each_gets_its_turn(tmp_path: Path) -> None:
     others = Others(tmp_path / "lock", turns=20)
-    with start_turn(tmp_path / "lock", 60.0, others):
+    with exclusive_start(tmp_path / "lock", 60.0, others):
         assert others.monotonic() > 900.0
 
 
 def test_who_waits_for_one_that_hangs_is_told_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"process 1 has been starting NIXL for 60 s and holds .*lock"):
-        with start_turn(tmp_path / "lock", 60.0, Others(tmp_path / "lock", turns=4, hangs=True)):
+        with exclusive_start(tmp_path / "lock", 60.0, Others(tmp_path / "lock", turns=4, hangs=True)):
             pytest.fail("the turn is another's")
 
 

@@ -83,7 +83,7 @@ async def test_the_last_of_four_is_fetched_first(make_region: MakeRegion, pipe: 
             block_id = "abcd".index(key)
             taken = await consumer.drop_select(Want(key, source, [block_id], soon()))
             assert taken.fabric == ("unix" if pipe == "example" else pipe)
-            assert producer.table.why_over(key) == "taken"
+            assert producer.table.end_reason(key) == "taken"
             assert ours.blocks([block_id]) == theirs.blocks([block_id])
 
 
@@ -263,7 +263,7 @@ async def test_a_peer_that_speaks_out_of_turn(make_region: MakeRegion) -> None:
     async def serve(connection: Connection) -> None:
         await connection.receive(Pull)
         await connection.send(Pull([]))
-        await connection.first_byte()
+        await connection.peek_byte()
 
     listener.handle("pull", serve)
     task = asyncio.create_task(listener.serve())
@@ -293,7 +293,7 @@ async def test_a_group_is_not_formed_with_liars(make_region: MakeRegion, lie: st
     async def speak(connection: Connection) -> None:
         for message in GROUP_LIES[lie]:
             await connection.send(message)
-        await connection.first_byte()
+        await connection.peek_byte()
         await asyncio.Event().wait()
 
     listener = Listener(Identity("liar", make_layout()), "secret")

@@ -5,7 +5,7 @@ from kv_support import make_layout
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import LeakError
-from kvferry.transport.lookup_buffer.entries import MAX_REMEMBERED, Cursor, EntryBounds, EntryTable
+from kvferry.transport.lookup_buffer.entries import MAX_ENDED_KEYS, Cursor, EntryBounds, EntryTable
 from kvferry.transport.lookup_buffer.messages import News, Part
 from kvferry.transport.memory import BlockGeometry
 
@@ -77,8 +77,8 @@ def test_a_take_ends_the_key_once() -> None:
     table, generation = sealed_table(ManualClock())
     assert table.take("k", generation)
     assert not table.take("k", generation)
-    assert table.over(["k", "another"]) == ["k", "another"]
-    assert table.why_over("k") == "taken"
+    assert table.ended(["k", "another"]) == ["k", "another"]
+    assert table.end_reason("k") == "taken"
     table.check()
 
 
@@ -87,9 +87,9 @@ def test_a_key_that_several_take_ends_with_the_last() -> None:
     assert table.take("k", generation, 2, 3)
     assert table.take("k", generation, 2, 3), "who asks again has it still"
     assert table.take("k", generation, 0, 3)
-    assert table.over(["k"]) == []
+    assert table.ended(["k"]) == []
     assert table.take("k", generation, 1, 3)
-    assert table.why_over("k") == "taken"
+    assert table.end_reason("k") == "taken"
     assert not table.take("k", generation, 1, 3)
 
 
@@ -98,9 +98,9 @@ def test_the_readers_of_several_consumers_are_not_added_up() -> None:
     table, generation = sealed_table(ManualClock())
     assert table.take("k", generation, 0, 2, "first")
     assert table.take("k", generation, 1, 2, "second")
-    assert table.over(["k"]) == []
+    assert table.ended(["k"]) == []
     assert table.take("k", generation, 0, 2, "second")
-    assert table.why_over("k") == "taken"
+    assert table.end_reason("k") == "taken"
     assert not table.take("k", generation, 1, 2, "first")
 
 
@@ -110,7 +110,7 @@ def test_a_reader_that_never_comes_is_bounded_by_the_lease() -> None:
     assert table.take("k", generation, 0, 2)
     clock.advance(10)
     table.expire()
-    assert table.why_over("k") == "expired"
+    assert table.end_reason("k") == "expired"
     assert not table.take("k", generation, 1, 2)
 
 
@@ -122,7 +122,7 @@ def test_takes_before_a_reset_count_for_nothing() -> None:
     table.seal("k", b"again")
     assert not table.take("k", generation, 1, 2)
     assert table.take("k", generation_of(table), 1, 2)
-    assert table.over(["k"]) == []
+    assert table.ended(["k"]) == []
     table.drop("k")
 
 
@@ -136,10 +136,10 @@ def test_a_key_may_have_a_lease_of_its_own_length() -> None:
     table.renew("k")
     clock.advance(99)
     table.expire()
-    assert table.over(["k"]) == []
+    assert table.ended(["k"]) == []
     clock.advance(1)
     table.expire()
-    assert table.why_over("k") == "expired"
+    assert table.end_reason("k") == "expired"
 
 
 def test_only_a_sealed_key_can_be_taken() -> None:
@@ -154,7 +154,7 @@ def test_after_a_drop_no_take_is_acknowledged() -> None:
     table, generation = sealed_table(ManualClock())
     table.drop("k")
     assert not table.take("k", generation)
-    assert table.why_over("k") == "dropped"
+    assert table.end_reason("k") == "dropped"
 
 
 def test_after_a_reset_only_the_new_parts_can_be_taken() -> None:
@@ -180,10 +180,10 @@ def test_the_lease_runs_from_the_seal_and_is_renewed() -> None:
     table.renew("k")
     clock.advance(9)
     table.expire()
-    assert table.over(["k"]) == []
+    assert table.ended(["k"]) == []
     clock.advance(1)
     assert not table.take("k", generation), "over at this very moment, though nobody has looked yet"
-    assert table.why_over("k") == "expired"
+    assert table.end_reason("k") == "expired"
     table.renew("k")
     assert told(table) == over("expired")
 
@@ -199,7 +199,7 @@ def test_a_key_whose_producer_stands_still_expires() -> None:
     table.expire()
     assert not table.insert("k", PART)
     table.seal("k", b"")
-    assert table.why_over("k") == "expired"
+    assert table.end_reason("k") == "expired"
     table.check()
 
 
@@ -232,7 +232,7 @@ def test_a_release_before_the_beginning_ends_the_key_at_once() -> None:
     assert not table.release("k")
     assert table.open("k")
     assert not table.insert("k", PART)
-    assert table.why_over("k") == "released"
+    assert table.end_reason("k") == "released"
     assert table.open("k"), "it held for one beginning"
     table.drop("k")
 
@@ -244,7 +244,7 @@ def test_a_key_that_was_dropped_before_it_began_may_begin_later() -> None:
     assert table.open("k")
     assert table.insert("k", PART)
     table.drop("k")
-    assert table.why_over("k") == "dropped"
+    assert table.end_reason("k") == "dropped"
 
 
 def test_a_release_is_of_the_request_that_does_not_begin() -> None:
@@ -287,7 +287,7 @@ def test_a_released_key_is_not_taken() -> None:
     assert table.release("k")
     assert not table.release("k")
     assert not table.take("k", generation)
-    assert table.why_over("k") == "released"
+    assert table.end_reason("k") == "released"
 
 
 def test_a_take_and_a_drop_never_both_succeed() -> None:
@@ -307,19 +307,19 @@ def test_a_take_and_a_drop_never_both_succeed() -> None:
     for key in reversed(keys):
         table.drop(key)
     consumer.join()
-    assert table.over(keys) == keys
-    ended = {key: table.why_over(key) for key in keys}
+    assert table.ended(keys) == keys
+    ended = {key: table.end_reason(key) for key in keys}
     assert takes == {key for key, reason in ended.items() if reason == "taken"}
 
 
 def test_what_is_remembered_is_bounded() -> None:
     table = make_table(max_keys=1)
-    for index in range(MAX_REMEMBERED + 10):
+    for index in range(MAX_ENDED_KEYS + 10):
         table.open(f"k{index}")
         table.drop(f"k{index}")
         table.release(f"unknown{index}")
     assert told(table, "k0") is None
-    assert told(table, f"k{MAX_REMEMBERED}") == over("dropped")
+    assert told(table, f"k{MAX_ENDED_KEYS}") == over("dropped")
 
 
 def test_check_names_what_is_left() -> None:
@@ -381,8 +381,8 @@ def test_whoever_finds_that_a_lease_is_over_tells_all(found_by: str) -> None:
         case "expire":
             table.expire()
         case "over":
-            assert table.over(["k"]) == ["k"]
-            assert table.why_over("k") == "expired"
+            assert table.ended(["k"]) == ["k"]
+            assert table.end_reason("k") == "expired"
     assert heard == ["change", "end"]
     assert table.news(cursor) == News(0, generation, over="expired")
     table.renew("k")
@@ -399,5 +399,5 @@ def test_many_leases_are_renewed_together() -> None:
     clock.advance(9)
     table.renew("a", "b", "unknown")
     clock.advance(9)
-    assert table.over(["a", "b", "c"]) == ["c"]
-    assert table.why_over("c") == "expired"
+    assert table.ended(["a", "b", "c"]) == ["c"]
+    assert table.end_reason("c") == "expired"

@@ -150,7 +150,7 @@ async def test_a_stopped_producer_is_waited_for_once(
             begun = clock.time()
             with pytest.raises(TransferTimeout):
                 await consumer.drop_select(replaced(want, key=key))
-            assert clock.time() - begun < 2 * peers.CONNECT_AGAIN_S  # of the 60 s that it may take
+            assert clock.time() - begun < 2 * peers.RECONNECT_S  # of the 60 s that it may take
         os.kill(producer.process.pid, signal.SIGCONT)
         producer.tell("seal", "later")
         assert (await consumer.drop_select(replaced(want, key="later"))).meta == b"meta"
@@ -224,7 +224,7 @@ async def test_a_lease_is_renewed_while_a_consumer_is_at_work(make_region: Calla
         for number in range(1, 5):
             await until(lambda number=number: len(renewals) >= number)
             clock.advance(0.9 * lease_s)
-            assert producer.table.over(["k"]) == []
+            assert producer.table.ended(["k"]) == []
         gate.set()
         await fetching
 
@@ -253,7 +253,7 @@ async def test_a_release_is_of_its_own_instance_where_another_reads_the_key(
             await until(lambda: producer.table.news(Cursor("another")) == News(0, -1, over="released"))
             producer.table.seal("k", b"meta")
             assert (await fetching).meta == b"meta"
-        await until(lambda: producer.table.over(["k"]) == ["k"])
+        await until(lambda: producer.table.ended(["k"]) == ["k"])
 
 
 async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
@@ -271,10 +271,10 @@ async def test_a_key_is_kept_for_a_consumer_whose_ranks_have_not_all_taken_it(
         offer(producer, "k")
         for consumer in (first, second):
             await consumer.drop_select(Want("k", source, [0], soon()))
-        assert producer.table.over(["k"]) == []
+        assert producer.table.ended(["k"]) == []
         await slow.drop_select(Want("k", source, [0], soon()))
         assert ranks[2].blocks([0]) == ranks[0].blocks([0])
-        assert producer.table.why_over("k") == "taken"
+        assert producer.table.end_reason("k") == "taken"
 
 
 async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
@@ -292,7 +292,7 @@ async def test_the_fence_a_drop_while_the_consumer_reads(make_region: Callable[.
         gate.set()
         with pytest.raises(LeaseEnded):
             await fetching
-        assert producer.table.why_over("k") == "dropped"
+        assert producer.table.end_reason("k") == "dropped"
 
 
 async def test_the_fence_a_reset_while_the_consumer_reads(make_region: Callable[..., BlockRegion]) -> None:
@@ -325,7 +325,7 @@ async def test_the_fence_a_lease_that_ends_while_the_consumer_reads(make_region:
         offer(producer, "k")
         await reading.wait()
         clock.advance(31)
-        assert producer.table.why_over("k") == "expired"
+        assert producer.table.end_reason("k") == "expired"
         theirs.fill(66)
         gate.set()
         with pytest.raises(LeaseEnded, match="lease"):
@@ -344,11 +344,11 @@ async def test_a_key_is_kept_alive_without_being_read(make_region: Callable[...,
         keeping = asyncio.ensure_future(consumer.keep("k", source, lambda: None))
         begun = asyncio.get_running_loop().time()
         await until(lambda: asyncio.get_running_loop().time() > begun + 2 * lease_s)
-        assert producer.table.over(["k"]) == []
+        assert producer.table.ended(["k"]) == []
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await until(lambda: producer.table.over(["k"]) == ["k"])
-        assert producer.table.why_over("k") == "expired"
+        await until(lambda: producer.table.ended(["k"]) == ["k"])
+        assert producer.table.end_reason("k") == "expired"
         assert (ours.bytes == before).all()
 
 
@@ -374,7 +374,7 @@ async def test_keeping_ends_with_the_key_and_with_the_producer(make_region: Call
 async def test_more_keys_than_may_be_watched_at_once(
     make_region: Callable[..., BlockRegion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_WATCHED", 2)
+    monkeypatch.setattr(peers, "MAX_RENEWED", 2)
     async with instance(make_region()) as (consumer, _):
         async with instance(make_region(seed=1)) as (producer, source):
             sealed = list[str]()
@@ -427,7 +427,7 @@ async def test_the_consumer_s_connection_breaks_before_the_take(make_region: Cal
             await reading.wait()
         with pytest.raises(PeerLost):
             await fetching
-        assert producer.table.over(["k"]) == []
+        assert producer.table.ended(["k"]) == []
         await second.drop_select(Want("k", source, [0], soon()))
         assert ours.blocks([0]) == theirs.blocks([4])
 

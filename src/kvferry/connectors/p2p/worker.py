@@ -188,7 +188,7 @@ class P2pWorkerSide(WorkerSide[P2pPlan], ServesPeers[P2pPlan], ByLayers, HasStat
                 self._service.result()
             except Exception as error:
                 raise ConnectorLost(f"the transfers of this instance have ended: {error!r}") from error
-        ended = self.table.over(self._held)
+        ended = self.table.ended(self._held)
         events = self.reports.take()
         return [*(Released(self._held.pop(transfer_id)) for transfer_id in ended), *events]
 

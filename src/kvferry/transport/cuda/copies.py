@@ -16,9 +16,9 @@ from kvferry.transport.cuda.driver import NOT_READY, CudaDriver
 from kvferry.transport.memory import Pieces
 
 MAX_PIECES = 16384
-"""The most pieces of one `begin`."""
+"""Maximum number of pieces of one `begin`."""
 MAX_BYTES = 256 * 2**20
-"""The most bytes of one `begin`, a few milliseconds at the speed of PCIe."""
+"""Maximum bytes of one `begin`, a few milliseconds at the speed of PCIe."""
 PIECE_BYTES = 256 * 2**10
 """Larger pieces are divided, so that all blocks of threads have some."""
 NUM_BLOCKS, NUM_THREADS = 32, 512
@@ -63,7 +63,7 @@ class CudaCopies:
         self._driver.call("cuLaunchKernel", self._kernel, *grid, *block, 0, self._stream, pointers, None)
 
     def is_idle(self) -> bool:
-        """Whether all copies are done. Raises `PeerLost` if one has failed."""
+        """True if all copies are done. Raises `PeerLost` if one has failed."""
         self._driver.make_current()
         return self._driver.call("cuStreamQuery", self._stream, allowed=NOT_READY) == 0
 
@@ -73,7 +73,7 @@ class CudaCopies:
         self._driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Wait for the copies, and free what they used."""
+        """Wait for the copies, and free their resources."""
         self._driver.make_current()
         self._driver.call("cuStreamDestroy_v2", self._stream)
         self._driver.call("cuMemFreeHost", self._table)
@@ -85,7 +85,7 @@ class CudaCopies:
 def pinned_memory(num_bytes: int) -> memoryview:
     """Host memory that the GPU can access, from PyTorch's cache of it, to which it returns with its last view. Raises
     `MemoryError` if there is no more."""
-    import torch  # where KV is on a device, the engine beside has it
+    import torch  # if KV is on a device, the engine has it installed
 
     try:
         array: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
@@ -95,8 +95,8 @@ def pinned_memory(num_bytes: int) -> memoryview:
 
 
 def device_wait(device: str) -> Callable[[], None] | None:
-    """A function that waits for what this thread has queued on the device, such as a model's kernels. None for host
-    memory."""
+    """A function that waits for all work that this thread has queued on the device, such as a model's kernels. None for
+    host memory."""
     if device == "cpu":
         return None
     import torch

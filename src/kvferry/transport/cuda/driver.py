@@ -38,7 +38,7 @@ class CudaDriver:
 
     def export(self, address: int) -> tuple[bytes, int]:
         """(handle of the allocation that contains `address`, offset of `address` in it). Raises `ConfigError` if the
-        memory cannot be shared, such as that of expandable segments."""
+        memory cannot be shared, as in expandable segments."""
         handle = _Handle()
         try:
             base, _ = self.allocation(address)
@@ -51,19 +51,20 @@ class CudaDriver:
         return bytes(handle), address - base
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        """Map another process's allocation. Returns its address here, and its size in bytes. Raises `PeerLost`."""
-        found = ctypes.c_uint64()
+        """Map another process's allocation. Returns its address in this process, and its size in bytes. Raises
+        `PeerLost`."""
+        address = ctypes.c_uint64()
         self.make_current()
         self.call(
             "cuIpcOpenMemHandle_v2",
-            ctypes.byref(found),
+            ctypes.byref(address),
             _Handle.from_buffer_copy(handle),
             ctypes.c_uint(LAZY_PEER_ACCESS),
         )
         try:
-            return found.value, self.allocation(found.value)[1]
+            return address.value, self.allocation(address.value)[1]
         except PeerLost:
-            self.unmap(found.value)
+            self.unmap(address.value)
             raise
 
     def allocation(self, address: int) -> tuple[int, int]:

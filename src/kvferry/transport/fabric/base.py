@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from kvferry.transport.tls import ChannelTls
 
 log = logging.getLogger(__name__)
-Described = TypeVar("Described", bound=msgspec.Struct)
+DescriptionT = TypeVar("DescriptionT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
 class FabricContext:
-    """What a fabric is built from. It may serve a purpose of its own on the instance's `listener`. A fabric of another
-    package finds its options in `settings.transport_options`."""
+    """The arguments from which a fabric is built. It may serve a purpose of its own on the instance's `listener`. The
+    options of another package's fabric are in `settings.transport_options`."""
 
     memory: BlockMemory
     listener: Listener
@@ -53,16 +53,16 @@ class FabricPeer(ABC):
         Both lists cover the same number of bytes, but may be cut differently. `deadline`: monotonic, s. When this
         returns or raises, also by cancellation, nothing more is written to our memory.
 
-        Raises `ProtocolError` if a span lies outside of its region, `PeerLost` if the peer goes away (which may not be
-        noticed where its memory stays mapped), `TransferTimeout` at the deadline.
+        Raises `ProtocolError` if a span lies outside of its region, `PeerLost` if the peer ends (which may be
+        undetected while its memory stays mapped), `TransferTimeout` at the deadline.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the connection or mapping; reads under way raise `PeerLost`."""
+        """Close the connection or mapping; running reads raise `PeerLost`."""
 
     def require_going(self, deadline: float) -> None:
-        """A read calls this before each slice. Raises `PeerLost` if the peer was closed meanwhile, `TransferTimeout` at
+        """Check before each slice of a read. Raises `PeerLost` if the peer was closed meanwhile, `TransferTimeout` at
         the deadline."""
         if self.closed:
             raise PeerLost("the connection to the peer was closed during a read")
@@ -75,35 +75,36 @@ class Fabric(ABC):
 
     name: ClassVar[str]
     over_tcp: ClassVar[bool] = False
-    """Whether bytes come over TCP, whose checksum misses some errors: by default, digests of what was read and of what
-    the peer has are then compared."""
+    """True if bytes come over TCP, whose checksum misses some errors: by default, the digests of the bytes on both
+    sides are then compared."""
 
     under_tls: ClassVar[bool] = False
-    """Whether all bytes that leave the machine go over a `Connection`, and so under TLS if that is configured. Fabrics
-    with channels of their own are then refused."""
+    """True if all bytes that leave the machine go over a `Connection`, and so under TLS if that is configured. Other
+    fabrics are then refused."""
 
     def __init__(self, context: FabricContext) -> None:
-        """Register the memory. Raises `ConfigError` if this fabric does not work here, or not with this memory."""
+        """Register the memory. Raises `ConfigError` if this fabric does not work on this machine, or not with this
+        memory."""
         self.context = context
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What a peer needs to read our memory; JSON-able."""
+        """A description with which a peer can read our memory; JSON-able."""
 
     @abstractmethod
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether `connect` may work with a peer of this description. Cheap; need not try the network."""
+        """True if `connect` may work with a peer of this description. Cheap; need not try the network."""
 
     @abstractmethod
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Connect to a peer. Raises `PeerLost`, `ProtocolError` (a malformed description) or `TransferTimeout`."""
 
     async def close(self) -> None:
-        """Release everything but the peers made by `connect`, which their holders close."""
+        """Release everything except the peers made by `connect`, which their owners close."""
 
 
-def read_description(transport: str, description: dict[str, Any], kind: type[Described]) -> Described:
-    """What a peer's fabric has described of itself. Raises `ProtocolError` if it is malformed."""
+def read_description(transport: str, description: dict[str, Any], kind: type[DescriptionT]) -> DescriptionT:
+    """Parse the description of a peer's fabric. Raises `ProtocolError` if it is malformed."""
     try:
         return msgspec.convert(description, kind)
     except msgspec.ValidationError as error:
@@ -129,16 +130,18 @@ LIBRARIES = {
     "nixl": ("nixl", "nixl", ("nixl", "nixl_cu12")),
     "mooncake": ("mooncake-transfer-engine", "mooncake", ("mooncake",)),
 }
-"""What fabrics need: the package, kvferry's extra that installs it, and modules of which one must be there."""
+"""The requirements of fabrics: the package, kvferry's extra that installs it, and modules of which one must be
+importable."""
 GPU_TRANSPORTS = frozenset({"cuda_ipc", "nccl"})
 """Transports that move the memory of GPUs only."""
 AUTO = {"cpu": ("shm", "tcp"), "cuda": ("cuda_ipc", "nixl")}
-"""What "auto" tries, by the KV cache's device, in order of preference. Host memory needs no library to be fast."""
+"""The fabrics that "auto" tries, by the KV cache's device, in order of preference. Host memory needs no library to be
+fast."""
 
 
 def build_fabrics(transport: str, context: FabricContext) -> list[Fabric]:
-    """The fabric of this name or, with "auto", all that work here. Raises `UnknownName`, or `ConfigError` if none
-    works."""
+    """The fabric of this name or, with "auto", all that work on this machine. Raises `UnknownName`, or `ConfigError` if
+    none works."""
     tls = context.listener.tls
     if transport != "auto":
         return [fabric_class(transport, tls)(context)]

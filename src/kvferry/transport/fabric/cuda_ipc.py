@@ -1,6 +1,8 @@
-"""Reading a peer's device memory on the same machine: its allocations are mapped here, and copied by a kernel.
+"""Reading a peer's device memory on the same machine: its allocations are mapped into this process, and copied by a
+kernel.
 
-As with shared memory, a read may go on after the peer has died; the lookup buffer's fence decides what may be used.
+As with shared memory, a read may continue after the peer has died; the lookup buffer's fence decides whether its bytes
+may be used.
 
 Run between processes that share one GPU; never between several.
 """
@@ -28,7 +30,8 @@ POLL_S = 0.0002
 
 
 class CudaIpcDescription(msgspec.Struct, frozen=True):
-    """What a reader needs to know of a peer. Of each region: its allocation's handle, its offset in that, its size."""
+    """A peer's description for readers. Each region: its allocation's handle, its offset in the allocation, its
+    size."""
 
     machine: str
     process: int
@@ -53,29 +56,29 @@ class CudaIpcFabric(Fabric):
         self.driver, self.make_copies = make_driver(context.memory.device), make_copies
         regions = context.memory.regions
         shared = [(*self.driver.export(region.address), region.num_bytes) for region in regions]
-        self._described = CudaIpcDescription(machine_id(), os.getpid(), shared)
+        self._description = CudaIpcDescription(machine_id(), os.getpid(), shared)
 
     def describe(self) -> dict[str, Any]:
-        """The handles, and the machine and process that they are from."""
-        return msgspec.to_builtins(self._described)  # type: ignore[no-any-return]
+        """The handles, and their machine and process."""
+        return msgspec.to_builtins(self._description)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether it is another process of this machine: CUDA maps no handle in its own process."""
+        """True for another process of this machine: CUDA maps no handle in its own process."""
         return description.get("machine") == machine_id() and description.get("process") != os.getpid()
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Map the peer's allocations. Raises `ProtocolError` if they do not hold the regions that it describes."""
-        described = read_description(self.name, description, CudaIpcDescription)
-        if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in described.regions):
+        parsed = read_description(self.name, description, CudaIpcDescription)
+        if any(len(handle) != HANDLE_BYTES or offset < 0 for handle, offset, _ in parsed.regions):
             raise ProtocolError("a CUDA IPC description with invalid handles")
         mapped: dict[bytes, tuple[int, int]] = {}
         try:
-            for handle, offset, size in described.regions:
+            for handle, offset, size in parsed.regions:
                 if handle not in mapped:  # an allocation can be mapped once
                     mapped[handle] = self.driver.open(handle)
                 if offset + size > mapped[handle][1]:  # a read beyond it would end this process's use of the GPU
                     raise ProtocolError(f"a CUDA IPC region of {size} bytes that its allocation does not hold")
-            regions = [Region(mapped[handle][0] + offset, size) for handle, offset, size in described.regions]
+            regions = [Region(mapped[handle][0] + offset, size) for handle, offset, size in parsed.regions]
             return CudaIpcPeer(self, regions, [address for address, _ in mapped.values()])
         except BaseException:
             for address, _ in mapped.values():
@@ -93,25 +96,25 @@ class CudaIpcPeer(FabricPeer):
     def __init__(self, fabric: CudaIpcFabric, regions: Sequence[Region], mapped: Sequence[int]) -> None:
         self._driver, self._mapped = fabric.driver, mapped
         self._copies = fabric.make_copies(fabric.driver)
-        self._theirs = RegionMap(regions, "peer's")
-        self._ours = fabric.context.memory.map
+        self._remote_map = RegionMap(regions, "peer's")
+        self._local_map = fabric.context.memory.map
         self._copying = asyncio.Lock()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Begin copies, and wait for them, also if the read was given up: copies cannot be cancelled."""
-        pieces = join(remote, self._theirs, local, self._ours, PIECE_BYTES)
+        """Begin copies, and wait for them, even if the read is cancelled: copies cannot be."""
+        pieces = join(remote, self._remote_map, local, self._local_map, PIECE_BYTES)
         for part in pieces.slices(MAX_BYTES, MAX_PIECES):
             async with self._copying:
                 self.require_going(deadline)
                 self._copies.begin(part)
-                await uncancelled(self._idle())
+                await uncancelled(self._wait_until_idle())
 
-    async def _idle(self) -> None:
-        while not self._copies.is_idle():  # noqa: ASYNC110 - nothing of CUDA can be waited for but by asking
+    async def _wait_until_idle(self) -> None:
+        while not self._copies.is_idle():  # noqa: ASYNC110 - CUDA has no event to wait for without blocking
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        """Unmap when no copy is under way."""
+        """Unmap when no copy is running."""
         if self.closed:
             return
         self.closed = True

@@ -1,4 +1,4 @@
-"""What fabrics have in common that connect to a peer's listener, and have the peer send what they ask for."""
+"""The common base of fabrics that connect to a peer's listener, and let the peer send the requested bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DialledFabric(Fabric):
         return {"host": self.context.listener.host, "port": self.context.listener.port}
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether the peer has a listener; the network is not tried."""
+        """True if the peer has a listener; the network is not tried."""
         return "port" in description
 
     def address_in(self, description: dict[str, Any]) -> tuple[str, int]:

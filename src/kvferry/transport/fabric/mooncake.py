@@ -1,8 +1,8 @@
 """Reading a peer through the Mooncake Transfer Engine.
 
-Its calls block, so they run in a few threads of the fabric's own. It cannot cancel a transfer, and one that has failed
-may go on writing. So one engine serves, and another one reads; the latter is closed and replaced after a failure, and
-only then does the failed read end.
+Its calls block, so they run in a few threads of the fabric's own. It cannot cancel a transfer, and a failed transfer
+may continue to write. So one engine serves, and another one reads; the latter is closed and replaced after a failure,
+and only then does the failed read end.
 
 Mooncake listens on every interface without authentication: use it in trusted networks only. As with NIXL, a reader
 first fetches a *beacon*, random bytes beside the KV cache, so that it knows which instance it reaches.
@@ -29,13 +29,14 @@ from kvferry.transport.transfer_loop import uncancelled
 
 SLICE_BYTES = 16 * 2**20
 SLICE_PIECES = 512
-"""Most pieces in one call. Mooncake fails batches of more than about 1,000 pieces instead of waiting for its queue."""
+"""Maximum number of pieces in one call. Mooncake fails batches of more than about 1,000 pieces instead of waiting for
+its queue."""
 NUM_THREADS = 4
 BEACON_BYTES = 16
 
 
 class MooncakeDescription(msgspec.Struct, frozen=True):
-    """What a reader needs to know of a peer. `beacon`: its address, and its bytes in hexadecimal."""
+    """A peer's description for readers. `beacon`: its address, and its bytes in hexadecimal."""
 
     host: str
     rpc_port: int
@@ -55,10 +56,10 @@ class MooncakeFabric(Fabric):
         self._beacon = ctypes.create_string_buffer(entropy.token_bytes(BEACON_BYTES), BEACON_BYTES)
         self.received = ctypes.create_string_buffer(BEACON_BYTES)
         self._probing = asyncio.Lock()
-        self._serving = self._engine()
-        self.reading = EngineReader(self._engine)
+        self._serving = self._make_engine()
+        self.reading = EngineReader(self._make_engine)
 
-    def _engine(self) -> MooncakeEngine:
+    def _make_engine(self) -> MooncakeEngine:
         memory = self.context.memory
         regions = [(region.address, region.num_bytes) for region in memory.regions]
         regions += [(ctypes.addressof(buffer), BEACON_BYTES) for buffer in (self._beacon, self.received)]
@@ -66,27 +67,27 @@ class MooncakeFabric(Fabric):
         return MooncakeEngine(self.context.listener.host, self.protocol, self._device_name, regions, location)
 
     def describe(self) -> dict[str, Any]:
-        """The address of the serving engine, and those of KV cache and beacon in its memory."""
+        """The address of the serving engine, and the addresses of KV cache and beacon in its memory."""
         regions = [(region.address, region.num_bytes) for region in self.context.memory.regions]
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
         host, port = self.context.listener.host, self._serving.port
-        described = MooncakeDescription(host, port, self.protocol, regions, beacon)
-        return msgspec.to_builtins(described)  # type: ignore[no-any-return]
+        description = MooncakeDescription(host, port, self.protocol, regions, beacon)
+        return msgspec.to_builtins(description)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
         return bool(description.get("protocol") == self.protocol)
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Fetch the peer's beacon. Raises `PeerLost` if it is another process's."""
-        described = read_description(self.name, description, MooncakeDescription)
-        peer = MooncakePeer(self, described)
-        address, expected = described.beacon
-        theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")
-        ours = RegionMap([Region(ctypes.addressof(self.received), BEACON_BYTES)], "own")
+        parsed = read_description(self.name, description, MooncakeDescription)
+        peer = MooncakePeer(self, parsed)
+        address, expected = parsed.beacon
+        remote_map = RegionMap([Region(address, BEACON_BYTES)], "peer's")
+        local_map = RegionMap([Region(ctypes.addressof(self.received), BEACON_BYTES)], "own")
         spans = [(0, BEACON_BYTES)]
         async with self._probing:
             ctypes.memset(self.received, 0, BEACON_BYTES)
-            await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), deadline)
+            await peer.transfer(join(spans, remote_map, spans, local_map, BEACON_BYTES), deadline)
             if self.received.raw.hex() != expected:
                 raise PeerLost("Mooncake connects to another process than the one that sent this description")
         return peer
@@ -99,15 +100,15 @@ class MooncakeFabric(Fabric):
 class MooncakePeer(FabricPeer):
     """Reads from one peer."""
 
-    def __init__(self, fabric: MooncakeFabric, described: MooncakeDescription) -> None:
+    def __init__(self, fabric: MooncakeFabric, description: MooncakeDescription) -> None:
         self._reading = fabric.reading
-        self._segment = f"{described.host}:{described.rpc_port}"
-        self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
-        self._ours = fabric.context.memory.map
+        self._segment = f"{description.host}:{description.rpc_port}"
+        self._remote_map = RegionMap([Region(address, size) for address, size in description.regions], "peer's")
+        self._local_map = fabric.context.memory.map
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Make one call after the other. A call is waited for even past the deadline."""
-        await self.transfer(join(remote, self._theirs, local, self._ours, SLICE_BYTES), deadline)
+        """Make one call after the other. A running call is awaited even past the deadline."""
+        await self.transfer(join(remote, self._remote_map, local, self._local_map, SLICE_BYTES), deadline)
 
     async def transfer(self, pieces: Pieces, deadline: float) -> None:
         """Read pieces of any memory, as `read`."""
@@ -117,12 +118,12 @@ class MooncakePeer(FabricPeer):
         self.require_going(deadline)
 
     async def close(self) -> None:
-        """Refuse further reads; nothing is held for one peer."""
+        """Refuse further reads; there are no resources of a single peer."""
         self.closed = True
 
 
 class _ReadingEngine:
-    """An engine that reads, and its number of calls under way."""
+    """An engine that reads, and its number of running calls."""
 
     def __init__(self, engine: MooncakeEngine) -> None:
         self.engine = engine
@@ -161,7 +162,7 @@ class EngineReader:
             raise PeerLost(f"Mooncake cannot read from {segment}")
 
     async def close(self) -> None:
-        """Close the engine and end the threads. No call may be under way."""
+        """Close the engine and end the threads. No call may be running."""
         if self._reader is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._reader.engine.close)
         self._threads.shutdown()

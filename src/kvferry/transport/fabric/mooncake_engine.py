@@ -17,12 +17,12 @@ from kvferry.transport.memory import Pieces
 PROTOCOLS = ("tcp", "rdma", "efa", "nvlink", "cxl", "barex", "hip", "ascend")
 """Checked here, because Mooncake uses TCP for any word that it does not know."""
 CALL_S = 5
-"""How long a call waits for a peer that does not answer, plus a second for each GiB; Mooncake accepts no less."""
+"""Seconds that a call waits for an unresponsive peer, plus one for each GiB; Mooncake's minimum."""
 
 
 class MooncakeEngine:
-    """An engine with which `regions`, as (address, length), are registered; `location` is Mooncake's name for where
-    they are. Raises `MissingDependency`, or `ConfigError` if the engine does not start."""
+    """An engine with which `regions`, as (address, length), are registered; `location` is Mooncake's name for their
+    memory. Raises `MissingDependency`, or `ConfigError` if the engine does not start."""
 
     def __init__(
         self, host: str, protocol: str, device_name: str, regions: Sequence[tuple[int, int]], location: str
@@ -52,15 +52,15 @@ class MooncakeEngine:
         return result == 0
 
     def close(self) -> None:
-        """End the engine, with everything under way. Takes up to a second, the polling interval of its listener."""
+        """End the engine, with all its transfers. Takes up to a second, the polling interval of its listener."""
         self._engine.batch_unregister_memory(self._addresses)
         del self._engine
 
 
 def _has_devices(topology: str) -> bool:
-    """Whether Mooncake's JSON names a device: for each memory location, it lists preferred devices and all others."""
-    places: dict[str, list[list[str]]] = json.loads(topology)
-    return any(devices for lists in places.values() for devices in lists)
+    """True if Mooncake's JSON names a device: for each memory location, it lists preferred devices and all others."""
+    devices_by_location: dict[str, list[list[str]]] = json.loads(topology)
+    return any(devices for device_lists in devices_by_location.values() for devices in device_lists)
 
 
 def _import_engine() -> Any:

@@ -1,11 +1,12 @@
 """Reading a peer through NIXL: UCX picks the medium (RDMA, shared memory, TCP), and device memory is read directly.
 
 An instance's agent metadata goes over kvferry's own authenticated control channel, with the address of a *beacon*:
-random bytes, registered beside the KV cache, that a reader fetches first. So before a block is read it is known that
-the connection works, and that it reaches the instance that described itself.
+random bytes, registered beside the KV cache, that a reader fetches first. This verifies, before a block is read, that
+the connection works and reaches the instance that described itself.
 
-UCX cannot cancel a read, so it is waited for. If the medium needs the peer's help (TCP) and the peer hangs, only
-closing the local agent ends the read. So one agent serves, and another one reads, which can be closed and made anew.
+UCX cannot cancel a read, so a read is always awaited. If the medium needs the peer's help (TCP) and the peer hangs,
+only closing the local agent ends the read. So one agent serves, and another one reads, which can be closed and
+replaced.
 
 Never run on RDMA hardware.
 """
@@ -34,22 +35,21 @@ from kvferry.transport.transfer_loop import uncancelled
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 16 * 2**20
-"""Read by one transfer. Where UCX copies at once, this is what blocks the loop at a time."""
+"""Bytes of one transfer. If UCX copies synchronously, the loop is blocked for this long."""
 SLICE_PIECES = 8192
-MAX_UNDER_WAY = 4
+MAX_IN_FLIGHT = 4
 POLL_S = 0.0002
-"""NIXL makes progress while it is polled. It is polled for this time before other tasks get the loop."""
+"""NIXL makes progress while it is polled. It is polled for this time before other tasks run."""
 SPIN_S = 0.0005
-"""A transfer is polled in every turn of the loop for this time, and then once a millisecond."""
+"""A transfer is polled in every iteration of the loop for this time, and then once a millisecond."""
 GRACE_S = 1.0
-"""How long a transfer that was given up may go on before the agent that reads is closed."""
+"""Seconds that an abandoned transfer may continue before the agent that reads is closed."""
 BEACON_BYTES = 16
 DRAM = MemoryKind("DRAM")
 
 
 class NixlDescription(msgspec.Struct, frozen=True):
-    """What a reader needs to know of a peer. `metadata`: NIXL's own. `beacon`: its address, and its bytes in
-    hexadecimal."""
+    """A peer's description for readers. `metadata`: NIXL's own. `beacon`: its address, and its bytes in hexadecimal."""
 
     agent: str
     metadata: bytes
@@ -91,21 +91,21 @@ class NixlFabric(Fabric):
         metadata = self._serving.metadata()
         beacon = (ctypes.addressof(self._beacon), self._beacon.raw.hex())
         kind = self.kind
-        described = NixlDescription(self._serving.name, metadata, kind.segment, kind.device, regions, beacon)
-        return msgspec.to_builtins(described)  # type: ignore[no-any-return]
+        description = NixlDescription(self._serving.name, metadata, kind.segment, kind.device, regions, beacon)
+        return msgspec.to_builtins(description)  # type: ignore[no-any-return]
 
     def reachable(self, description: dict[str, Any]) -> bool:
         return "metadata" in description
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Load the peer's metadata, and fetch its beacon."""
-        described = read_description(self.name, description, NixlDescription)
+        parsed = read_description(self.name, description, NixlDescription)
         async with limited_to(deadline, "connecting by NIXL"), self._connecting:
-            if self._reader is None or self._reader.condemned:
+            if self._reader is None or self._reader.is_closing:
                 self._reader = await asyncio.to_thread(self._new_reader)
-            peer = NixlPeer(self, self._reader, self._reader.acquire(described.agent, described.metadata), described)
+            peer = NixlPeer(self, self._reader, self._reader.acquire(parsed.agent, parsed.metadata), parsed)
             try:
-                await self._probe(peer, self._reader, described, deadline)
+                await self._probe(peer, self._reader, parsed, deadline)
             except BaseException:
                 await peer.close()
                 raise
@@ -115,26 +115,28 @@ class NixlFabric(Fabric):
         buffer = ctypes.create_string_buffer(BEACON_BYTES)
         return _ReadingAgent(self._agent(buffer, serves=False), buffer)
 
-    async def _probe(self, peer: NixlPeer, reader: _ReadingAgent, described: NixlDescription, deadline: float) -> None:
-        address, expected = described.beacon
+    async def _probe(
+        self, peer: NixlPeer, reader: _ReadingAgent, description: NixlDescription, deadline: float
+    ) -> None:
+        address, expected = description.beacon
         ctypes.memset(reader.buffer, 0, BEACON_BYTES)
-        theirs = RegionMap([Region(address, BEACON_BYTES)], "peer's")
-        ours = RegionMap([Region(ctypes.addressof(reader.buffer), BEACON_BYTES)], "own")
+        remote_map = RegionMap([Region(address, BEACON_BYTES)], "peer's")
+        local_map = RegionMap([Region(ctypes.addressof(reader.buffer), BEACON_BYTES)], "own")
         spans = [(0, BEACON_BYTES)]
-        await peer.transfer(join(spans, theirs, spans, ours, BEACON_BYTES), DRAM, DRAM, deadline)
+        await peer.transfer(join(spans, remote_map, spans, local_map, BEACON_BYTES), DRAM, DRAM, deadline)
         if reader.buffer.raw.hex() != expected:
             raise PeerLost("NIXL connects to another process than the one that sent this description")
 
     async def close(self) -> None:
         """Close the agents, since UCX must not outlive the memory that is registered with it."""
-        if self._reader is not None and not self._reader.condemned:
+        if self._reader is not None and not self._reader.is_closing:
             self._reader.agent.close()
         self._serving.close()
 
 
 @dataclass
 class _Remote:
-    """A peer's agent, as it is loaded into ours."""
+    """A peer's agent, loaded into the local one."""
 
     name: str
     metadata: bytes
@@ -148,37 +150,37 @@ class _ReadingAgent:
     def __init__(self, agent: NixlAgent, buffer: ctypes.Array[ctypes.c_char]) -> None:
         self.agent, self.buffer = agent, buffer
         self.num_reads = 0
-        self.condemned = False
-        """No more reads are begun; the agent is closed when the last one under way has left."""
+        self.is_closing = False
+        """No more reads are begun; the agent is closed when the last running read has ended."""
         self.ended = asyncio.Event()
         self._remotes: dict[str, _Remote] = {}
 
     def acquire(self, name: str, metadata: bytes) -> _Remote:
         """The peer's agent, loaded once for all connections to it. Raises `ProtocolError`."""
-        known = self._remotes.get(name)
-        if known is None:
+        remote = self._remotes.get(name)
+        if remote is None:
             if self.agent.load(metadata) != name:
                 raise ProtocolError("NIXL metadata of another agent than the one described")
-            known = self._remotes[name] = _Remote(name, metadata)
-        elif known.metadata != metadata:
+            remote = self._remotes[name] = _Remote(name, metadata)
+        elif remote.metadata != metadata:
             raise ProtocolError("two NIXL agents of one name")
-        known.num_users += 1
-        return known
+        remote.num_users += 1
+        return remote
 
     def release(self, remote: _Remote) -> None:
         """End one use of a peer's agent; after the last one, the connection to it is closed."""
         remote.num_users -= 1
-        if not remote.num_users and not self.condemned:
+        if not remote.num_users and not self.is_closing:
             del self._remotes[remote.name]
             try:
                 self.agent.forget(remote.name)
             except KvferryError as error:
                 log.info("NIXL agent %s could not be removed: %s", remote.name, error)
 
-    async def leave(self, num_left: int) -> None:
-        """A read has ended, except for `num_left` transfers. Returns when these write no more."""
+    async def end_read(self, num_left: int) -> None:
+        """End a read, except for `num_left` transfers. Returns when these write no more."""
         self.num_reads -= 1
-        if not self.condemned:
+        if not self.is_closing:
             return
         if not self.num_reads:
             self.agent.close()
@@ -190,48 +192,50 @@ class _ReadingAgent:
 class NixlPeer(FabricPeer):
     """Reads from one peer. Owns its transfers until each has ended."""
 
-    def __init__(self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, described: NixlDescription) -> None:
+    def __init__(
+        self, fabric: NixlFabric, reader: _ReadingAgent, remote: _Remote, description: NixlDescription
+    ) -> None:
         self._fabric, self._reader, self._remote, self._agent = fabric, reader, remote, reader.agent
-        self._theirs = RegionMap([Region(address, size) for address, size in described.regions], "peer's")
-        self._ours = fabric.context.memory.map
-        self._kind = MemoryKind(described.segment, described.device)
+        self._remote_map = RegionMap([Region(address, size) for address, size in description.regions], "peer's")
+        self._local_map = fabric.context.memory.map
+        self._kind = MemoryKind(description.segment, description.device)
         self._num_reads = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Post slices, at most `MAX_UNDER_WAY` at a time, and poll until they are done."""
-        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
+        """Post slices, at most `MAX_IN_FLIGHT` at a time, and poll until they are done."""
+        pieces = join(remote, self._remote_map, local, self._local_map, SLICE_BYTES)
         await self.transfer(pieces, self._fabric.kind, self._kind, deadline)
 
-    async def transfer(self, pieces: Pieces, ours: MemoryKind, theirs: MemoryKind, deadline: float) -> None:
+    async def transfer(self, pieces: Pieces, local_kind: MemoryKind, remote_kind: MemoryKind, deadline: float) -> None:
         """Read pieces of memory of any kind, as `read`."""
         self.require_going(deadline)
-        under_way: deque[Handle] = deque()
+        in_flight: deque[Handle] = deque()
         self._num_reads += 1
         self._reader.num_reads += 1
         self._idle.clear()
         try:
             for part in pieces.slices(SLICE_BYTES, SLICE_PIECES):
                 self.require_going(deadline)
-                under_way.append(self._agent.post(part, ours, theirs, self._remote.name))
+                in_flight.append(self._agent.post(part, local_kind, remote_kind, self._remote.name))
                 await asyncio.sleep(0)
-                await self._settle(under_way, MAX_UNDER_WAY - 1, deadline)
-            await self._settle(under_way, 0, deadline)
+                await self._wait_for_transfers(in_flight, MAX_IN_FLIGHT - 1, deadline)
+            await self._wait_for_transfers(in_flight, 0, deadline)
         finally:
             try:
-                await uncancelled(self._quiesce(under_way))
+                await uncancelled(self._quiesce(in_flight))
             finally:
                 self._num_reads -= 1
                 if not self._num_reads:
                     self._idle.set()
 
-    async def _settle(self, under_way: deque[Handle], num_left: int, deadline: float) -> None:
-        """Wait until at most `num_left` are under way."""
+    async def _wait_for_transfers(self, in_flight: deque[Handle], num_left: int, deadline: float) -> None:
+        """Wait until at most `num_left` transfers are in flight."""
         pauses = _Pauses()
-        while len(under_way) > num_left:
-            if self._poll(under_way[0]):
-                self._agent.release(under_way.popleft())
+        while len(in_flight) > num_left:
+            if self._poll(in_flight[0]):
+                self._agent.release(in_flight.popleft())
                 pauses = _Pauses()
                 continue
             await pauses.next()
@@ -245,23 +249,23 @@ class NixlPeer(FabricPeer):
                 return False
         return True
 
-    async def _quiesce(self, under_way: deque[Handle]) -> None:
+    async def _quiesce(self, in_flight: deque[Handle]) -> None:
         """Wait until none of these transfers writes any more."""
-        given_up = asyncio.get_running_loop().time() + GRACE_S
+        give_up_at = asyncio.get_running_loop().time() + GRACE_S
         pauses, reader = _Pauses(), self._reader
-        while under_way and not reader.condemned:
-            if self._is_over(under_way[0]):
-                self._agent.release(under_way.popleft())
+        while in_flight and not reader.is_closing:
+            if self._has_ended(in_flight[0]):
+                self._agent.release(in_flight.popleft())
                 continue
             await pauses.next()
-            if asyncio.get_running_loop().time() >= given_up:
+            if asyncio.get_running_loop().time() >= give_up_at:
                 log.warning(
                     "NIXL agent %s does not answer a read; closing the local agent to end it", self._remote.name
                 )
-                reader.condemned = True
-        await reader.leave(len(under_way))
+                reader.is_closing = True
+        await reader.end_read(len(in_flight))
 
-    def _is_over(self, handle: Handle) -> bool:
+    def _has_ended(self, handle: Handle) -> bool:
         try:
             return self._agent.is_done(handle)
         except KvferryError:
@@ -269,12 +273,12 @@ class NixlPeer(FabricPeer):
 
     def require_going(self, deadline: float) -> None:
         """Raises `PeerLost` also if the agent that reads is to be closed."""
-        if self._reader.condemned:
+        if self._reader.is_closing:
             raise PeerLost("the connection to the peer was closed during a read")
         super().require_going(deadline)
 
     async def close(self) -> None:
-        """Wait for the reads to end, then give the peer's agent back."""
+        """Wait for the reads to end, then release the peer's agent."""
         if self.closed:
             return
         self.closed = True
@@ -289,5 +293,5 @@ class _Pauses:
         self._spin_until = asyncio.get_running_loop().time() + SPIN_S
 
     async def next(self) -> None:
-        """Pause: let other tasks have the loop."""
+        """Pause, so that other tasks can run."""
         await asyncio.sleep(0 if asyncio.get_running_loop().time() < self._spin_until else 0.001)

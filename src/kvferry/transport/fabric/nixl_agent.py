@@ -1,11 +1,11 @@
 """One NIXL agent. NIXL is imported here and nowhere else.
 
-Owns the agent: its backends, what is registered with it, and the remote agents loaded into it. Its methods do not
-wait, but a post may copy before it returns (UCX does within one machine), without the GIL.
+Owns the agent: its backends, its registered memory, and the remote agents loaded into it. Its methods do not wait, but
+a post may copy before it returns (UCX does within one machine), without the GIL.
 
 It uses the bindings and not NIXL's Python class, since only they let the progress thread's delay be set. With the
-default of 0, the thread takes most of a core while nothing happens. With a delay it sleeps until UCX wakes it, and the
-delay only bounds the cost of a lost wake-up.
+default of 0, the thread takes most of a core while idle. With a delay it sleeps until UCX wakes it, and the delay only
+bounds the cost of a lost wake-up.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvferry.transport.memory import Pieces
 
 PROGRESS_DELAY_US = 10_000
 START_S = 60.0
-_TURN_MARGIN_S = 5.0
-_TURN_POLL_S = 0.01
-_TURN = Struct("<QQ")
-"""What the holder of a turn writes: its process, and a number of this turn."""
+_HOLD_MARGIN_S = 5.0
+_LOCK_POLL_S = 0.01
+_HOLDER = Struct("<QQ")
+"""The content of the lock file: the holder's process id, and a random number of this start."""
 Handle = int
 
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """Where memory is, in NIXL's terms: "DRAM", or "VRAM" of a device."""
+    """The location of memory, in NIXL's terms: "DRAM", or "VRAM" of a device."""
 
     segment: str
     device: int = 0
@@ -64,8 +64,10 @@ class NixlAgent:
     def __init__(self, name: str, backends: Sequence[str], num_threads: int, *, serves: bool) -> None:
         self.name = name
         self._nixl = _import_nixl()
-        with start_turn(_lock_path(), START_S + _TURN_MARGIN_S):
-            self._agent, self._backends = _within(START_S, lambda: self._start(name, backends, num_threads, serves))
+        with exclusive_start(_lock_path(), START_S + _HOLD_MARGIN_S):
+            self._agent, self._backends = _run_with_timeout(
+                START_S, lambda: self._start(name, backends, num_threads, serves)
+            )
         self._registered: list[Any] = []
 
     def _start(self, name: str, backends: Sequence[str], num_threads: int, serves: bool) -> tuple[Any, list[int]]:
@@ -73,14 +75,14 @@ class NixlAgent:
         config.useProgThread, config.useListenThread = serves, False
         config.pthrDelay = PROGRESS_DELAY_US
         agent = self._nixl.nixlAgent(name, config)
-        found = agent.getAvailPlugins()
+        plugins = agent.getAvailPlugins()
         for backend in backends:
-            if backend not in found:
-                raise ConfigError(f"NIXL has no backend {backend!r} here; it has {', '.join(sorted(found))}")
+            if backend not in plugins:
+                raise ConfigError(f"NIXL has no backend {backend!r} here; it has {', '.join(sorted(plugins))}")
         options = {"num_threads": str(num_threads)} if num_threads else {}
         try:
             return agent, [agent.createBackend(backend, dict(options)) for backend in backends]
-        except Exception as error:  # whatever NIXL raises for a backend that does not start
+        except Exception as error:  # NIXL raises any type for a backend that does not start
             raise ConfigError(f"NIXL cannot start its backends {', '.join(backends)}: {error}") from error
 
     def register(self, regions: Sequence[tuple[int, int]], kind: MemoryKind) -> None:
@@ -89,12 +91,12 @@ class NixlAgent:
         descriptors = self._nixl.nixlRegDList(self._segment(kind), rows)
         try:
             self._agent.registerMem(descriptors, self._backends)
-        except Exception as error:  # its backends raise what they like
+        except Exception as error:  # its backends raise any type
             raise ConfigError(f"NIXL cannot register the KV cache's {kind.segment} memory: {error}") from error
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """What a peer must load to read the memory that is registered now."""
+        """The metadata that a peer must load to read the memory that is registered now."""
         blob: bytes = self._agent.getLocalMD()
         return blob
 
@@ -105,18 +107,20 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def forget(self, name: str) -> None:
-        """Close the connection to a peer's agent, with transfers that are under way."""
+        """Close the connection to a peer's agent, with running transfers."""
         with _translated():
             self._agent.invalidateRemoteMD(name)
 
     def post(self, pieces: Pieces, local: MemoryKind, remote: MemoryKind, name: str) -> Handle:
         """Begin to read; the caller releases the handle. Raises `PeerLost` or `ProtocolError`."""
-        ours, theirs = (
+        local_list, remote_list = (
             self._list(pieces.local, pieces.lengths, local),
             self._list(pieces.remote, pieces.lengths, remote),
         )
         with _translated():
-            handle: Handle = self._agent.createXferReq(self._nixl.NIXL_READ, ours, theirs, name, b"", self._backends)
+            handle: Handle = self._agent.createXferReq(
+                self._nixl.NIXL_READ, local_list, remote_list, name, b"", self._backends
+            )
             try:
                 self._agent.postXferReq(handle, b"")
             except BaseException:
@@ -125,12 +129,12 @@ class NixlAgent:
         return handle
 
     def is_done(self, handle: Handle) -> bool:
-        """Whether everything has arrived. Raises `PeerLost` if the transfer has failed; then it writes no more."""
+        """True if everything has arrived. Raises `PeerLost` if the transfer has failed; then it writes no more."""
         with _translated():
             return bool(self._agent.getXferStatus(handle) == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: Handle) -> None:
-        """Release the handle of a transfer that has ended: one under way might still write."""
+        """Release the handle of a transfer that has ended: a running one might still write."""
         with _translated():
             self._agent.releaseXferReq(handle)
 
@@ -172,24 +176,26 @@ def _translated() -> Iterator[None]:
 
 
 @contextmanager
-def start_turn(path: Path, turn_s: float, clock: Clock = SYSTEM_CLOCK) -> Iterator[None]:
-    """While the body runs, no other process that uses `path` is in such a body: two agents that start at once can hang.
+def exclusive_start(path: Path, max_hold_s: float, clock: Clock = SYSTEM_CLOCK) -> Iterator[None]:
+    """Hold an exclusive lock at `path` while the body runs: two agents that start at the same time can hang.
 
-    However many wait, each gets its turn: one turn may last `turn_s`, and waiting ends only if one holder has had it
-    for longer, as a stopped process does. Raises `ConfigError` that names the holder.
+    Waiting ends only if one holder keeps the lock for longer than `max_hold_s`, as a stopped process does; so each of
+    many waiting processes gets it. Raises `ConfigError` that names the holder.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    holder, deadline = b"", clock.monotonic() + turn_s
+    holder, deadline = b"", clock.monotonic() + max_hold_s
     try:
         while not _locked(descriptor):
-            now, current = clock.monotonic(), os.pread(descriptor, _TURN.size, 0)
+            now, current = clock.monotonic(), os.pread(descriptor, _HOLDER.size, 0)
             if current != holder:
-                holder, deadline = current, now + turn_s
+                holder, deadline = current, now + max_hold_s
             if now >= deadline:
-                who = f"process {_TURN.unpack(holder)[0]}" if len(holder) == _TURN.size else "another process"
-                raise ConfigError(f"{who} has been starting NIXL for {turn_s:g} s and holds {path}; end it")
-            time.sleep(_TURN_POLL_S)
-        os.pwrite(descriptor, _TURN.pack(os.getpid(), secrets.randbits(64)), 0)
+                holder_name = (
+                    f"process {_HOLDER.unpack(holder)[0]}" if len(holder) == _HOLDER.size else "another process"
+                )
+                raise ConfigError(f"{holder_name} has been starting NIXL for {max_hold_s:g} s and holds {path}; end it")
+            time.sleep(_LOCK_POLL_S)
+        os.pwrite(descriptor, _HOLDER.pack(os.getpid(), secrets.randbits(64)), 0)
         yield
     finally:
         os.close(descriptor)
@@ -207,7 +213,7 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _within(seconds: float, start: Any) -> Any:
+def _run_with_timeout(seconds: float, start: Any) -> Any:
     """Run `start` in a thread, which is left behind if it hangs, since nothing can end it."""
     results: list[Any] = []
 

@@ -1,12 +1,12 @@
-"""Fabrics over a `TensorPipe`, a FIFO of tensors in one direction, such as a process group or a library of your own.
+"""Fabrics over a `TensorPipe`, a FIFO of tensors in one direction, such as a process group or another library.
 
     reader ── Pull(spans) ──────► peer      over an authenticated connection
-           ◄─────── Pulled("") ──            or why not: spans outside of its memory
+           ◄─────── Pulled("") ──            or a refusal: spans outside of its memory
            ◄═ uint8 tensors ═══            through the pipe, of at most `PIECE_BYTES`, in the order of the spans
 
-Nothing is sent that was not asked for, so hand-offs can be fetched in any order although a pipe is a FIFO. One read
-uses the pipe at a time. If it fails or is given up, the pipe is closed with its connection, and the next read makes a
-new one: nobody has to know how far the old one got.
+Only requested bytes are sent, so hand-offs can be fetched in any order although a pipe is a FIFO. One read uses the
+pipe at a time. If it fails or is cancelled, the pipe is closed with its connection, and the next read opens a new one:
+the progress of the old one does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIECE_BYTES = 8 * 2**20
 PIECE_SPANS = 2**16
 OPEN_S = 10.0
 STALL_S = 60.0
-"""A reader that does not receive a piece within this time is given up."""
+"""The pipe is closed if its reader does not receive a piece within this time."""
 
 
 class Pull(Message, frozen=True):
@@ -43,7 +43,7 @@ class Pull(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """The tensors come now, or `refusal` says why not."""
+    """The tensors follow, or `refusal` has the reason why not."""
 
     refusal: str = ""
 
@@ -52,8 +52,8 @@ class TensorPipe(ABC):
     """One end of a FIFO of tensors. One end only sends, the other one only receives.
 
     Calls are made on the `TransferLoop`, one at a time; what blocks has to run in a thread. A call that waits may be
-    cancelled, and after a call that did not return, only `close` is called. Whatever is raised ends the pipe; errors
-    that are not kvferry's are raised as `PeerLost`. That the peer has died need not be noticed.
+    cancelled, and after a call that did not return, only `close` is called. Any exception ends the pipe; errors that
+    are not kvferry's are raised as `PeerLost`. The death of the peer need not be detected.
     """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class TensorPipe(ABC):
 
 
 class PipeFabric(DialledFabric):
-    """Reads, and lets read, through pipes. A subclass has a `name`, and says how a pipe is opened."""
+    """Reads and serves reads through pipes. A subclass has a `name`, and opens pipes."""
 
     def __init__(self, context: FabricContext) -> None:
         super().__init__(context)
@@ -81,11 +81,11 @@ class PipeFabric(DialledFabric):
 
     @abstractmethod
     async def open_pipe(self, connection: Connection, deadline: float, *, sends: bool) -> TensorPipe:
-        """One end of a new pipe. Both ends are opened at the same time, and may agree on how by messages over the
+        """One end of a new pipe. Both ends are opened at the same time, and may negotiate by messages over the
         connection, which is kvferry's again when this returns. `deadline`: monotonic, s. Errors as of `TensorPipe`."""
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
-        """Open a first pipe now, so that pipes that do not work are noticed here."""
+        """Open a first pipe now, so that pipes that do not work fail here."""
         peer = PipePeer(self, *self.address_in(description))
         await peer.open(deadline)
         return peer
@@ -105,7 +105,7 @@ class PipeFabric(DialledFabric):
                     await connection.send(Pulled(str(error)))
                     continue
                 await connection.send(Pulled())
-                await until_ended(connection, translated(self.name, self._send(pipe, addresses, lengths)))
+                await run_while_connected(connection, translated(self.name, self._send(pipe, addresses, lengths)))
         finally:
             await uncancelled(pipe.close())
 
@@ -121,11 +121,11 @@ class PipePeer(FabricPeer):
 
     def __init__(self, fabric: PipeFabric, host: str, port: int) -> None:
         self._fabric, self._host, self._port = fabric, host, port
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._opened: tuple[Connection, TensorPipe] | None = None
 
     async def open(self, deadline: float) -> tuple[Connection, TensorPipe]:
-        """The pipe and its connection, made anew if there is none."""
+        """The pipe and its connection, opened if there is none."""
         if self._opened is None:
             fabric = self._fabric
             connection = await fabric.context.listener.dial(self._host, self._port, PURPOSE, deadline)
@@ -139,18 +139,18 @@ class PipePeer(FabricPeer):
         return self._opened
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        ours = self._fabric.context.memory.map
-        pieces = join(remote, ANYWHERE, local, ours, PIECE_BYTES)
+        local_map = self._fabric.context.memory.map
+        pieces = join(remote, ANYWHERE, local, local_map, PIECE_BYTES)
         if not len(pieces):
             return
-        async with limited_to(deadline, "reading a peer's blocks"), self._turn:
+        async with limited_to(deadline, "reading a peer's blocks"), self._lock:
             self.require_going(deadline)
             connection, pipe = await self.open(deadline)
             try:
                 await connection.send(Pull(list(zip(pieces.remote.tolist(), pieces.lengths.tolist(), strict=True))))
                 answer: Pulled = await connection.receive(Pulled)
                 if not answer.refusal:
-                    await until_ended(connection, translated(self._fabric.name, self._receive(pipe, pieces)))
+                    await run_while_connected(connection, translated(self._fabric.name, self._receive(pipe, pieces)))
             except BaseException:
                 await uncancelled(self._close_pipe())
                 raise
@@ -164,10 +164,10 @@ class PipePeer(FabricPeer):
             data = await pipe.recv_tensor(num_bytes)
             if data.dtype != torch.uint8 or tuple(data.shape) != (num_bytes,):
                 raise ProtocolError(f"{tuple(data.shape)} of {data.dtype} came for a read of {num_bytes} bytes")
-            done = 0
+            offset = 0
             for _, address, length in part.rows():
-                bytes_at(address, length, device).copy_(data[done : done + length])
-                done += length
+                bytes_at(address, length, device).copy_(data[offset : offset + length])
+                offset += length
             if device.type != "cpu":
                 torch.cuda.current_stream(device).synchronize()
 
@@ -177,45 +177,45 @@ class PipePeer(FabricPeer):
         await pipe.close()
 
     async def close(self) -> None:
-        """Close pipe and connection; a read under way notices the end of the connection."""
+        """Close pipe and connection; a running read ends with the connection."""
         self.closed = True
         if self._opened is not None:
             self._opened[0].abort()
-        async with self._turn:
+        async with self._lock:
             if self._opened is not None:
                 await self._close_pipe()
 
 
 async def translated(name: str, job: Coroutine[Any, Any, Any]) -> Any:
-    """Await what belongs to a pipe; errors of libraries become `PeerLost`."""
+    """Await a call of a pipe; errors of libraries become `PeerLost`."""
     try:
         return await job
     except (KvferryError, TimeoutError):
         raise
-    except Exception as error:  # what another package or a library raises is anything
+    except Exception as error:  # another package or a library may raise any type
         raise PeerLost(f"{name} pipe: {error!r}") from error
 
 
-async def until_ended(connection: Connection, job: Coroutine[Any, Any, None]) -> None:
-    """Await the job while the other end has nothing to say; if the connection ends before it, raise `PeerLost`."""
-    working, watching = asyncio.ensure_future(job), asyncio.ensure_future(connection.first_byte())
+async def run_while_connected(connection: Connection, job: Coroutine[Any, Any, None]) -> None:
+    """Await the job while the other end is silent; raises `PeerLost` if the connection ends first."""
+    job_task, close_task = asyncio.ensure_future(job), asyncio.ensure_future(connection.peek_byte())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and watching.result() is None:
+        await asyncio.wait({job_task, close_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not job_task.done() and close_task.result() is None:
             raise PeerLost("the peer closed the connection during a read")
-        await working
+        await job_task
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        job_task.cancel()
+        close_task.cancel()
+        await asyncio.gather(job_task, close_task, return_exceptions=True)
 
 
 class _DeviceMemory:
-    """Shows torch device memory at a known address."""
+    """Exposes device memory at an address to torch."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
-        shown = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
-        self.__cuda_array_interface__: dict[str, Any] = shown
+        interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
+        self.__cuda_array_interface__: dict[str, Any] = interface
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> Tensor:

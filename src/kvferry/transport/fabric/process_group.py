@@ -2,9 +2,9 @@
 machine that has two).
 
 Each pipe is a process group of two. The two processes start independently, and each may be in many groups, so there is
-no global group and no store server: `Rendezvous` passes what both ends publish over kvferry's connection. A call of a
-group cannot be cancelled. It runs in a thread of its own, and is left behind there if it is given up, until it fails
-too, at the latest after `CALL_S`. The group's sockets have no authentication: use them in trusted networks only.
+no global group and no store server: `Rendezvous` exchanges the values that both ends publish over kvferry's connection.
+A call of a group cannot be cancelled. It runs in a thread of its own, where a cancelled call is left behind until it
+fails too, at the latest after `CALL_S`. The group's sockets have no authentication: use them in trusted networks only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvferry.transport.transfer_loop import run_together
 
 SENDER, RECEIVER = 0, 1
 CALL_S = 8.0
-"""A call moves one piece, which takes far less if both ends are at work."""
+"""Maximum seconds of a call, which moves one piece, and takes far less if both ends work."""
 POLL_S = 50e-6
 MAX_VALUES = 64
 MAX_VALUE_BYTES = 8192
@@ -47,14 +47,14 @@ class Published(Message, frozen=True):
 
 
 class Formed(Message, frozen=True):
-    """This end is connected, or `error` says why it is not."""
+    """This end is connected, or `error` has the reason why not."""
 
     error: str = ""
 
 
 class ProcessGroupFabric(PipeFabric):
-    """Reads over process groups, which move memory of `group_device`. A subclass makes the group, and says how to wait
-    for it."""
+    """Reads over process groups, which move memory of `group_device`. A subclass makes the group, and waits for its
+    operations."""
 
     group_device: torch.device
 
@@ -67,20 +67,20 @@ class ProcessGroupFabric(PipeFabric):
         work.wait(timedelta(seconds=CALL_S))
 
     def discard(self, group: Any) -> None:
-        """Give up a group, perhaps during a call. gloo's connections are closed with the last reference to it."""
+        """Abandon a group, perhaps during a call. gloo's connections are closed with the last reference to it."""
 
     async def open_pipe(self, connection: Connection, deadline: float, *, sends: bool) -> TensorPipe:
-        """Form a group with the other end: pass on what both publish, until both have joined it."""
+        """Form a group with the other end: exchange the published values, until both have joined it."""
         loop, rank = asyncio.get_running_loop(), SENDER if sends else RECEIVER
-        outbox: asyncio.Queue[Message] = asyncio.Queue()  # bounded by what a rendezvous takes
+        outbox: asyncio.Queue[Message] = asyncio.Queue()  # bounded by the values of a rendezvous
         timeout_s = max(0.001, deadline - loop.time())
         store = Rendezvous(lambda value: loop.call_soon_threadsafe(outbox.put_nowait, value), timeout_s)
         groups: list[Any] = []
 
-        async def make() -> None:
+        async def join_group() -> None:
             try:
                 groups.append(await in_thread(lambda: self.make_group(store, rank, timeout_s)))
-            except Exception as error:  # noqa: BLE001 - what torch raises over a value that the peer made up is anything
+            except Exception as error:  # noqa: BLE001 - torch may raise any type over a forged value of the peer
                 outbox.put_nowait(Formed(f"{self.name}: {error}"[:2000]))
             else:
                 outbox.put_nowait(Formed())
@@ -94,11 +94,11 @@ class ProcessGroupFabric(PipeFabric):
 
         async def receive() -> None:
             while isinstance(message := await connection.receive(Published | Formed), Published):
-                store.learn(message)
+                store.store_value(message)
             _require(message, "the peer")
 
         try:
-            await run_together(make(), send(), receive())
+            await run_together(join_group(), send(), receive())
         except BaseException:
             store.fail("the group was abandoned")
             for group in groups:
@@ -107,37 +107,37 @@ class ProcessGroupFabric(PipeFabric):
         return GroupPipe(self, groups[0])
 
 
-def _require(formed: Formed, who: str) -> None:
+def _require(formed: Formed, end: str) -> None:
     if formed.error:
-        raise PeerLost(f"{who} could not join the process group: {formed.error}")
+        raise PeerLost(f"{end} could not join the process group: {formed.error}")
 
 
-_calling: set[threading.Thread] = set()
+_call_threads: set[threading.Thread] = set()
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Make a call in a thread of its own. If this is cancelled, the call goes on, and its result is dropped."""
+    """Make a call in a thread of its own. If this is cancelled, the call continues, and its result is dropped."""
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             done.set_result(call())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
+        except Exception as error:  # noqa: BLE001 - raised again for the caller
             done.set_exception(error)
         finally:
-            _calling.discard(threading.current_thread())
+            _call_threads.discard(threading.current_thread())
 
     thread = threading.Thread(target=run, name="process-group", daemon=True)
-    _calling.add(thread)
+    _call_threads.add(thread)
     thread.start()
     return await asyncio.wrap_future(done)
 
 
 @atexit.register
 def _wait_for_calls() -> None:
-    """A process that exits while a thread is inside of a C++ library may crash."""
-    for thread in list(_calling):
+    """Wait for running calls: a process that exits while a thread is inside of a C++ library may crash."""
+    for thread in list(_call_threads):
         thread.join(2 * CALL_S)
 
 
@@ -148,13 +148,13 @@ class GroupPipe(TensorPipe):
         self._fabric, self._group = fabric, group
 
     async def send_tensor(self, tensor: Tensor) -> None:
-        """Return when the receiver, which receives already, has all but what is on its way."""
+        """Return when everything was handed to the network; the receiver is receiving already."""
         fabric, group = self._fabric, self._group
         moved = tensor.to(fabric.group_device)
         await in_thread(lambda: fabric.wait(group.send([moved], RECEIVER, 0)))
 
     async def recv_tensor(self, num_bytes: int) -> Tensor:
-        """Receive into new memory, which a call that was given up may still write to."""
+        """Receive into new memory, which a cancelled call may still write to."""
         fabric, group = self._fabric, self._group
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=fabric.group_device)
         await in_thread(lambda: fabric.wait(group.recv([tensor], SENDER, 0)))
@@ -236,8 +236,9 @@ class NcclFabric(ProcessGroupFabric):
 
 
 class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
-    """The store with which two processes form a group. `publish` is called, on any thread, with each value that is set
-    here; `learn` and `fail` are called on the loop. Torch makes the group on a thread, which waits in `get`."""
+    """The store with which two processes form a group. `publish` is called, on any thread, with each value that this
+    process sets; `store_value` and `fail` are called on the loop. Torch makes the group on a thread, which waits in
+    `get`."""
 
     def __init__(self, publish: Callable[[Published], object], timeout_s: float) -> None:
         super().__init__()
@@ -246,25 +247,26 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
         self._changed = threading.Condition()
         self._failure = ""
 
-    def learn(self, published: Published) -> None:
-        """A value was set, here or by the peer. Raises `ProtocolError` beyond what a rendezvous needs."""
+    def store_value(self, published: Published) -> None:
+        """Record a value that this process or the peer has set. Raises `ProtocolError` beyond the needs of a
+        rendezvous."""
         with self._changed:
             if len(self._values) >= MAX_VALUES or len(published.value) > MAX_VALUE_BYTES:
                 raise ProtocolError("the peer publishes more than a rendezvous needs")
             self._values[published.key] = published.value
             self._changed.notify_all()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Make every wait raise."""
         with self._changed:
-            self._failure = why
+            self._failure = reason
             self._changed.notify_all()
 
     # Called by torch, on the thread that makes the group.
 
     def set(self, key: str, value: Any) -> None:
         published = Published(key, value.encode() if isinstance(value, str) else bytes(value))
-        self.learn(published)
+        self.store_value(published)
         self._publish(published)
 
     def get(self, key: str) -> bytes:
@@ -273,8 +275,8 @@ class Rendezvous(dist.Store):  # type: ignore[misc, name-defined]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         with self._changed:
-            there = self._changed.wait_for(lambda: self._failure or self.check(keys), self._timeout_s)
-        if self._failure or not there:  # through torch, which knows no other error
+            is_complete = self._changed.wait_for(lambda: self._failure or self.check(keys), self._timeout_s)
+        if self._failure or not is_complete:  # through torch, which knows no other error
             raise RuntimeError(self._failure or "the peer did not publish what the group needs in time")
 
     def check(self, keys: Sequence[str]) -> bool:

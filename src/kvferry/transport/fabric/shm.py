@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_name("copying.cpp")
 _FLAGS = ("-std=c++17", "-O2", "-march=native")
 
 SHORT_BYTES = 2**20
-"""Copied with the GIL kept: to get it back may take milliseconds if another thread computes in Python."""
+"""Copies up to this size keep the GIL: to reacquire it may take milliseconds if another thread computes in Python."""
 SHORT_PIECE_BYTES = 64 * 2**10
 """Like `SHORT_BYTES`, for one piece that is copied without C++."""
 
@@ -43,7 +43,7 @@ Python: 0.4 µs beyond the copy itself, half of a call through ctypes. The calle
 
 CopyPieces = Callable[[Pieces], None]
 SLICE_BYTES = 8 * 2**20
-"""Copied before other tasks get the loop again: about a millisecond."""
+"""Bytes copied before other tasks run: about a millisecond."""
 MAX_PIECES = 4096
 
 
@@ -64,7 +64,7 @@ class ShmFabric(Fabric):
         return {"machine": machine_id(), "segments": segments}
 
     def reachable(self, description: dict[str, Any]) -> bool:
-        """Whether it is this machine, and its segments can be opened from here: containers may hide them."""
+        """True if it is this machine, and this process can open its segments: containers may hide them."""
         if description.get("machine") != machine_id():
             return False
         try:
@@ -82,15 +82,15 @@ class ShmPeer(FabricPeer):
 
     def __init__(self, segments: Sequence[SharedSegment], memory: BlockMemory) -> None:
         self._segments = segments
-        self._theirs = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
-        self._ours = memory.map
+        self._remote_map = RegionMap([Region(segment.address, segment.num_bytes) for segment in segments], "peer's")
+        self._local_map = memory.map
         self._copy = copier()
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         self.require_going(deadline)
-        pieces = join(remote, self._theirs, local, self._ours, SLICE_BYTES)
-        for number, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
-            if number:
+        pieces = join(remote, self._remote_map, local, self._local_map, SLICE_BYTES)
+        for index, part in enumerate(pieces.slices(SLICE_BYTES, MAX_PIECES)):
+            if index:
                 await asyncio.sleep(0)  # meanwhile the peer may be closed, and unmapped
                 self.require_going(deadline)
             self._copy(part)
@@ -107,12 +107,12 @@ def machine_id() -> str:
 
 def _attach(description: dict[str, Any]) -> list[SharedSegment]:
     try:
-        wanted = msgspec.convert(description.get("segments"), list[tuple[str, int]])
+        described = msgspec.convert(description.get("segments"), list[tuple[str, int]])
     except msgspec.ValidationError as error:
         raise ProtocolError("a shared memory description without segments") from error
     segments: list[SharedSegment] = []
     try:
-        for name, num_bytes in wanted:
+        for name, num_bytes in described:
             segments.append(SharedSegment.attach(name))
             if segments[-1].num_bytes != num_bytes:
                 raise ProtocolError(f"segment {name} has {segments[-1].num_bytes} bytes, not the {num_bytes} described")
@@ -132,17 +132,17 @@ def copier() -> CopyPieces:
     """A function that copies pieces, which must not overlap. The first call may compile for a second."""
     try:
         path = str(compiled([_SOURCE], _FLAGS))
-        keeping, releasing = ctypes.PyDLL(path).copy_pieces, ctypes.CDLL(path).copy_pieces
+        with_gil, without_gil = ctypes.PyDLL(path).copy_pieces, ctypes.CDLL(path).copy_pieces
     except (NotCompiled, OSError) as error:
         if str(error):
             log.warning("copies in shared memory are made one by one, which is slower: %s", error)
         return copy_one_by_one
-    for function in (keeping, releasing):
+    for function in (with_gil, without_gil):
         function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64], None
 
     def copy(pieces: Pieces) -> None:
         remote, local, lengths = map(np.ascontiguousarray, (pieces.remote, pieces.local, pieces.lengths))
-        call = keeping if int(lengths.sum()) <= SHORT_BYTES else releasing
+        call = with_gil if int(lengths.sum()) <= SHORT_BYTES else without_gil
         call(remote.ctypes.data, local.ctypes.data, lengths.ctypes.data, len(lengths))
 
     return copy

@@ -1,11 +1,11 @@
 """Reading a peer over TCP. To the reader it is one-sided; on the peer, a task on the transfer thread sends.
 
-    reader ── ReadRequest(id, spans) ─────────► peer      several may be under way; answers come in their order
+    reader ── ReadRequest(id, spans) ─────────► peer      several may be in flight; answers come in their order
            ◄── ReadAnswer(id, n) + n raw bytes ──         sent from, and received into, KV memory: nothing between
            ◄── ReadAnswer(id, 0, refusal) ───────         spans outside of the region: refused, nothing read
 
-Bytes of an answer are received when the socket is readable, into the memory of the oldest request if it is still
-wanted *at that moment*. So a request that is given up writes nothing more: its other bytes go into a waste buffer.
+Bytes of an answer are received when the socket is readable, into the memory of the oldest request unless it is
+abandoned *at that moment*. So an abandoned request writes nothing more: its other bytes go into a discard buffer.
 
 A peer may be read over several connections ("streams"), which helps where the network limits each of them.
 """
@@ -38,10 +38,10 @@ from kvferry.transport.transfer_loop import run_together
 PURPOSE = "read"
 STREAM_BYTES = 2**20
 """A read is divided among streams into parts of at least this size."""
-WASTE_BYTES = 2**18
+DISCARD_BYTES = 2**18
 LOW_WATER_BYTES = 2**18
-"""The loop is woken when this much of an answer is there: a turn of it costs as much as the copy of 100 KiB."""
-_ON_THE_WIRE = np.dtype("<i8")
+"""The loop is woken when this much of an answer has arrived: an iteration costs as much as the copy of 100 KiB."""
+_WIRE_DTYPE = np.dtype("<i8")
 
 
 class ReadRequest(Message, frozen=True):
@@ -72,7 +72,7 @@ class TcpFabric(DialledFabric):
             raise ConfigError(f"transport tcp needs the KV cache in host memory, and it is on {context.memory.device}")
         self._num_streams = context.settings.streams
         self._served = RegionMap(context.memory.regions, "peer's")
-        self._ours = context.memory.map
+        self._local_map = context.memory.map
         context.listener.handle(PURPOSE, self._serve)
 
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
@@ -85,7 +85,7 @@ class TcpFabric(DialledFabric):
             for stream in streams:
                 await stream.close()
             raise
-        return TcpPeer(streams, self._ours)
+        return TcpPeer(streams, self._local_map)
 
     async def _serve(self, connection: Connection) -> None:
         """Answer one reader's requests in order, until it disconnects."""
@@ -104,20 +104,20 @@ class TcpFabric(DialledFabric):
 class TcpPeer(FabricPeer):
     """The connections to a peer's serving side. Owns them."""
 
-    def __init__(self, streams: Sequence[_Stream], ours: RegionMap) -> None:
-        self._streams, self._ours = streams, ours
-        self._turn = itertools.cycle(streams)
+    def __init__(self, streams: Sequence[_Stream], local_map: RegionMap) -> None:
+        self._streams, self._local_map = streams, local_map
+        self._next_stream = itertools.cycle(streams)
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
         num_bytes = sum(length for _, length in local)
-        share = max(STREAM_BYTES, -(-num_bytes // len(self._streams)))
-        pieces = join(remote, ANYWHERE, local, self._ours, share if len(self._streams) > 1 else num_bytes)
+        part_bytes = max(STREAM_BYTES, -(-num_bytes // len(self._streams)))
+        pieces = join(remote, ANYWHERE, local, self._local_map, part_bytes if len(self._streams) > 1 else num_bytes)
         async with limited_to(deadline, "reading a peer's blocks"):
-            parts = list(pieces.slices(share, len(pieces)))
+            parts = list(pieces.slices(part_bytes, len(pieces)))
             if len(parts) == 1:
-                await next(self._turn).read(parts[0])
+                await next(self._next_stream).read(parts[0])
             else:
-                await run_together(*(next(self._turn).read(part) for part in parts))
+                await run_together(*(next(self._next_stream).read(part) for part in parts))
 
     async def close(self) -> None:
         for stream in self._streams:
@@ -125,7 +125,7 @@ class TcpPeer(FabricPeer):
 
 
 class _Read:
-    """One request under way, and the part of our memory that it has still to fill."""
+    """One request in flight, and the rest of the memory that it has to fill."""
 
     def __init__(self, request_id: int, pieces: Pieces) -> None:
         self.request_id = request_id
@@ -133,13 +133,13 @@ class _Read:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def given_up(self) -> bool:
-        """Whether the reader has given up: cancelling a wait for `done` cancels `done`."""
+    def is_abandoned(self) -> bool:
+        """True if the reader no longer waits: cancelling a wait for `done` cancels `done`."""
         return self.done.done()
 
     def finish(self, error: KvferryError | None = None) -> None:
-        """Wake the reader, unless it has given up."""
-        if self.given_up:
+        """Wake the reader, unless it no longer waits."""
+        if self.is_abandoned:
             return
         if error is None:
             self.done.set_result(None)
@@ -147,8 +147,8 @@ class _Read:
             self.done.set_exception(error)
 
 
-class _Answers:
-    """The answers on one connection: frames, and raw bytes for the oldest read under way."""
+class _AnswerStream:
+    """The answers on one connection: frames, and raw bytes for the oldest read in flight."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -156,22 +156,22 @@ class _Answers:
         self._frame = self._rest = memoryview(bytearray(HEADER_BYTES))
         self._in_body = False
         self._num_left = 0
-        self._waste = memoryview(bytearray(WASTE_BYTES))
+        self._discarded = memoryview(bytearray(DISCARD_BYTES))
 
     @property
-    def num_worth_waiting_for(self) -> int:
+    def low_water(self) -> int:
         """Bytes that are certain to arrive, at most `LOW_WATER_BYTES`."""
         return min(self._num_left or 1, LOW_WATER_BYTES)
 
     def receive(self, io: PlainSocket) -> tuple[int, bool]:
-        """Receive once: (bytes, whether more may be there). Raises `ProtocolError` for an answer nobody requested,
-        `PeerLost` if the peer has closed, `BlockingIOError` if nothing is there, `OSError`."""
+        """Receive once: (bytes, true if more may be available). Raises `ProtocolError` for an answer without a request,
+        `PeerLost` if the peer has closed, `BlockingIOError` if no bytes are available, `OSError`."""
         if not self._num_left:
-            count, more = io.receive(self._rest)
-        elif self.reads[0].given_up:
-            count, more = io.receive(self._waste[: self._num_left])
+            count, may_have_more = io.receive(self._rest)
+        elif self.reads[0].is_abandoned:
+            count, may_have_more = io.receive(self._discarded[: self._num_left])
         else:
-            count, more = io.receive_vector(self.reads[0].target)
+            count, may_have_more = io.receive_vector(self.reads[0].target)
         if not count:
             raise PeerLost("the peer closed the connection")
         if self._num_left:
@@ -180,7 +180,7 @@ class _Answers:
                 self.reads.popleft().finish()
         else:
             self._frame_received(count)
-        return count, more
+        return count, may_have_more
 
     def _frame_received(self, num_bytes: int) -> None:
         self._rest = self._rest[num_bytes:]
@@ -188,7 +188,7 @@ class _Answers:
             return
         if self._in_body:
             self._begin(self._connection.decode(self._frame, ReadAnswer))
-        length = HEADER_BYTES if self._in_body else self._connection.length_in(bytes(self._frame))
+        length = HEADER_BYTES if self._in_body else self._connection.body_length(bytes(self._frame))
         self._frame = self._rest = memoryview(bytearray(length))
         self._in_body = not self._in_body
 
@@ -205,14 +205,14 @@ class _Answers:
 
 
 class _Stream:
-    """A connection to a peer's serving side, and the reads under way on it. Owns both."""
+    """A connection to a peer's serving side, and the reads in flight on it. Owns both."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
-        self._asking = asyncio.Lock()
-        self._answers = _Answers(connection)
+        self._send_lock = asyncio.Lock()
+        self._answers = _AnswerStream(connection)
         self._failure: KvferryError | None = None
         self._low_water = 1
         self._loop.add_reader(connection.socket, self._on_readable)
@@ -220,16 +220,16 @@ class _Stream:
     async def read(self, pieces: Pieces) -> None:
         """Read these pieces, whose remote addresses are offsets in the peer's memory."""
         read = _Read(next(self._ids), pieces)
-        await self._ask(read, ReadRequest(read.request_id, _packed(pieces.remote, pieces.lengths)))
-        await read.done  # a cancelled wait cancels the future too: what still comes is discarded
+        await self._send_request(read, ReadRequest(read.request_id, _packed(pieces.remote, pieces.lengths)))
+        await read.done  # a cancelled wait cancels the future too: later bytes are discarded
 
     async def close(self) -> None:
         """Close the connection."""
         self._fail(PeerLost("the connection to the peer was closed during a read"))
         await self._connection.close()
 
-    async def _ask(self, read: _Read, request: ReadRequest) -> None:
-        async with self._asking:  # reads are answered in the order in which they were sent
+    async def _send_request(self, read: _Read, request: ReadRequest) -> None:
+        async with self._send_lock:  # reads are answered in the order in which they were sent
             if self._failure is not None:
                 raise self._failure
             self._answers.reads.append(read)
@@ -243,21 +243,21 @@ class _Stream:
                 raise
 
     def _on_readable(self) -> None:
-        """Receive what is there, about `turn_bytes` at most."""
+        """Receive the available bytes, about `turn_bytes` at most."""
         io = self._connection.io
         budget = io.turn_bytes
         try:
             with translated_errors(), suppress(BlockingIOError):
-                more = True
-                while (more and budget > 0) or io.num_pending:
-                    count, more = self._answers.receive(io)
+                may_have_more = True
+                while (may_have_more and budget > 0) or io.num_pending:
+                    count, may_have_more = self._answers.receive(io)
                     budget -= count
-            self._wait_for(self._answers.num_worth_waiting_for)
+            self._wait_for(self._answers.low_water)
         except KvferryError as error:
             self._fail(error)
 
     def _wait_for(self, num_bytes: int) -> None:
-        """Have `_on_readable` called when `num_bytes` are there, or the connection has ended."""
+        """Have `_on_readable` called when `num_bytes` have arrived, or the connection has ended."""
         if num_bytes != self._low_water:
             self._connection.io.wait_for(num_bytes)
             self._low_water = num_bytes
@@ -275,12 +275,12 @@ class _Stream:
 
 
 def _packed(offsets: Numbers, lengths: Numbers) -> bytes:
-    return np.stack((offsets, lengths), axis=1).astype(_ON_THE_WIRE, copy=False).tobytes()
+    return np.stack((offsets, lengths), axis=1).astype(_WIRE_DTYPE, copy=False).tobytes()
 
 
 def _unpacked(spans: bytes) -> tuple[Numbers, Numbers]:
     """(offsets, lengths). Raises `ProtocolError` if the bytes are not whole spans."""
-    if len(spans) % (2 * _ON_THE_WIRE.itemsize):
-        raise ProtocolError(f"{len(spans)} bytes are no spans of {2 * _ON_THE_WIRE.itemsize} each")
-    columns = np.frombuffer(spans, _ON_THE_WIRE).reshape(-1, 2).astype(np.int64, copy=False)
+    if len(spans) % (2 * _WIRE_DTYPE.itemsize):
+        raise ProtocolError(f"{len(spans)} bytes are no spans of {2 * _WIRE_DTYPE.itemsize} each")
+    columns = np.frombuffer(spans, _WIRE_DTYPE).reshape(-1, 2).astype(np.int64, copy=False)
     return columns[:, 0], columns[:, 1]

@@ -1,12 +1,12 @@
-"""The keyed hand-off: what one instance computes under a key, another one takes, once.
+"""The keyed hand-off: one instance computes KV under a key, and another one takes it, once.
 
 The producer opens a key in its `EntryTable`, inserts parts of its blocks as they are computed, and seals it. The
-consumer may ask at any time, even before the key exists, and learns of each part as it is announced, so that layers are
-transferred while the producer still computes. Parts only name blocks, which the producer keeps until the table says
-that the key has ended; nothing is copied before a consumer asks.
+consumer may select a key at any time, even before it exists, and gets each part as it is announced, so that layers are
+transferred while the producer still computes. Parts only name blocks, which the producer keeps until the key has ended;
+nothing is copied before a consumer selects it.
 
-The *fence* makes this safe: the consumer reads without locks, and then asks whether the producer has kept everything
-until now. What was read may only be used after an acknowledged take.
+The *fence* makes this safe: the consumer reads without locks, and then sends a take, which the producer acknowledges if
+it has kept everything until then. The bytes may only be used after an acknowledged take.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvferry.transport.options import TransportOptions, options_of
 
 @dataclass(frozen=True)
 class Source:
-    """The address of a producer's rank. What is known of `engine_id`, `tp_rank` and `tp_size` is compared when a
-    connection is made, since another engine or rank may listen there by now."""
+    """The address of a producer's rank. `engine_id`, `tp_rank` and `tp_size`, if known, are compared when a connection
+    is made, since another engine or rank may listen there by now."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ def ignore(meta: bytes) -> None:
 
 @dataclass(frozen=True)
 class Want:
-    """A hand-off that a consumer wants: this rank's share of all parts, written to its blocks `into`.
+    """A consumer's request for a hand-off: this rank's share of all parts, written to its blocks `into`.
 
     `into` is in the request's order; the first `skip_blocks` have their KV already and are not written to. The producer
     may seal fewer blocks than `into` holds (`Taken.num_tokens`), and more only with `prefix`. `on_sealed` is called on
@@ -69,8 +69,8 @@ class Want:
 class Taken:
     """A hand-off that is complete and acknowledged. `seconds`: from the first read to the acknowledgement.
 
-    `num_tokens`: how many tokens from the beginning of the prompt, counted in whole blocks, have their KV here; None:
-    all that `into` holds.
+    `num_tokens`: number of leading tokens of the prompt, in whole blocks, that have their KV now; None: all that `into`
+    holds.
     """
 
     meta: bytes
@@ -82,7 +82,8 @@ class Taken:
 
 @dataclass(frozen=True)
 class LookupBufferContext:
-    """What a lookup buffer is built from. `table`: this instance's own keys, which the buffer shows to consumers."""
+    """The arguments from which a lookup buffer is built. `table`: this instance's own keys, which the buffer offers to
+    consumers."""
 
     config: KVTransferConfig
     settings: TransportOptions
@@ -93,7 +94,7 @@ class LookupBufferContext:
 
 
 class LookupBuffer(ABC):
-    """One instance's end: shows consumers what is in `table`, and fetches from other instances.
+    """One instance's end: offers the keys of `table` to consumers, and fetches from other instances.
 
     Coroutines run on the instance's `TransferLoop`.
     """
@@ -104,7 +105,7 @@ class LookupBuffer(ABC):
     @classmethod
     @abstractmethod
     def build(cls, context: LookupBufferContext) -> LookupBuffer:
-        """A buffer of this kind. Raises `ConfigError` if it does not work here."""
+        """A buffer of this kind. Raises `ConfigError` if it does not work on this machine."""
 
     @classmethod
     def check_settings(cls, settings: TransportOptions) -> None:
@@ -129,17 +130,17 @@ class LookupBuffer(ABC):
         raise ConfigError("this transport joins only instances of one tensor-parallel size")
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
-        """Renew the key's lease until cancelled, or until the key is over; call `on_sealed` once it is sealed. Default:
-        does nothing. Raises as `drop_select`."""
+        """Renew the key's lease until cancelled, or until the key has ended; call `on_sealed` once it is sealed.
+        Default: does nothing. Raises as `drop_select`."""
 
     @abstractmethod
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
-        """Tell the producer that nobody will fetch this key. Raises as `drop_select`."""
+        """Release the producer's key, which will not be fetched. Raises as `drop_select`."""
 
     # Producer. The entries of `table` are managed by its owner.
 
     def address(self) -> dict[str, Any]:
-        """Where consumers find this producer; JSON-able."""
+        """The address of this producer for consumers; JSON-able."""
         return {}
 
     # Both.
@@ -149,11 +150,11 @@ class LookupBuffer(ABC):
         """Serve until cancelled; then close every connection."""
 
     def close(self) -> None:
-        """Release what the constructor took; also for a buffer that never ran."""
+        """Release the constructor's resources; also for a buffer that never ran."""
 
     def statistics(self) -> dict[str, float]:
-        """Metrics of the buffer itself, in the form of `HasStatistics.statistics`; those of `table` and of what was
-        taken are not among them."""
+        """Metrics of the buffer itself, in the form of `HasStatistics.statistics`, without the metrics of `table` and
+        of loads."""
         return {}
 
 
@@ -165,13 +166,13 @@ LOOKUP_BUFFERS = ExtensionPoint(
 
 
 def lookup_buffer_class(settings: TransportOptions) -> type[LookupBuffer]:
-    """The class that a configuration asks for. Raises `UnknownName`, or `ConfigError` when it cannot be imported."""
-    found: type[LookupBuffer] = LOOKUP_BUFFERS.find(settings.lookup_buffer, LookupBuffer)
-    return found
+    """The class that a configuration names. Raises `UnknownName`, or `ConfigError` if it cannot be imported."""
+    buffer_class: type[LookupBuffer] = LOOKUP_BUFFERS.find(settings.lookup_buffer, LookupBuffer)
+    return buffer_class
 
 
 def check(config: KVTransferConfig) -> None:
-    """Raise `ConfigError` for what is wrong before anything is built: keys, names, libraries that are not installed. A
+    """Raise `ConfigError` for mistakes that can be found before anything is built: keys, names, missing libraries. A
     lookup buffer that is named `module:Class` is not imported."""
     settings = options_of(config)
     LOOKUP_BUFFERS.require_known(settings.lookup_buffer)

@@ -95,7 +95,7 @@ class FabricLookupBuffer(LookupBuffer):
     # Consumer.
 
     async def drop_select(self, want: Want) -> Taken:
-        async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.using(want.source) as peer:
+        async with limited_to(want.deadline, f"hand-off {want.key!r}"), self.pool.acquire(want.source) as peer:
             blocks = peer.blocks
             selection = Selection(want, blocks.geometry, self._memory.geometry)
 
@@ -105,55 +105,55 @@ class FabricLookupBuffer(LookupBuffer):
                 except PeerLost as error:
                     peer.fail(error)
                     raise
-                if self._checks(blocks.fabric):
-                    theirs = peer.ask_digest(select_id, remote)
-                    if await _digest(self._memory, local) != await theirs:
+                if self._compares_digests(blocks.fabric):
+                    peer_digest = peer.request_digest(select_id, remote)
+                    if await _digest(self._memory, local) != await peer_digest:
                         self._num_mismatches += 1
                         raise ChecksumMismatch(f"hand-off {want.key!r}: what arrived differs from what was sent")
 
             def take(generation: int) -> None:
                 peer.post(Take(select_id, generation, selection.share.reader, selection.share.num_readers))
 
-            with peer.following(want.key, selection.on_news) as select_id:
+            with peer.selected(want.key, selection.on_news) as select_id:
                 return await selection.load(read, take, blocks.fabric.name)
 
-    def _checks(self, fabric: Fabric) -> bool:
-        """Whether what is read over this fabric is compared by digest. Default: over TCP without TLS, since TLS
-        authenticates what it carries."""
+    def _compares_digests(self, fabric: Fabric) -> bool:
+        """True if bytes read over this fabric are compared by digest. Default: over TCP without TLS, since TLS
+        authenticates its content."""
         if self._checksum is None:
             is_bare = fabric.over_tcp and not (fabric.under_tls and self._listener.tls)
             return is_bare and self._memory.device == "cpu"
         return self._checksum
 
     async def layout_at(self, source: Source, *, deadline: float) -> KVLayout:
-        async with limited_to(deadline, f"reaching {source}"), self.pool.using(source) as peer:
+        async with limited_to(deadline, f"reaching {source}"), self.pool.acquire(source) as peer:
             return peer.blocks.geometry.layout
 
     async def keep(self, key: str, source: Source, on_sealed: Callable[[], None]) -> None:
-        """Select without reading, since a connection renews the leases of everything that is selected. At most
-        `peers.MAX_WATCHED` keys of one producer are kept at a time; others wait for their turn."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        over.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
+        """Select without reading, since a connection renews the leases of all selected keys. At most
+        `peers.MAX_RENEWED` keys of one producer are kept at a time; others wait."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
 
         def on_news(news: News | KvferryError) -> None:
-            if over.done():
+            if ended.done():
                 return
             if isinstance(news, KvferryError):
-                over.set_exception(news)
+                ended.set_exception(news)
             elif news.over:
-                over.set_result(None)
+                ended.set_result(None)
             elif news.meta is not None:
                 on_sealed()
 
-        async with self.pool.using(source) as peer, peer.watching:
-            await peer.reached()  # it may have been lost meanwhile
-            with peer.following(key, on_news):
-                await over
+        async with self.pool.acquire(source) as peer, peer.renewals:
+            await peer.wait_connected()  # it may have been lost meanwhile
+            with peer.selected(key, on_news):
+                await ended
 
     async def release(self, key: str, source: Source, *, deadline: float) -> None:
         async with limited_to(deadline, f"release of {key!r}"):
             try:
-                async with self.pool.using(source) as peer:
+                async with self.pool.acquire(source) as peer:
                     peer.post(ReleaseKey(key))
             except LayoutMismatch:
                 await self._release_unread(key, source, deadline)
@@ -172,11 +172,11 @@ class FabricLookupBuffer(LookupBuffer):
         """Release keys for a consumer that cannot read them."""
         while True:
             message: ReleaseKey = await connection.receive(ReleaseKey)
-            self._release(_checked(message.key), connection.peer.engine_id)
+            self._release(_validated_key(message.key), connection.peer.engine_id)
 
     def _release(self, key: str, engine_id: str) -> None:
-        """A consumer releases a key for its own instance only: as after a retry, another one may have selected it with
-        the same ticket."""
+        """Release a key for the consumer's own instance only: another one may have selected it with the same ticket, as
+        after a retry."""
         if not any(session.selects(key) and session.engine_id != engine_id for session in self._sessions):
             self.table.release(key)
 
@@ -197,7 +197,7 @@ class FabricLookupBuffer(LookupBuffer):
     # Both.
 
     async def run(self) -> None:
-        """Serve consumers, keep connections to producers, and let leases expire, until cancelled."""
+        """Serve consumers, keep connections to producers, and expire leases, until cancelled."""
         try:
             await run_together(self._listener.serve(), self.pool.run(), self._expire())
         finally:
@@ -205,23 +205,23 @@ class FabricLookupBuffer(LookupBuffer):
                 await fabric.close()
 
     async def _expire(self) -> None:
-        """Ticks while there is a key, and waits for one otherwise."""
+        """Expire leases periodically while there is a key, and wait for one otherwise."""
         tick_s = min(MAX_TICK_S, self.table.bounds.lease_s / TICKS_PER_LEASE)
-        loop, changed, waits = asyncio.get_running_loop(), asyncio.Event(), False
+        loop, changed, is_waiting = asyncio.get_running_loop(), asyncio.Event(), False
 
         def on_change() -> None:  # from any thread
-            if waits:
+            if is_waiting:
                 loop.call_soon_threadsafe(changed.set)
 
         self.table.listen(on_change)
         try:
             while True:
-                waits = True  # before the look at the table, so that no key is missed
+                is_waiting = True  # before the table is read, so that no key is missed
                 changed.clear()
                 while self.table.is_empty:
                     await changed.wait()
                     changed.clear()
-                waits = False
+                is_waiting = False
                 await asyncio.sleep(tick_s)
                 call_contained(self.table.expire, "ending leases", lambda error: None)
         finally:
@@ -231,15 +231,15 @@ class FabricLookupBuffer(LookupBuffer):
         self._listener.close()
 
     def statistics(self) -> dict[str, float]:
-        """The statistics of the listener, and reads whose digests differed."""
+        """The statistics of the listener, and the number of reads whose digests differed."""
         mismatches = {"mismatches": float(self._num_mismatches)} if self._num_mismatches else {}
         return self._listener.statistics() | mismatches
 
 
 class Session:
-    """What one consumer has selected. News is not queued: a cursor for each key remembers how much has been sent, and
-    the table has the rest, so that a slow consumer costs no memory. It listens to the table while something is
-    selected. Used on the transfer loop, except `wake`."""
+    """The keys that one consumer has selected. News is not queued: a cursor for each key records how much was sent, and
+    the table has the rest, so that a slow consumer costs no memory. It listens to the table while a key is selected.
+    Used on the transfer loop, except `wake`."""
 
     def __init__(
         self, table: EntryTable, connection: Connection, memory: BlockMemory, release: Callable[[str, str], None]
@@ -250,16 +250,16 @@ class Session:
         self._selected: dict[int, Cursor] = {}
         self._answers: deque[News] = deque()
         self._news = asyncio.Event()
-        self._woken = False
+        self._is_wake_pending = False
 
     def wake(self) -> None:
-        """Note that there may be news. From any thread; several calls before the loop runs count as one."""
-        if not self._woken:
-            self._woken = True
+        """Signal that there may be news. From any thread; several calls before the loop runs count as one."""
+        if not self._is_wake_pending:
+            self._is_wake_pending = True
             self._loop.call_soon_threadsafe(self._on_wake)
 
     def _on_wake(self) -> None:
-        self._woken = False  # first, so that a change during `send` wakes it again
+        self._is_wake_pending = False  # first, so that a change during `send` wakes it again
         self._news.set()
 
     async def receive(self) -> None:
@@ -270,7 +270,7 @@ class Session:
                 case Select():
                     self._select(message)
                 case Unselect():
-                    self._forget(message.select_id)
+                    self._unselect(message.select_id)
                 case Verify():
                     if self._memory.device != "cpu":
                         raise ProtocolError("checksums can only be computed in host memory")
@@ -282,23 +282,23 @@ class Session:
                     self._table.renew(*(cursor.key for cursor in self._selected.values()))
                     await self._connection.send(message)
                 case ReleaseKey():
-                    self._on_release(_checked(message.key), self.engine_id)
+                    self._on_release(_validated_key(message.key), self.engine_id)
 
     def _select(self, message: Select) -> None:
         if len(self._selected) >= MAX_SELECTS or message.select_id in self._selected:
             raise ProtocolError(f"select {message.select_id}: in use, or one of more than {MAX_SELECTS}")
-        cursor = Cursor(_checked(message.key), message.select_id)
+        cursor = Cursor(_validated_key(message.key), message.select_id)
         if not self._selected:
             self._table.listen(self.wake)
         self._selected[message.select_id] = cursor
         self._news.set()
 
-    def _forget(self, select_id: int) -> None:
+    def _unselect(self, select_id: int) -> None:
         if self._selected.pop(select_id, None) is not None and not self._selected:
             self._table.unlisten(self.wake)
 
     def close(self) -> None:
-        """Note that the consumer has left."""
+        """End the session, as the consumer has left."""
         self._selected.clear()
         self._table.unlisten(self.wake)
 
@@ -309,7 +309,7 @@ class Session:
         if cursor is not None and self._table.take(
             cursor.key, message.generation, message.reader, message.num_readers, self.engine_id
         ):
-            self._forget(message.select_id)
+            self._unselect(message.select_id)
             self._answer(News(message.select_id, message.generation, held=True))
 
     @property
@@ -318,7 +318,7 @@ class Session:
         return self._connection.peer.engine_id
 
     def selects(self, key: str) -> bool:
-        """Whether the consumer has selected this key."""
+        """True if the consumer has selected this key."""
         return any(cursor.key == key for cursor in self._selected.values())
 
     def _answer(self, answer: News) -> None:
@@ -328,7 +328,7 @@ class Session:
         self._news.set()
 
     async def send(self) -> None:
-        """Send answers, and what is new of the selected keys."""
+        """Send answers, and the news of the selected keys."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -348,11 +348,11 @@ class Session:
             if news is None:
                 return
             if news.over:
-                self._forget(cursor.select_id)
+                self._unselect(cursor.select_id)
             await self._connection.send(news)
 
 
-def _checked(key: str) -> str:
+def _validated_key(key: str) -> str:
     if not 0 < len(key) <= MAX_KEY_LENGTH:
         raise ProtocolError(f"a key of {len(key)} characters; 1 to {MAX_KEY_LENGTH} are accepted")
     return key
@@ -367,6 +367,6 @@ def _tls(settings: TransportOptions) -> ChannelTls | None:
 
 
 async def _digest(memory: BlockMemory, spans: Sequence[Span]) -> bytes:
-    from kvferry.transport.checksum import digest  # only where checksums are compared
+    from kvferry.transport.checksum import digest  # only if checksums are compared
 
     return await digest(memory, spans)

@@ -1,6 +1,6 @@
 """The messages between consumer and producer of a fabric lookup buffer, after the handshake.
 
-producer ── ProducerInfo ──────────────────────► consumer     once: where its blocks lie, and how to read them
+producer ── ProducerInfo ──────────────────────► consumer     once: the addresses of its blocks, and how to read them
          ◄───────────────── Select(id, key) ────
          ── News(id, generation, parts, …) ────►              as it happens; with the seal its `meta`
          ◄─────────────────────── Renew() ─────               now and then, while any key is selected
@@ -8,9 +8,9 @@ producer ── ProducerInfo ─────────────────
          ◄────────────── Verify(id, spans) ────               the digest of these spans? (with checksums only)
          ── News(id, digest) ──────────────────►
          ◄──────────── Take(id, generation) ────              everything is read
-         ── News(id, held) ────────────────────►              the fence; if not kept, other news says why
+         ── News(id, held) ────────────────────►              the fence; if not kept, other news has the reason
          ◄───────────────────── Unselect(id) ───              no more news, please
-         ◄────────────────── ReleaseKey(key) ───              nobody will fetch it
+         ◄────────────────── ReleaseKey(key) ───              it will not be fetched
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProducerInfo(Message, frozen=True):
-    """The producer's blocks: how many and where, how long its leases are (s), and its fabrics, by name."""
+    """The producer's blocks: their number and addresses, the length of its leases (s), and its fabrics, by name."""
 
     num_blocks: int
     places: tuple[LayerPlace, ...]
@@ -47,11 +47,11 @@ class ProducerInfo(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What is new of a selected key.
+    """News of a selected key.
 
-    `parts`: further ones; those of another `generation` are void. `meta`: the key is sealed, no more parts come.
-    `over`: why the key has ended. `held`: the answer to `Take`: everything was kept until now, and the key is the
-    consumer's. `digest`: the answer to the last `Verify`; news of a reset that came before it is sent before it.
+    `parts`: further ones; parts of another `generation` are void. `meta`: the key is sealed, no more parts come.
+    `over`: the reason why the key has ended. `held`: the answer to `Take`: everything was kept until now, and the key
+    is the consumer's. `digest`: the answer to the last `Verify`; news of a reset that came before it is sent before it.
     """
 
     select_id: int
@@ -77,18 +77,19 @@ class Unselect(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """I am still fetching all keys that I have selected: begin their leases again. The producer sends it back."""
+    """Renew the leases of all keys that this consumer has selected. The producer sends it back."""
 
 
 class Verify(Message, frozen=True):
-    """I have read these spans. What is the digest of yours?"""
+    """Request the digest of these spans of the producer's memory, which the consumer has read."""
 
     select_id: int
     spans: list[Span]
 
 
 class Take(Message, frozen=True):
-    """I have read all parts of this generation. Were they kept until now? I am one of `num_readers` ranks."""
+    """Take a key after all parts of this generation were read, if they were kept until now. `reader`: one of
+    `num_readers` ranks."""
 
     select_id: int
     generation: int

@@ -1,7 +1,7 @@
 """A consumer's connections to producers: one to each, shared by all hand-offs from it, opened again after a loss.
 
-Owns the connections and their fabric peers. It passes news on to the followers of a key, and does not know what they do
-with it. Everything runs on the transfer loop.
+Owns the connections and their fabric peers. It passes news on to the followers of a key, and does not know how they use
+it. Everything runs on the transfer loop.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 ANSWER_S = 5.0
-"""A connected producer that leaves a `Renew` unanswered for this time is lost: its process or network has stopped."""
-CONNECT_AGAIN_S = 1.0
-"""`CONNECT_S` for a producer that did not answer the last time."""
+"""A connected producer that does not answer a `Renew` within this time is lost: its process or network has stopped."""
+RECONNECT_S = 1.0
+"""`CONNECT_S` for a producer that was unresponsive the last time."""
 MAX_PEERS = 256
 MAX_OUTBOX = 16384
-MAX_WATCHED = MAX_SELECTS // 2
-"""Waiting tickets of one producer whose leases are renewed: half of what it lets us select; the rest is for loads."""
+MAX_RENEWED = MAX_SELECTS // 2
+"""Maximum number of waiting tickets of one producer whose leases are renewed: half of its limit of selected keys; the
+rest is for loads."""
 RENEWALS_PER_LEASE = 3
 
 Follower = Callable[[News | KvferryError], None]
-"""Gets the news of one key, or the error because of which there will be no more."""
+"""Gets the news of one key, or the error after which there will be none."""
 
 
 @dataclass(frozen=True)
 class RemoteBlocks:
-    """A producer's blocks: `geometry` says where they are, and `memory`, made by `fabric`, reads them."""
+    """A producer's blocks: `geometry` has their addresses, and `memory`, made by `fabric`, reads them."""
 
     geometry: BlockGeometry
     fabric: Fabric
@@ -69,7 +70,7 @@ class Dialler:
 
     @asynccontextmanager
     async def dial(self, source: Source, deadline: float) -> AsyncIterator[tuple[Connection, ProducerInfo]]:
-        """A control connection, and what the producer says first. Closed at the end."""
+        """A control connection, and the producer's first message. Closed at the end."""
         connection = await self._listener.dial(source.host, source.port, PURPOSE, deadline)
         try:
             if source.engine_id and connection.peer.engine_id != source.engine_id:
@@ -84,9 +85,9 @@ class Dialler:
     async def blocks(
         self, source: Source, layout: KVLayout, info: ProducerInfo, deadline: float
     ) -> AsyncIterator[RemoteBlocks]:
-        """The producer's blocks, readable until the end. Raises `KvferryError` if they are not those that are meant,
-        or cannot be reached."""
-        _require_meant(source, layout)
+        """The producer's blocks, readable until the end. Raises `KvferryError` if they are not the intended ones, or
+        unreachable."""
+        _require_intended(source, layout)
         if len(info.places) != layout.num_layers:
             raise ProtocolError(f"{source} has {len(info.places)} layers, its layout has {layout.num_layers}")
         fabric = _shared_fabric(self._fabrics, info)
@@ -99,8 +100,8 @@ class Dialler:
 
 
 class Peer:
-    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `answers`: whether it has answered the
-    last message that wants an answer."""
+    """One producer. `task` runs `run`; hand-offs call the rest on the same loop. `is_responsive`: true if it has
+    answered the last message that requires an answer."""
 
     task: asyncio.Task[None]
 
@@ -108,29 +109,29 @@ class Peer:
         self.source, self._dialler = source, dialler
         self.failure: KvferryError | None = None
         self.num_users = 0
-        self.watching = asyncio.Semaphore(MAX_WATCHED)
-        self.answers = False
+        self.renewals = asyncio.Semaphore(MAX_RENEWED)
+        self.is_responsive = False
         self._unanswered_since: float | None = None
         self._ids = itertools.count()
         self.followers: dict[int, Follower] = {}
-        """Who gets the news of each selected key, by select id."""
+        """The follower of each selected key, by select id."""
         self._digests: deque[asyncio.Future[bytes]] = deque()
-        """Digests that are awaited; they come in the order in which they were asked for."""
+        """Awaited digests; they arrive in the order of their requests."""
         self._outbox: asyncio.Queue[FromConsumer] = asyncio.Queue(MAX_OUTBOX)
-        self._settled, self._followed = asyncio.Event(), asyncio.Event()
+        self._connected_or_failed, self._has_followers = asyncio.Event(), asyncio.Event()
         self._connection: Connection | None = None
         self._blocks: RemoteBlocks | None = None
 
     async def run(self, connect_s: float) -> None:
         """Connect, then pass messages on until the connection breaks; all followers then get the error. `connect_s`:
-        how long the producer has to answer the handshake."""
+        maximum seconds of the handshake."""
         deadline = asyncio.get_running_loop().time() + connect_s
         try:
             async with self._dialler.dial(self.source, deadline) as (connection, info):
-                self._connection, self.answers = connection, True
+                self._connection, self.is_responsive = connection, True
                 layout, deadline = connection.peer.layout, deadline + CONNECT_S
                 async with self._dialler.blocks(self.source, layout, info, deadline) as self._blocks:
-                    self._settled.set()
+                    self._connected_or_failed.set()
                     await run_together(self._receive(connection), self._send(connection), self._renew(info.lease_s))
         except KvferryError as error:
             self.fail(error)
@@ -140,15 +141,15 @@ class Peer:
         finally:
             self.fail(PeerLost("this instance is closing its transfers"))
 
-    async def reached(self) -> None:
-        """Wait until the producer is connected. Raises why it cannot be."""
-        await self._settled.wait()
+    async def wait_connected(self) -> None:
+        """Wait until the producer is connected. Raises the error if it cannot be."""
+        await self._connected_or_failed.wait()
         if self.failure is not None:
             raise self.failure
 
     @property
     def blocks(self) -> RemoteBlocks:
-        """The producer's blocks, once it is `reached`."""
+        """The producer's blocks, after `wait_connected`."""
         assert self._blocks is not None
         return self._blocks
 
@@ -160,9 +161,9 @@ class Peer:
             except asyncio.QueueFull:
                 self.fail(PeerLost(f"{self.source} does not read the messages that are sent to it"))
 
-    def ask_digest(self, select_id: int, spans: Sequence[Span]) -> asyncio.Future[bytes]:
-        """Ask for the digest of these spans of the producer's memory. News of a reset that happened before it was
-        computed comes before it. Raises, when awaited, the error because of which it does not come."""
+    def request_digest(self, select_id: int, spans: Sequence[Span]) -> asyncio.Future[bytes]:
+        """Request the digest of these spans of the producer's memory. News of a reset that happened before it was
+        computed arrives before it. Raises, when awaited, the error if it does not arrive."""
         digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may log it
         self._digests.append(digest)
@@ -172,11 +173,11 @@ class Peer:
         return digest
 
     @contextmanager
-    def following(self, key: str, on_news: Follower) -> Iterator[int]:
+    def selected(self, key: str, on_news: Follower) -> Iterator[int]:
         """Select a key while the body runs: `on_news` gets its news, and its lease is renewed. Yields the select id."""
         select_id = next(self._ids)
         self.followers[select_id] = on_news
-        self._followed.set()
+        self._has_followers.set()
         self.post(Select(select_id, key))
         try:
             yield select_id
@@ -185,9 +186,9 @@ class Peer:
             self.post(Unselect(select_id))
 
     def fail(self, error: KvferryError) -> None:
-        """The producer is lost, or cannot be read any more: the next hand-off opens a new connection."""
+        """Mark the producer as lost, or no longer readable: the next hand-off opens a new connection."""
         self.failure = self.failure or error
-        self._settled.set()
+        self._connected_or_failed.set()
         if self._connection is not None:
             self._connection.abort()
         for on_news in self.followers.values():
@@ -203,11 +204,11 @@ class Peer:
             if isinstance(message, Renew):
                 continue
             if message.digest:
-                self._digest_came(message.digest)
+                self._on_digest(message.digest)
             elif (on_news := self.followers.get(message.select_id)) is not None:
                 on_news(message)  # otherwise it crossed our `Unselect` on the way
 
-    def _digest_came(self, digest: bytes) -> None:
+    def _on_digest(self, digest: bytes) -> None:
         if not self._digests:
             raise ProtocolError("a digest that was not requested")
         if not (awaited := self._digests.popleft()).done():
@@ -218,16 +219,16 @@ class Peer:
             await connection.send(await self._outbox.get())
 
     async def _renew(self, lease_s: float) -> None:
-        """Renew the leases of what is followed, until the producer leaves a renewal unanswered. If it was this process
-        that had stopped, the answer to the last one has been received by now."""
+        """Renew the leases of the followed keys, until the producer does not answer a renewal. If this process itself
+        had stopped, the answer to the last renewal has been received by now."""
         loop = asyncio.get_running_loop()
         while True:
             if not self.followers and self._unanswered_since is None:
-                self._followed.clear()
-                await self._followed.wait()
+                self._has_followers.clear()
+                await self._has_followers.wait()
             await asyncio.sleep(min(lease_s / RENEWALS_PER_LEASE, ANSWER_S))
             if self._unanswered_since is not None and loop.time() - self._unanswered_since >= ANSWER_S:
-                self.answers = False
+                self.is_responsive = False
                 self.fail(PeerLost(f"{self.source} is connected, and has not answered for {ANSWER_S:g} s"))
             elif self.followers:
                 self._unanswered_since = self._unanswered_since or loop.time()
@@ -235,7 +236,7 @@ class Peer:
 
 
 class PeerPool:
-    """The producers that this instance is connected to, and those that did not answer the last time: `peers`."""
+    """The producers that this instance is connected to, and the unresponsive ones: `peers`."""
 
     def __init__(self, listener: Listener, fabrics: Sequence[Fabric]) -> None:
         self._dialler = Dialler(listener, fabrics)
@@ -253,14 +254,14 @@ class PeerPool:
             self._group = None
 
     @asynccontextmanager
-    async def using(self, source: Source) -> AsyncIterator[Peer]:
-        """The producer at `source`, connected; not closed for lack of use while the body runs. Raises why it cannot be
-        reached."""
+    async def acquire(self, source: Source) -> AsyncIterator[Peer]:
+        """The producer at `source`, connected; not closed as idle while the body runs. Raises the error if it is
+        unreachable."""
         await self._started.wait()
         peer = self._find(source)
         peer.num_users += 1
         try:
-            await peer.reached()
+            await peer.wait_connected()
             yield peer
         finally:
             peer.num_users -= 1
@@ -272,16 +273,16 @@ class PeerPool:
         if self._group is None:
             raise PeerLost("this instance is closing its transfers")
         self._make_room()
-        was_silent = peer is not None and not peer.answers
+        was_unresponsive = peer is not None and not peer.is_responsive
         peer = self.peers[source] = Peer(source, self._dialler)
-        peer.task = self._group.create_task(self._keep(peer, CONNECT_AGAIN_S if was_silent else CONNECT_S))
+        peer.task = self._group.create_task(self._run_peer(peer, RECONNECT_S if was_unresponsive else CONNECT_S))
         return peer
 
-    async def _keep(self, peer: Peer, connect_s: float) -> None:
+    async def _run_peer(self, peer: Peer, connect_s: float) -> None:
         try:
             await peer.run(connect_s)
         finally:
-            if peer.answers and peer is self.peers.get(peer.source):
+            if peer.is_responsive and peer is self.peers.get(peer.source):
                 del self.peers[peer.source]
 
     def _make_room(self) -> None:
@@ -294,19 +295,19 @@ class PeerPool:
 
 
 def _shared_fabric(fabrics: Sequence[Fabric], info: ProducerInfo) -> Fabric:
-    """The first of our fabrics that the producer has too and that reaches it. Raises `ConfigError`."""
+    """The first local fabric that the producer has too and that reaches it. Raises `ConfigError`."""
     for fabric in fabrics:
         description = info.fabrics.get(fabric.name)
         if description is not None and fabric.reachable(description):
             return fabric
-    ours, theirs = ", ".join(fabric.name for fabric in fabrics), ", ".join(info.fabrics)
+    own_names, peer_names = ", ".join(fabric.name for fabric in fabrics), ", ".join(info.fabrics)
     raise ConfigError(
-        f"no transport joins these two instances: this one has {ours}, the producer {theirs}; shm needs both on one"
-        " machine with a common view of /proc; set kv_connector_extra_config.transport to tcp or auto on both"
+        f"no transport joins these two instances: this one has {own_names}, the producer {peer_names}; shm needs both"
+        " on one machine with a common view of /proc; set kv_connector_extra_config.transport to tcp or auto on both"
     )
 
 
-def _require_meant(source: Source, layout: KVLayout) -> None:
+def _require_intended(source: Source, layout: KVLayout) -> None:
     """Raise `LayoutMismatch` unless this is the intended rank, since another one has other heads."""
     require_ordered(layout)
     if source.tp_size not in (None, layout.tp_size):

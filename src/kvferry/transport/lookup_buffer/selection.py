@@ -1,7 +1,7 @@
-"""One `drop_select` on the consumer's side: what was announced, where it goes, what has been read, and whether it may
-be used.
+"""One `drop_select` on the consumer's side: the announced parts, their destinations, the progress of reads, and the
+take.
 
-Owns the state of one hand-off's arrival, on the transfer loop. It does not know how news comes or how bytes are read.
+Owns the state of one hand-off's arrival, on the transfer loop. It does not know how news arrives or how bytes are read.
 
 Two sides whose blocks differ in size, or whose ranks hold different heads, have the same logical tensor,
 `[tokens, kv_heads, K then V, dim]`. Cut into *cells* of as many tokens as the smaller block holds, it has one order on
@@ -27,15 +27,15 @@ from kvferry.transport.transfer_loop import translated
 
 MAX_BATCH_BYTES = 32 * 2**20
 MAX_BATCH_SPANS = 2**16
-"""Announced parts that wait are read together up to this much, in one round trip."""
+"""Unread parts are read together up to this size, in one round trip."""
 
 ReadSpans = Callable[[Sequence[Span], Sequence[Span]], Awaitable[None]]
-"""Fills local spans (second) with remote ones (first). Raises `ChecksumMismatch` if what arrived is not what the
-producer has."""
+"""Fills local spans (second) with remote ones (first). Raises `ChecksumMismatch` if the bytes differ from the
+producer's."""
 TakeGeneration = Callable[[int], None]
-"""Sends the `Take` of a generation; the answer comes as news."""
+"""Sends the `Take` of a generation; the answer arrives as news."""
 
-WHY_OVER = {
+END_MESSAGES = {
     "taken": "another consumer has taken it",
     "released": "it was released",
     "expired": "its lease was over",
@@ -45,20 +45,20 @@ WHY_OVER = {
 
 
 class ArrivalMap:
-    """Where announced blocks come from and go to, and how much of a hand-off is announced: arithmetic over two
-    geometries, in cells. Raises `LayoutMismatch` if the producer's blocks cannot be converted to ours."""
+    """The source and destination of announced blocks, and the announced share of a hand-off: arithmetic over two
+    geometries, in cells. Raises `LayoutMismatch` if the producer's blocks cannot be converted."""
 
     def __init__(self, want: Want, remote: BlockGeometry, local: BlockGeometry) -> None:
         self._want, self._remote, self._local = want, remote, local
         self.share = share(local.layout, remote.layout)
         self._cell = min(remote.layout.block_size, local.layout.block_size)
-        per_block = local.layout.block_size // self._cell
-        self._skip, self._capacity = want.skip_blocks * per_block, len(want.into) * per_block
+        cells_per_block = local.layout.block_size // self._cell
+        self._skip, self._capacity = want.skip_blocks * cells_per_block, len(want.into) * cells_per_block
         self._per_remote = remote.layout.block_size // self._cell
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was announced."""
+        """Forget all announcements."""
         self._covered = [bytearray(self._capacity) for _ in range(self._local.layout.num_layers)]
 
     def cover(self, part: Part) -> None:
@@ -67,8 +67,8 @@ class ArrivalMap:
         end_block = part.first_block + len(part.block_ids)
         if not 0 <= part.first_layer < end_layer <= len(self._covered) or part.first_block < 0:
             raise ProtocolError(f"hand-off {key!r} announces layers or blocks that do not exist")
-        too_long = part.block_ids and (end_block - 1) * self._per_remote >= self._capacity
-        if too_long and not self._want.prefix:
+        is_too_long = part.block_ids and (end_block - 1) * self._per_remote >= self._capacity
+        if is_too_long and not self._want.prefix:
             raise ProtocolError(
                 f"hand-off {key!r} has at least {end_block} blocks of {self._remote.layout.block_size} tokens,"
                 f" this request {len(self._want.into)} of {self._local.layout.block_size}:"
@@ -81,7 +81,7 @@ class ArrivalMap:
             self._covered[layer][cells.start : cells.stop] = b"\x01" * len(cells)
 
     def num_tokens(self) -> int:
-        """How many tokens, from the first one on, all layers have. Raises `ProtocolError` if there are gaps."""
+        """Number of leading tokens that all layers have. Raises `ProtocolError` if there are gaps."""
         ends = {covered.find(0) for covered in self._covered}
         end = ends.pop()
         end = self._capacity if end < 0 else end
@@ -90,15 +90,15 @@ class ArrivalMap:
         return end * self._cell
 
     def spans(self, part: Part, layer: int) -> tuple[list[Span], list[Span]]:
-        """Where a part's bytes of a layer come from and go to: (remote, local). Blocks that are here already, and heads
-        of other ranks, are left out."""
-        cells, heads = self._cells_of(part), self.share.heads[layer]
-        cells = range(max(cells.start, self._skip), cells.stop)
+        """The source and destination of a part's bytes of a layer: (remote, local). Blocks that have their KV already,
+        and heads of other ranks, are left out."""
+        local_cells, heads = self._cells_of(part), self.share.heads[layer]
+        local_cells = range(max(local_cells.start, self._skip), local_cells.stop)
         begin = part.first_block * self._per_remote
-        theirs = range(cells.start - begin, cells.stop - begin)
+        remote_cells = range(local_cells.start - begin, local_cells.stop - begin)
         return (
-            head_spans(self._remote, layer, part.block_ids, theirs, self._cell, heads),
-            head_spans(self._local, layer, self._want.into, cells, self._cell, heads),
+            head_spans(self._remote, layer, part.block_ids, remote_cells, self._cell, heads),
+            head_spans(self._local, layer, self._want.into, local_cells, self._cell, heads),
         )
 
     def _cells_of(self, part: Part) -> range:
@@ -115,15 +115,15 @@ class Selection:
         self._map = ArrivalMap(want, remote, local)
         self.share = self._map.share
         self._generation = -1
-        self._waiting: deque[tuple[Part, int]] = deque()
+        self._unread: deque[tuple[Part, int]] = deque()
         self._num_bytes = 0
         self._meta: bytes | None = None
-        self._asked = self._held = False
+        self._is_take_sent = self._is_acknowledged = False
         self._error: KvferryError | None = None
         self._changed = asyncio.Event()
 
     def on_news(self, news: News | KvferryError) -> None:
-        """The producer has sent news, or there will be no more because of this error."""
+        """Handle the producer's news, or the error after which there will be none."""
         try:
             if isinstance(news, KvferryError):
                 raise news
@@ -134,39 +134,39 @@ class Selection:
 
     def _record(self, news: News) -> None:
         if news.held:
-            self._held |= self._asked and news.generation == self._generation
+            self._is_acknowledged |= self._is_take_sent and news.generation == self._generation
         elif news.over:
-            if not self._held:
-                raise LeaseEnded(f"hand-off {self.key!r} is over: {WHY_OVER.get(news.over, news.over)}")
+            if not self._is_acknowledged:
+                raise LeaseEnded(f"hand-off {self.key!r} is over: {END_MESSAGES.get(news.over, news.over)}")
         else:
-            self._announced(news)
+            self._on_announced(news)
 
-    def _announced(self, news: News) -> None:
-        if news.generation != self._generation:  # the producer began again: what was read is void
+    def _on_announced(self, news: News) -> None:
+        if news.generation != self._generation:  # the producer began again: earlier reads are void
             self._generation = news.generation
-            self._waiting.clear()
+            self._unread.clear()
             self._map.clear()
-            self._meta, self._asked, self._num_bytes = None, False, 0
+            self._meta, self._is_take_sent, self._num_bytes = None, False, 0
         for part in news.parts:
             self._map.cover(part)
-            self._waiting.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
+            self._unread.extend((part, layer) for layer in range(part.first_layer, part.first_layer + part.num_layers))
         if news.meta is not None:
             self._meta = news.meta
             self._on_sealed(news.meta)
 
     async def load(self, read: ReadSpans, take: TakeGeneration, fabric: str) -> Taken:
-        """Read what is announced until everything is here and acknowledged. Raises as `drop_select`."""
+        """Read the announced parts until everything has arrived and is acknowledged. Raises as `drop_select`."""
         loop = asyncio.get_running_loop()
         started, num_tokens = None, 0
-        while not self._held:
+        while not self._is_acknowledged:
             if self._error is not None:
                 raise self._error
-            if self._waiting:
+            if self._unread:
                 started = started or loop.time()
                 await self._read_batch(read)
-            elif self._meta is not None and not self._asked:
+            elif self._meta is not None and not self._is_take_sent:
                 num_tokens = self._map.num_tokens()
-                self._asked = True
+                self._is_take_sent = True
                 take(self._generation)
             else:
                 await self._changed.wait()
@@ -177,8 +177,8 @@ class Selection:
     async def _read_batch(self, read: ReadSpans) -> None:
         generation, remote, local = self._generation, list[Span](), list[Span]()
         num_bytes = 0
-        while self._waiting and num_bytes < MAX_BATCH_BYTES and len(remote) + len(local) < MAX_BATCH_SPANS:
-            remote_spans, local_spans = self._map.spans(*self._waiting.popleft())
+        while self._unread and num_bytes < MAX_BATCH_BYTES and len(remote) + len(local) < MAX_BATCH_SPANS:
+            remote_spans, local_spans = self._map.spans(*self._unread.popleft())
             remote += remote_spans
             local += local_spans
             num_bytes += sum(length for _, length in local_spans)
@@ -188,14 +188,15 @@ class Selection:
         except ChecksumMismatch:
             if generation == self._generation and self._error is None:
                 raise
-        if generation == self._generation:  # else the producer began again meanwhile: what was read is void
+        if generation == self._generation:  # else the producer began again meanwhile: the read is void
             self._num_bytes += num_bytes
 
 
 def head_spans(
     geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
 ) -> list[Span]:
-    """Where `cells` (of `cell` tokens each, counted from the first of `block_ids`) of `heads` lie, in the common order.
+    """The spans of `cells` (of `cell` tokens each, counted from the first of `block_ids`) of `heads`, in the common
+    order.
 
     Adjacent ones are joined. `heads` are numbered as in the whole model. An opaque packing is read in whole blocks.
     """
@@ -212,14 +213,14 @@ def _pieces(
     geometry: BlockGeometry, layer: int, block_ids: Sequence[int], cells: range, cell: int, heads: range
 ) -> tuple[Numbers, Numbers]:
     """Offsets and lengths of K and V, by cell and head: each `[cells * heads * 2]`."""
-    layout, place = geometry.layout, geometry.places[layer]
+    layout, layer_place = geometry.layout, geometry.places[layer]
     spec, block_size = layout.layers[layer], layout.block_size
     key_bytes, value_bytes = (dim * DTYPE_BYTES[layout.dtype] for dim in (spec.key_dim, spec.value_dim))
-    numbers = np.arange(cells.start, cells.stop, dtype=np.int64)
-    blocks = np.asarray(block_ids, dtype=np.int64)[numbers * cell // block_size]
-    slots = numbers * cell % block_size
+    cell_indices = np.arange(cells.start, cells.stop, dtype=np.int64)
+    blocks = np.asarray(block_ids, dtype=np.int64)[cell_indices * cell // block_size]
+    slots = cell_indices * cell % block_size
     local_heads = np.arange(heads.start, heads.stop, dtype=np.int64) - spec.first_kv_head
-    starts = place.offset + blocks[:, None] * place.stride + local_heads[None, :] * layout.head_bytes(layer)
+    starts = layer_place.offset + blocks[:, None] * layer_place.stride + local_heads[None, :] * layout.head_bytes(layer)
     keys = starts + slots[:, None] * key_bytes
     values = starts + block_size * key_bytes + slots[:, None] * value_bytes
     offsets = np.stack([keys, values], axis=-1)
@@ -229,8 +230,8 @@ def _pieces(
 
 def _joined(offsets: Numbers, lengths: Numbers) -> list[Span]:
     """Pieces as spans: adjacent ones joined, empty ones left out."""
-    some = lengths > 0
-    offsets, lengths = offsets[some], lengths[some]
+    is_filled = lengths > 0
+    offsets, lengths = offsets[is_filled], lengths[is_filled]
     if not len(offsets):
         return []
     begins = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + lengths[:-1]]))
