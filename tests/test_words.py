@@ -55,6 +55,7 @@ def test_names_of_public_classes_are_unique() -> None:
 
 
 PLAIN_ROOMS = (
+    "adapters/",
     "api/",
     "connectors/",
     "core/",

@@ -56,9 +56,9 @@ def published(events: Any) -> list[tuple[str, int]]:
 
 
 def test_all_that_is_said_of_a_block(events: Any, view: Any) -> None:
-    events.saving(view, OURS[:2])
+    events.expect_saves(view, OURS[:2])
     for _ in range(2):
-        events.happened(stored(*OURS[:2]))
+        events.record(stored(*OURS[:2]))
     first, second = events.take()
     assert (first.parent_block_hash, second.parent_block_hash) == (None, NAMES[0])
     assert (first.token_ids, second.token_ids) == ([0, 1, 2, 3], [4, 5, 6, 7])
@@ -69,56 +69,56 @@ def test_all_that_is_said_of_a_block(events: Any, view: Any) -> None:
 
 
 def test_a_block_is_there_when_all_ranks_have_it(events: Any, view: Any) -> None:
-    events.saving(view, OURS[1:2])
-    events.happened(stored(OURS[1]))
+    events.expect_saves(view, OURS[1:2])
+    events.record(stored(OURS[1]))
     assert published(events) == []
     assert events.has_work()
     with pytest.raises(LeakError):
         events.check()
-    events.happened(stored(OURS[1]))
+    events.record(stored(OURS[1]))
     assert published(events) == [("BlockStored", NAMES[1])]
     events.check()
 
 
 def test_a_block_that_one_rank_dropped_is_not_there(events: Any, view: Any) -> None:
-    events.saving(view, OURS[:1])
-    events.happened(StoreEvents(dropped=[OURS[0]]))
-    events.happened(stored(OURS[0]))
-    events.happened(removed(OURS[0]))
+    events.expect_saves(view, OURS[:1])
+    events.record(StoreEvents(dropped=[OURS[0]]))
+    events.record(stored(OURS[0]))
+    events.record(removed(OURS[0]))
     assert published(events) == []
     assert not events.has_work()
 
 
 def test_two_requests_save_the_same_block(events: Any, view: Any) -> None:
     for _ in range(2):
-        events.saving(view, OURS[:1])
-    events.happened(stored(OURS[0]))
-    events.happened(StoreEvents(stored=[OURS[0]]))  # it was there already, which changes nothing
+        events.expect_saves(view, OURS[:1])
+    events.record(stored(OURS[0]))
+    events.record(StoreEvents(stored=[OURS[0]]))  # it was there already, which changes nothing
     assert published(events) == []
-    events.happened(stored(OURS[0]))
+    events.record(stored(OURS[0]))
     assert published(events) == [("BlockStored", NAMES[0])]
     assert events.has_work()
-    events.happened(StoreEvents(stored=[OURS[0]]))
+    events.record(StoreEvents(stored=[OURS[0]]))
     assert published(events) == []
     assert not events.has_work()
 
 
 def test_a_block_is_gone_once(events: Any, view: Any) -> None:
-    events.saving(view, OURS[:1])
+    events.expect_saves(view, OURS[:1])
     for _ in range(2):
-        events.happened(stored(OURS[0]))
-    events.happened(removed(OURS[0], OURS[2]))
-    events.happened(removed(OURS[0]))
+        events.record(stored(OURS[0]))
+    events.record(removed(OURS[0], OURS[2]))
+    events.record(removed(OURS[0]))
     assert published(events) == [("BlockStored", NAMES[0]), ("BlockRemoved", NAMES[0])]
 
 
 def test_a_block_is_told_of_each_medium(events: Any, view: Any) -> None:
-    events.saving(view, OURS[:1])
+    events.expect_saves(view, OURS[:1])
     for _ in range(2):
-        events.happened(stored(OURS[0]))
+        events.record(stored(OURS[0]))
     for _ in range(2):
         moved = [Changes("CPU", [OURS[0]], []), Changes("STORAGE", [], [OURS[0]])]
-        events.happened(StoreEvents(changes=moved))
+        events.record(StoreEvents(changes=moved))
     assert [(type(event).__name__, event.medium) for event in events.take()] == [
         ("BlockStored", "STORAGE"),
         ("BlockRemoved", "STORAGE"),
@@ -128,29 +128,29 @@ def test_a_block_is_told_of_each_medium(events: Any, view: Any) -> None:
 
 def test_blocks_of_which_nothing_is_reported_are_given_up_in_time(events: Any, view: Any) -> None:
     """Of several connectors one may be lost, and with it the word of what it was to keep."""
-    events.saving(view, OURS[:2])
+    events.expect_saves(view, OURS[:2])
     CLOCK.advance(40.0)
-    events.happened(stored(OURS[0]))
+    events.record(stored(OURS[0]))
     CLOCK.advance(40.0)
     assert events.has_work()
     CLOCK.advance(40.0)
     assert not events.has_work()
     events.check()
     for _ in range(3):
-        events.happened(stored(OURS[0]))  # late, and more often than is right
+        events.record(stored(OURS[0]))  # late, and more often than is right
     assert published(events) == [("BlockStored", NAMES[0])]
     assert not events.has_work()
-    events.saving(view, OURS[2:])
+    events.expect_saves(view, OURS[2:])
     assert events.has_work()
 
 
 def test_what_is_remembered_is_bounded(events: Any, view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.adapters.vllm import events as module
 
-    monkeypatch.setattr(module, "MAX_KNOWN", 2)
+    monkeypatch.setattr(module, "MAX_BLOCKS", 2)
     for name in OURS:
-        events.saving(view, [name])
+        events.expect_saves(view, [name])
         for _ in range(2):
-            events.happened(stored(name))
-    events.happened(removed(*OURS))
+            events.record(stored(name))
+    events.record(removed(*OURS))
     assert [name for kind, name in published(events) if kind == "BlockRemoved"] == NAMES[1:]

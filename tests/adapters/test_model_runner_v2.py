@@ -53,7 +53,7 @@ def connector(side: Recorder) -> Any:
         def __init__(self) -> None:
             """With a worker half that is there already, so that no vLLM is needed around it."""
             self._connector_metadata = None
-            self._worker, self._scheduler, self._early, self._meter = make_half(side), None, None, Meter(0)
+            self._worker, self._scheduler, self._pending_requests, self._meter = make_half(side), None, None, Meter(0)
             self._results = StepResults(RankReport(0))
 
         def register_kv_caches(self, kv_caches: Any) -> None:

@@ -32,7 +32,7 @@ class Family:
     item: Callable[[int], Any]
     mark: tuple[int, ...] = ()
 
-    def asked(self, prompt: list[int], *seeds: int) -> dict[str, Any]:
+    def last_match(self, prompt: list[int], *seeds: int) -> dict[str, Any]:
         """A prompt with these inputs, in the middle of it where the family has them there."""
         middle = len(prompt) // 2
         marked = [*prompt[:middle], *(self.mark * len(seeds)), *prompt[middle:]]
@@ -113,7 +113,7 @@ WAYS = pytest.mark.parametrize("way", [stored_and_found, handed_off, handed_off_
 @WAYS
 def test_the_same_content_is_used(way: Any, started: Started, prompt_of: PromptMaker) -> None:
     prompt, before = prompt_of(200), started.used()
-    asked = started.family.asked(prompt, next(SEEDS))
+    asked = started.family.last_match(prompt, next(SEEDS))
     assert way(started, asked, asked).token_ids == started.right(asked)
     which = 1 if way is stored_and_found else 0
     assert started.used()[which] == before[which] + 1
@@ -122,7 +122,7 @@ def test_the_same_content_is_used(way: Any, started: Started, prompt_of: PromptM
 @WAYS
 def test_other_content_in_its_place_is_not_used(way: Any, started: Started, prompt_of: PromptMaker) -> None:
     prompt, before = prompt_of(200), started.used()
-    first, then = started.family.asked(prompt, next(SEEDS)), started.family.asked(prompt, next(SEEDS))
+    first, then = started.family.last_match(prompt, next(SEEDS)), started.family.last_match(prompt, next(SEEDS))
     assert way(started, first, then).token_ids == started.right(then) != started.right(first)
     assert started.used() == before
 
@@ -132,7 +132,7 @@ def test_a_name_that_a_client_gives_to_two_of_them(way: Any, started: Started, p
     """vLLM itself believes it (`multi_modal_uuids`), and two instances may have seen other things under it."""
     prompt, before = prompt_of(200), started.used()
     named = {"multi_modal_uuids": {started.family.modality: [f"mine {way.__name__}"]}}
-    first, then = started.family.asked(prompt, next(SEEDS)), started.family.asked(prompt, next(SEEDS))
+    first, then = started.family.last_match(prompt, next(SEEDS)), started.family.last_match(prompt, next(SEEDS))
     assert way(started, first | named, then | named).token_ids == started.right(then)
     assert started.used() == before
 
@@ -140,7 +140,7 @@ def test_a_name_that_a_client_gives_to_two_of_them(way: Any, started: Started, p
 def test_many_at_once(started: Started, prompt_of: PromptMaker) -> None:
     """Of the same few prompts with different images or sounds, in both forms of a hand-off."""
     prompts = [prompt_of(length) for length in (20, 60, 150)]
-    asked = [started.family.asked(prompt, seed) for seed in islice(SEEDS, 4) for prompt in prompts]
+    asked = [started.family.last_match(prompt, seed) for seed in islice(SEEDS, 4) for prompt in prompts]
     before = started.used()[0]
     right = [started.right(one) for one in asked]
     early = [early_ticket(started.one, started.two, f"many-{index}") for index in range(0, len(asked), 2)]
@@ -167,7 +167,7 @@ def test_several_of_them_and_one_at_the_very_end(started: Started, prompt_of: Pr
     """D computes the last token itself, which is then of a sound."""
     if not started.family.mark:
         pytest.skip("of this family a prompt has one image, at its beginning")
-    asked, before = started.family.asked(prompt_of(100), *islice(SEEDS, 2)), started.used()[0]
+    asked, before = started.family.last_match(prompt_of(100), *islice(SEEDS, 2)), started.used()[0]
     asked["prompt"] += [4101, 4100]
     asked["multi_modal_data"][started.family.modality].append(started.family.item(next(SEEDS)))
     assert handed_off(started, asked, asked).token_ids == started.right(asked)

@@ -77,7 +77,7 @@ def shape_of(
         scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
     )
-    return cache_shape(vllm_config, KVCacheConfig(10, [], groups), several=several)
+    return cache_shape(vllm_config, KVCacheConfig(10, [], groups), supports_groups=several)
 
 
 def test_one_group() -> None:

@@ -32,7 +32,7 @@ def view_of(num_tokens: int, hand_off: Any) -> Any:
 def test_one_group_is_the_request_itself() -> None:
     view = view_of(10, Produce("t"))
     [part] = partition(None).parts(view)
-    assert part.shown is view
+    assert part.view is view
     assert part.blocks([[3, 4, 5]]) == [3, 4, 5]
     assert part.position(7) == 7
     assert partition(None).names("r") == ["r"]
@@ -41,10 +41,10 @@ def test_one_group_is_the_request_itself() -> None:
 def test_the_main_part_comes_first_and_has_the_ticket() -> None:
     whole, windowed = partition(6, None).parts(view_of(20, Produce("t")))
     assert (whole.group, windowed.group) == (1, 0)
-    assert whole.shown.hand_off == Produce("t")
-    assert windowed.shown.hand_off.transfer_id not in ("t", "")
-    assert partition(6, None).names("r") == [whole.shown.request_id, windowed.shown.request_id]
-    assert whole.shown.finish_reason is None, "it is not kept for another turn"
+    assert whole.view.hand_off == Produce("t")
+    assert windowed.view.hand_off.transfer_id not in ("t", "")
+    assert partition(6, None).names("r") == [whole.view.request_id, windowed.view.request_id]
+    assert whole.view.finish_reason is None, "it is not kept for another turn"
 
 
 @given(
@@ -56,16 +56,16 @@ def test_the_main_part_comes_first_and_has_the_ticket() -> None:
 def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: int, chunks: list[int]) -> None:
     groups = partition(window, None)
     produced = groups.parts(view_of(num_tokens, Produce("t")))
-    ticket = Ticket(transfer_id="t", remote_num_tokens=len(produced[0].shown.prompt_token_ids))
+    ticket = Ticket(transfer_id="t", remote_num_tokens=len(produced[0].view.prompt_token_ids))
     consumed = groups.parts(view_of(num_tokens, Consume(ticket)))
     tables = [list(range(1, 20)), list(range(101, 120))]
     for ours, theirs in zip(produced, consumed, strict=True):
-        assert ours.shown.prompt_token_ids == theirs.shown.prompt_token_ids
+        assert ours.view.prompt_token_ids == theirs.view.prompt_token_ids
         assert ours.blocks(tables) == theirs.blocks(tables)
-        hand_off = theirs.shown.hand_off
+        hand_off = theirs.view.hand_off
         assert isinstance(hand_off, Consume)
-        assert hand_off.ticket.transfer_id == ours.shown.hand_off.transfer_id
-        assert hand_off.ticket.remote_num_tokens == len(theirs.shown.prompt_token_ids)
+        assert hand_off.ticket.transfer_id == ours.view.hand_off.transfer_id
+        assert hand_off.ticket.remote_num_tokens == len(theirs.view.prompt_token_ids)
     windowed = next(part for part in consumed if part.is_window)
     first_needed = max(0, max(num_tokens - 1, 1) - window + 1)
     assert tables[0].index(windowed.blocks(tables)[0]) == first_needed // BLOCK
@@ -75,7 +75,7 @@ def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: 
         for part in produced:
             chunk = part.chunk(start, count, lambda name: tables, "r")
             assert list(chunk.block_ids) == part.blocks(tables)
-            complete = chunk.start + chunk.num_tokens >= len(part.shown.prompt_token_ids)
+            complete = chunk.start + chunk.num_tokens >= len(part.view.prompt_token_ids)
             assert complete == (start + count == num_tokens)
         start, step = start + count, step + 1
 
@@ -83,9 +83,9 @@ def test_what_is_needed_was_announced(num_tokens: int, window: int, num_cached: 
 def test_a_ticket_of_a_prefix_has_its_window_there() -> None:
     ticket = Ticket(transfer_id="t", remote_num_tokens=21)
     whole, windowed = partition(None, 6).parts(view_of(50, Consume(ticket)))
-    assert whole.shown.prompt_token_ids == list(range(100, 149))
+    assert whole.view.prompt_token_ids == list(range(100, 149))
     assert windowed.blocks([[], list(range(20))])[0] == 4, "tokens 16 to 20 are in the window of token 21"
-    assert windowed.shown.hand_off.ticket.remote_num_tokens == 5
+    assert windowed.view.hand_off.ticket.remote_num_tokens == 5
     assert (windowed.position(8), windowed.position(21)) == (0, 5)
 
 

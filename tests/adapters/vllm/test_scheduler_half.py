@@ -90,13 +90,19 @@ def step(num_tokens: int = 0) -> Any:
 
 def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
     """One that `match` has answered with `hit`, of one part with these blocks."""
-    from kvferry.adapters.vllm.scheduler_half import _Request
+    from kvferry.adapters.vllm.scheduler_half import _RequestState
 
     view = SimpleNamespace(
-        request_id="r", refused=False, failed=False, is_logged=False, asked=(0, hit), unnamed=None, look=lambda: None
+        request_id="r",
+        refused=False,
+        failed=False,
+        is_logged=False,
+        last_match=(0, hit),
+        salt_error=None,
+        check_adapter=lambda: None,
     )
     part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, shown="shown")
-    half._requests["r"] = _Request(view, [part])
+    half._requests["r"] = _RequestState(view, [part])
     return view
 
 
@@ -174,8 +180,8 @@ def test_a_request_waits_for_its_load_where_others_would_keep_what_is_computed_w
         is_alone=is_alone,
     )
     view = SimpleNamespace(request=SimpleNamespace(num_tokens=20))
-    assert half._found(view, Hit(16, layerwise=True), 0) == (16, waits)  # type: ignore[arg-type]
-    assert view.asked[1].layerwise is not waits
+    assert half._hit_answer(view, Hit(16, layerwise=True), 0) == (16, waits)  # type: ignore[arg-type]
+    assert view.last_match[1].layerwise is not waits
 
 
 def report(half: Any, *events: TransferEvent) -> None:
@@ -201,7 +207,7 @@ def test_a_load_after_another_of_the_same_request_is_not_forgotten(half: Any) ->
     half.allocated(request := SimpleNamespace(request_id="r"), [[4, 5]], 16)
     half.plan(step())
     report(half, Loaded("r", 8))
-    view.asked = (8, Hit(8))
+    view.last_match = (8, Hit(8))
     half.allocated(request, [[4, 5]], 8)
     metadata = half.plan(step())
     assert (metadata.loads, metadata.forgotten) == ({"r": [4, 5]}, set())

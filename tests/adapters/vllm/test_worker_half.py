@@ -76,7 +76,7 @@ class LateRecorder(Recorder):
 class FakeStream:
     """Marks with numbers, in the order in which they were made; to wait for one is written down."""
 
-    runs_behind = True
+    is_asynchronous = True
 
     def __init__(self, side: Recorder) -> None:
         self._side, self._num_marks = side, 0

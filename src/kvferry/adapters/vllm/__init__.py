@@ -1,9 +1,9 @@
 """kvferry's connectors inside vLLM.
 
-For every connector in the registry, this module has a class for vLLM with the name `Kvferry` + its name, made when it
-is first asked for. `--kv-transfer-config` finds it by its name alone, because `register` (vLLM's plugin entry point)
-makes the names known, or with `"kv_connector_module_path": "kvferry.adapters.vllm"`. Importing this module imports
-neither vLLM nor torch.
+For every connector in the registry, this module has a class for vLLM with the name `Kvferry` + its name, made on first
+access. `--kv-transfer-config` finds it by its name alone, because `register` (vLLM's plugin entry point) makes the
+names known, or with `"kv_connector_module_path": "kvferry.adapters.vllm"`. Importing this module imports neither vLLM
+nor torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in class_names():
-        with suppress(ValueError):  # known already
+        with suppress(ValueError):  # registered already
             KVConnectorFactory.register_connector(name, __name__, name)
     add_to_dynamo(class_names())
     if "vllm.v1.worker.worker_base" in sys.modules:  # in a worker, which is about to load its model
@@ -35,17 +35,17 @@ def register() -> None:
 
 
 def _log_as_vllm() -> None:
-    """kvferry's lines go where vLLM's go, at vLLM's level, unless somebody has configured the logger `kvferry`."""
-    ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers and not ours.level:
-        ours.parent = theirs
-        ours.setLevel(logging.NOTSET)  # forgets which levels were off until now
+    """Log to vLLM's handlers, at vLLM's level, unless the logger `kvferry` has its own configuration."""
+    own_logger, vllm_logger = logging.getLogger("kvferry"), logging.getLogger("vllm")
+    if vllm_logger.handlers and not own_logger.handlers and not own_logger.level:
+        own_logger.parent = vllm_logger
+        own_logger.setLevel(logging.NOTSET)  # clears the cached levels
 
 
 def __getattr__(name: str) -> type:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    watch_loads()  # where the worker is in the process that reads the configuration
+    watch_loads()  # for workers in the process that reads the configuration
     try:
         return connector_class(name)
     except UnknownName as error:

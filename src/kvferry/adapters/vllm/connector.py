@@ -46,8 +46,8 @@ from kvferry.core.errors import ConfigError, ConnectorLost
 
 
 class KvferryConnector(KVConnectorBase_V1):
-    """The base of all of kvferry's connectors in vLLM: everything but their name. The methods are those of vLLM's
-    `KVConnectorBase_V1`; the docstrings say when vLLM calls them."""
+    """The base of all of kvferry's connectors in vLLM: everything but their name. It implements vLLM's
+    `KVConnectorBase_V1`; the docstrings state when vLLM calls each method."""
 
     connector_name: ClassVar[str]
     """The name in kvferry's registry."""
@@ -59,11 +59,11 @@ class KvferryConnector(KVConnectorBase_V1):
         worker = parallel.data_parallel_index * parallel.tensor_parallel_size + rank
         self._settings = read_settings(vllm_config.kv_transfer_config, self.connector_name, worker)
         self._require_ranks(parallel.tensor_parallel_size)
-        self._shape = cache_shape(vllm_config, kv_cache_config, several=isinstance(self, SupportsHMA))
+        self._shape = cache_shape(vllm_config, kv_cache_config, supports_groups=isinstance(self, SupportsHMA))
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
-        self._early: dict[str, Request] | None = None if role is KVConnectorRole.WORKER else {}
-        """Requests that came before the workers' facts; None in a worker, and when the facts are here."""
+        self._pending_requests: dict[str, Request] | None = None if role is KVConnectorRole.WORKER else {}
+        """Requests that arrived before the workers' facts; None in a worker, and after the facts have arrived."""
         self._facts: dict[int, WorkerFacts] = {}
         self._pool: BlockPool | None = None
         self._results = StepResults(RankReport(rank))
@@ -79,13 +79,13 @@ class KvferryConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
-        """vLLM 0.33 asks before anything else; with 0.32, `cache_shape` refuses sleep mode."""
+        """vLLM 0.33 calls this before anything else; with 0.32, `cache_shape` refuses sleep mode."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """None: any. vLLM's first call that shows the model; for some that are refused, vLLM would fail otherwise
-        before it builds a connector."""
+        """None: any layout. vLLM's first call with the model's configuration; for some refused models, vLLM would
+        otherwise fail before it builds a connector."""
         require_attention_only(vllm_config.model_config)
         return None
 
@@ -106,47 +106,47 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Build the worker side on the KV cache, which vLLM has allocated."""
-        whole = get_kv_transfer_group() if has_kv_transfer_group() else self
-        others = [one for one in getattr(whole, "_connectors", ()) if one is not self]
+        group = get_kv_transfer_group() if has_kv_transfer_group() else self
+        others = [connector for connector in getattr(group, "_connectors", ()) if connector is not self]
         hands_off = siblings.hands_off(self, self._settings, others)
-        self._half().register(
-            self._vllm_config, self._kv_cache_config, kv_caches, is_alone=whole is self, hands_off=hands_off
+        self._worker_half().register(
+            self._vllm_config, self._kv_cache_config, kv_caches, is_alone=group is self, hands_off=hands_off
         )
 
-    def _half(self) -> WorkerHalf:
+    def _worker_half(self) -> WorkerHalf:
         if self._worker is None:
             raise ConnectorLost(f"{type(self).__name__}: called as a worker, and this is vLLM's scheduler")
         return self._worker
 
     def _step(self) -> StepMetadata:
-        return _ours(self._get_connector_metadata())
+        return _own_metadata(self._get_connector_metadata())
 
     # Worker: steps.
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Withdraw what was announced of blocks that vLLM is about to reuse. vLLM's first call in a step."""
-        self._half().withdraw(_ours(kv_connector_metadata))
+        """Withdraw the announcements of blocks that vLLM is about to reuse. vLLM's first call in a step."""
+        self._worker_half().withdraw(_own_metadata(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         """Called before the model runs if it waits for a load of this step, otherwise after it."""
-        self._half().start(self._step())
+        self._worker_half().start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called before a layer's attention."""
-        self._half().wait_layer(self._step(), layer_name)
+        self._worker_half().wait_layer(self._step(), layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: Any) -> None:
         """Called after a layer's attention."""
-        self._half().save_layer(self._step(), layer_name)
+        self._worker_half().save_layer(self._step(), layer_name)
 
     def wait_for_save(self) -> None:
         """Called when the model has run (on a device: is queued). Announces the layers that are not announced yet."""
-        self._half().end_step(self._step())
+        self._worker_half().end_step(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Called once in each step. The next three methods return parts of what was found in this call."""
+        """Called once in each step. The next three methods return other parts of the result of this call."""
         step = self._step() if self.has_connector_metadata() else None
-        self._results = results = self._half().report(step)
+        self._results = results = self._worker_half().report(step)
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -163,16 +163,16 @@ class KvferryConnector(KVConnectorBase_V1):
         """Called before any step."""
         self._pool = gpu_block_pool
 
-    def _begin(self, facts: WorkerFacts) -> SchedulerHalf:
-        """Build the scheduler side, as all workers have reported their facts."""
+    def _build_scheduler_half(self, facts: WorkerFacts) -> SchedulerHalf:
+        """Build the scheduler half, after all workers have reported their facts."""
         options = msgspec.structs.replace(self._settings.options, hand_off=facts.hands_off)
         settings = replace(self._settings, options=options)
         context = ConnectorContext(settings.transfer, facts.layout, settings.auth_token, has_room=self._has_room)
         side = find_connector(settings.transfer).build_scheduler_side(context)
         addresses = [self._facts[rank].address for rank in sorted(self._facts)]
-        known = [address for address in addresses if address is not None]
-        if known and isinstance(side, HandsOff):
-            side.set_addresses(known)
+        known_addresses = [address for address in addresses if address is not None]
+        if known_addresses and isinstance(side, HandsOff):
+            side.set_addresses(known_addresses)
         # With data parallelism all engines step together, so none may delay the others.
         max_s = 0 if self._vllm_config.parallel_config.data_parallel_size > 1 else MAX_S
         return SchedulerHalf(
@@ -188,81 +188,86 @@ class KvferryConnector(KVConnectorBase_V1):
         )
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`). Requests that
-        wait for a load take no place from others in vLLM."""
+        """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`). Requests that
+        wait for a load take no slot from others in vLLM."""
         if self._pool is None:
             return True
         longest = -(-self._vllm_config.model_config.max_model_len // self._shape.block_size)
         num_groups, num_free = len(self._shape.groups), self._pool.get_num_free_blocks()
         return num_free - num_blocks * num_groups >= max(longest * num_groups, self._pool.num_gpu_blocks // 2)
 
-    def _schedules(self) -> SchedulerHalf:
+    def _scheduler_half(self) -> SchedulerHalf:
         if self._scheduler is None:
             raise ConnectorLost(f"{type(self).__name__}: called as a scheduler in a worker, or when it was shut down")
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
         """Called first for a request."""
-        if self._early is not None:
-            self._early[request.request_id] = request
+        if self._pending_requests is not None:
+            self._pending_requests[request.request_id] = request
         else:
-            self._schedules().add(request)
+            self._scheduler_half().add(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded (None: ask again), and whether the request waits for them."""
-        if self._early is not None:
+        """Number of tokens that can be loaded (None: call again), and true if the request waits for them."""
+        if self._pending_requests is not None:
             return None, False
-        return self._schedules().match(request, num_computed_tokens)
+        return self._scheduler_half().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Called when vLLM has reserved blocks for the request."""
-        self._schedules().allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler_half().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers are to do in this step. Before the first report, vLLM's engine has nothing to do but to
-        fetch it."""
-        if self._early is not None:
+        """The work of the workers in this step. Before the first report, vLLM's engine only steps to fetch it."""
+        if self._pending_requests is not None:
             return StepMetadata(None, computes=scheduler_output.total_num_scheduled_tokens > 0)
-        return self._schedules().plan(scheduler_output)
+        return self._scheduler_half().plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' reports. Raises `ConnectorLost` for reports that are not kvferry's."""
+        """Handle the workers' reports. Raises `ConnectorLost` for reports that are not kvferry's."""
         reports = connector_output.kv_connector_worker_meta
         if reports is not None and not isinstance(reports, WorkerReports):
             raise ConnectorLost(f"vLLM passed {type(reports).__name__} as a report of kvferry's workers")
-        if self._early is not None:
-            self._facts |= {one.rank: one.facts for one in reports.ranks if one.facts} if reports is not None else {}
+        if self._pending_requests is not None:
+            self._facts |= (
+                {report.rank: report.facts for report in reports.ranks if report.facts} if reports is not None else {}
+            )
             if len(self._facts) < self._vllm_config.parallel_config.tensor_parallel_size:
                 return
-            self._scheduler, early, self._early = self._begin(self._facts[0]), self._early, None
-            for request in early.values():
+            self._scheduler, pending, self._pending_requests = (
+                self._build_scheduler_half(self._facts[0]),
+                self._pending_requests,
+                None,
+            )
+            for request in pending.values():
                 self._scheduler.add(request)
-        self._schedules().completed(reports)
+        self._scheduler_half().completed(reports)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks for now, and its ticket."""
+        """True if vLLM must keep the request's blocks for now, and its ticket."""
         return self._finish(request, [block_ids])
 
     def _finish(self, request: Request, block_ids: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        if self._early is not None:
-            self._early.pop(request.request_id, None)
+        if self._pending_requests is not None:
+            self._pending_requests.pop(request.request_id, None)
             return False, None
-        return self._schedules().finish(request, block_ids)
+        return self._scheduler_half().finish(request, block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """KV events that vLLM is to publish."""
+        """KV events for vLLM to publish."""
         events = self._scheduler.events if self._scheduler is not None else None
         return events.take() if events is not None else ()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step although no request is left."""
-        return self._early is not None or (self._scheduler is not None and self._scheduler.has_work())
+        """True if vLLM must step although no request is left."""
+        return self._pending_requests is not None or (self._scheduler is not None and self._scheduler.has_work())
 
     def reset_cache(self) -> bool:
-        """Forget KV that is kept for reuse, because the weights have changed; False if that is not possible."""
-        if self._early is not None:
+        """Drop KV that is kept for reuse, because the weights have changed; False if that is not possible."""
+        if self._pending_requests is not None:
             return True
-        side = self._schedules().side
+        side = self._scheduler_half().side
         return not isinstance(side, KeepsBlocks) or side.reset_cache()
 
     # Both.
@@ -272,7 +277,7 @@ class KvferryConnector(KVConnectorBase_V1):
         siblings.forget(self, self._settings)
         if self._worker is not None:
             self._worker.close()
-        self._early = None
+        self._pending_requests = None
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.side.close()
@@ -311,12 +316,12 @@ class KvferryGroupsConnector(KvferryConnector, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks for now, and its ticket."""
+        """True if vLLM must keep the request's blocks for now, and its ticket."""
         return self._finish(request, block_ids)
 
 
-def _ours(metadata: KVConnectorMetadata) -> StepMetadata:
-    """The metadata of `build_connector_meta`, which vLLM has carried. Raises `ConnectorLost` for anything else."""
+def _own_metadata(metadata: KVConnectorMetadata) -> StepMetadata:
+    """The metadata of `build_connector_meta`, which vLLM has passed on. Raises `ConnectorLost` for any other."""
     if not isinstance(metadata, StepMetadata):
         raise ConnectorLost(f"vLLM passed {type(metadata).__name__} as the metadata of kvferry's connector")
     return metadata

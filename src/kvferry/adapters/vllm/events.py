@@ -1,8 +1,8 @@
-"""KV events about a connector's store, for subscribers of vLLM's events: which blocks are in it, and which are gone.
+"""KV events about a connector's store, for subscribers of vLLM's events: stored and removed blocks.
 
-vLLM publishes what a connector gives it (`--kv-events-config`). A block has two names: kvferry's block hash in the
-store, and in events the one that vLLM publishes for the same block, so that subscribers can match them with requests.
-Owns what an event will say about blocks on their way to the store, and the names of the blocks that were published.
+vLLM publishes the events of a connector (`--kv-events-config`). A block has two names: kvferry's block hash in the
+store, and in events the hash that vLLM publishes for the same block, so that subscribers can match them with requests.
+Owns the future events of blocks that are being written to the store, and the names of the published blocks.
 """
 
 from __future__ import annotations
@@ -29,49 +29,48 @@ from kvferry.core.errors import LeakError
 
 log = logging.getLogger(__name__)
 
-AWAITED_S = 60.0
-"""If no block is reported for this many seconds, those on their way are given up: their connector, one of several, is
+REPORT_TIMEOUT_S = 60.0
+"""If no block is reported for this many seconds, pending blocks are dropped: their connector, one of several, is
 lost."""
-MAX_KNOWN = 2**16
-"""Blocks about which events can be published; beyond it, the oldest are forgotten."""
+MAX_BLOCKS = 2**16
+"""Maximum number of blocks about which events can be published; beyond it, the oldest are dropped."""
 
 
 @dataclass
 class _BlockState:
-    """One block: its event, the number of reports that are still to come, and on how many ranks it is on each
-    medium."""
+    """One block: its event, the number of pending reports, and the number of ranks that have it on each medium."""
 
     event: BlockStored
-    num_awaited: int = 0
+    num_pending: int = 0
     ranks: Counter[str] = field(default_factory=Counter)
     published: set[str] = field(default_factory=set)
 
 
 class VllmBlockEvents:
-    """Counts what the ranks report about each block, and makes vLLM's events from it. Used from vLLM's scheduler thread
+    """Counts the ranks' reports about each block, and makes vLLM's events from them. Used from vLLM's scheduler thread
     only."""
 
     def __init__(self, block_size: int, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._block_size, self._num_ranks, self._clock = block_size, num_ranks, clock
-        self._reported_at = clock.monotonic()
+        self._last_report_at = clock.monotonic()
         self._blocks: OrderedDict[BlockHash, _BlockState] = OrderedDict()
-        self._num_awaited = 0
+        self._num_pending = 0
         self._events: list[KVCacheEvent] = []
 
-    def saving(self, view: RequestAdapter, hashes: Sequence[BlockHash]) -> None:
-        """Note that a plan saves these consecutive blocks of a request."""
+    def expect_saves(self, view: RequestAdapter, hashes: Sequence[BlockHash]) -> None:
+        """Record that a plan saves these consecutive blocks of a request."""
         first = view.block_hashes.index(hashes[0])
         for index, name in enumerate(hashes, first):
             if name not in self._blocks:
                 self._blocks[name] = _BlockState(self._stored(view.request, index))
-            self._blocks[name].num_awaited += self._num_ranks
+            self._blocks[name].num_pending += self._num_ranks
             self._blocks.move_to_end(name)
-        self._num_awaited += len(hashes) * self._num_ranks
-        self._reported_at = self._clock.monotonic()
+        self._num_pending += len(hashes) * self._num_ranks
+        self._last_report_at = self._clock.monotonic()
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        while len(self._blocks) > MAX_KNOWN and not next(iter(self._blocks.values())).num_awaited:
+        while len(self._blocks) > MAX_BLOCKS and not next(iter(self._blocks.values())).num_pending:
             self._blocks.popitem(last=False)
 
     def _stored(self, request: Any, index: int) -> BlockStored:
@@ -93,22 +92,22 @@ class VllmBlockEvents:
             session_id=request.session_id,
         )
 
-    def happened(self, events: StoreEvents) -> None:
-        """Take what one rank saw. A block is on a medium when all ranks have it there, and gone when one no longer has
-        it."""
+    def record(self, events: StoreEvents) -> None:
+        """Record one rank's events. A block is on a medium when all ranks have it there, and removed when one no longer
+        has it."""
         if events:
-            self._reported_at = self._clock.monotonic()
+            self._last_report_at = self._clock.monotonic()
         for name in (*events.stored, *events.dropped):
-            if name in self._blocks and self._blocks[name].num_awaited:  # otherwise it was given up
-                self._blocks[name].num_awaited -= 1
-                self._num_awaited -= 1
+            if name in self._blocks and self._blocks[name].num_pending:  # otherwise it was dropped
+                self._blocks[name].num_pending -= 1
+                self._num_pending -= 1
         for changes in events.changes:
             for name in changes.stored:
-                self._kept(name, changes.medium)
+                self._on_stored(name, changes.medium)
             for name in changes.removed:
-                self._removed(name, changes.medium)
+                self._on_removed(name, changes.medium)
 
-    def _kept(self, name: BlockHash, medium: str) -> None:
+    def _on_stored(self, name: BlockHash, medium: str) -> None:
         block = self._blocks.get(name)
         if block is None:
             return
@@ -117,15 +116,15 @@ class VllmBlockEvents:
             block.published.add(medium)
             self._events.append(msgspec.structs.replace(block.event, medium=medium))
 
-    def _removed(self, name: BlockHash, medium: str) -> None:
+    def _on_removed(self, name: BlockHash, medium: str) -> None:
         block = self._blocks.get(name)
         if block is None:
             return
         block.ranks[medium] = max(block.ranks[medium] - 1, 0)
         if medium in block.published:
             block.published.remove(medium)
-            gone = block.event.block_hashes
-            self._events.append(BlockRemoved(block_hashes=gone, medium=medium, group_idx=0))
+            hashes = block.event.block_hashes
+            self._events.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=0))
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, for vLLM's publisher."""
@@ -133,19 +132,19 @@ class VllmBlockEvents:
         return events
 
     def has_work(self) -> bool:
-        """Whether there are, or will be, events although no request is left."""
-        if self._num_awaited and self._clock.monotonic() - self._reported_at > AWAITED_S:
-            self._give_up()
-        return bool(self._num_awaited or self._events)
+        """True if there are, or will be, events although no request is left."""
+        if self._num_pending and self._clock.monotonic() - self._last_report_at > REPORT_TIMEOUT_S:
+            self._stop_waiting()
+        return bool(self._num_pending or self._events)
 
-    def _give_up(self) -> None:
-        log.warning("%d blocks that were to be written to a store are no longer reported", self._num_awaited)
-        self._num_awaited = 0
+    def _stop_waiting(self) -> None:
+        log.warning("%d blocks that were to be written to a store are no longer reported", self._num_pending)
+        self._num_pending = 0
         for block in self._blocks.values():
-            block.num_awaited = 0
+            block.num_pending = 0
         self._forget_oldest()
 
     def check(self) -> None:
-        """Raise `LeakError` if blocks are still on their way."""
-        if self._num_awaited:
-            raise LeakError(f"{self._num_awaited} blocks are still on their way to the store")
+        """Raise `LeakError` if blocks are still pending."""
+        if self._num_pending:
+            raise LeakError(f"{self._num_pending} blocks are still on their way to the store")

@@ -70,8 +70,8 @@ FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "instanttensor"
 def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
     """32 hexadecimal digits. `weights`: a name for them, the same on all instances, instead of their content.
 
-    Raises `OSError` if a file of the checkpoint cannot be read, and `ConfigError` if nothing tells these weights from
-    others, or if files have changed since vLLM began to load them.
+    Raises `OSError` if a file of the checkpoint cannot be read, and `ConfigError` if these weights cannot be
+    distinguished from others, or if files have changed since vLLM began to load them.
     """
     model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
     if load_format == "dummy":
@@ -95,7 +95,7 @@ def model_fingerprint(vllm_config: Any, weights: str = "") -> str:
 
 
 def _settings(vllm_config: Any) -> dict[str, Any]:
-    """Settings beside the model's configuration with which the same weights may give other KV."""
+    """Settings beside the model's configuration that may change the KV of the same weights."""
     model = vllm_config.model_config
     parts = (
         *(vllm_config, model, vllm_config.cache_config, vllm_config.load_config, vllm_config.attention_config),
@@ -110,7 +110,7 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def changed_settings(config: Any) -> dict[str, Any]:
-    """The settings of one of vLLM's configuration objects that are not at their defaults and not known to be
+    """The settings of one of vLLM's configuration objects that differ from their defaults and are not known to be
     harmless."""
     harmless = HARMLESS[type(config).__name__].split()
     fields = [field for field in dataclasses.fields(config) if field.name not in harmless]

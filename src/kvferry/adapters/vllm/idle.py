@@ -1,14 +1,13 @@
-"""Lets vLLM's engine loop sleep while it has nothing to do, or nothing but to wait for loads.
+"""Lets vLLM's engine loop sleep while it is idle, or only waits for loads.
 
 vLLM keeps stepping as long as blocks of a finished request are held, which on a producer is until the lease ends. It
 waits one millisecond between two such steps, and uses more than one core. A connector cannot wake the loop, but it can
-delay it, since the loop asks the scheduler side for a plan in each step. A request that arrives during a pause waits
-for its end. In vLLM's MultiConnector, each connector is asked for a plan: they share one pause, which comes when none
-of them has work.
+delay it, since the loop calls the scheduler side for a plan in each step. A request that arrives during a pause waits
+for its end. In vLLM's MultiConnector, each connector makes a plan: they share one pause, which comes when none of them
+has work.
 
-While all requests wait for loads, the loop steps as well, and on a machine with few cores these steps take the time
-that the load needs. Then the workers delay it: such a step lasts until they have something to report
-(`StepMetadata.wait_s`).
+While all requests wait for loads, the loop steps as well, and on a machine with few cores these steps take CPU time
+from the load. Then the workers delay the loop: such a step lasts until they have a report (`StepMetadata.wait_s`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from dataclasses import dataclass
 FIRST_S = 0.001
 MAX_S = 0.02
 NUM_EMPTY_STEPS = 2
-"""Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are still to
-come."""
+"""Steps without work before the first pause: with asynchronous scheduling, the results of as many steps are pending."""
 
 
 class IdlePause:
@@ -40,14 +38,14 @@ class IdlePause:
         return PauseUser(self, name)
 
     def report(self, name: str, *, has_work: bool) -> None:
-        """Report a connector's step. Sleeps when all have reported, if this step and those before had nothing to do."""
+        """Report a connector's step. Sleeps when all have reported, if this step and the last ones had no work."""
         if name in self._reports:
             self._reports.clear()  # left over from a step in which not all were called
         self._reports[name] = has_work
         if self._reports.keys() >= self._users:
-            is_work = any(self._reports.values())
+            any_work = any(self._reports.values())
             self._reports.clear()
-            self._step(has_work=is_work)
+            self._step(has_work=any_work)
 
     def _step(self, *, has_work: bool) -> None:
         if has_work or not self.max_s:
@@ -68,7 +66,7 @@ class PauseUser:
 
     @property
     def max_s(self) -> float:
-        """How long a step without work may be delayed; 0: not at all."""
+        """Maximum delay of a step without work (s); 0: none."""
         return self.pause.max_s
 
     def step(self, *, has_work: bool) -> None:

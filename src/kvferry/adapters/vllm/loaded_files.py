@@ -1,7 +1,7 @@
 """The files of a checkpoint as they were before vLLM loaded it.
 
 A connector is made after the weights were loaded. A checkpoint that was replaced meanwhile would give vLLM the name of
-weights that it does not have, so each worker looks at the files before it loads them.
+weights that it does not have, so each worker records the files before it loads them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvferry.models.checkpoint import CheckpointFiles
 
 log = logging.getLogger(__name__)
 
-_before: dict[tuple[str, str], CheckpointFiles] = {}
-"""By model and revision."""
+_files_before_load: dict[tuple[str, str], CheckpointFiles] = {}
+"""The files by model and revision."""
 
 
 def watch_loads() -> None:
-    """Have each worker of this process look at the files when it initializes its device, which is before it loads the
+    """Have each worker of this process record the files when it initializes its device, which is before it loads the
     model. vLLM notifies a connector of neither."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -31,21 +31,22 @@ def watch_loads() -> None:
     @wraps(initialize)
     def watched(self: Any) -> None:
         if self.vllm_config.kv_transfer_config is not None:
-            note(self.vllm_config.model_config)
+            record_files(self.vllm_config.model_config)
         initialize(self)
 
     WorkerWrapperBase.init_device = watched
 
 
-def note(model: Any) -> None:
-    """Note the files of a model, given vLLM's configuration of it. What cannot be read is reported when it is named."""
+def record_files(model: Any) -> None:
+    """Record the files of a model, given vLLM's configuration of it. Unreadable files are reported when the model is
+    named."""
     with suppress(OSError):
-        _before[_key(model)] = CheckpointFiles.of(model.model, model.revision)
+        _files_before_load[_key(model)] = CheckpointFiles.of(model.model, model.revision)
 
 
 def before_loading(model: Any) -> CheckpointFiles | None:
-    """The files before the model was loaded; None if nobody looked, which is logged."""
-    before = _before.get(_key(model))
+    """The files before the model was loaded; None if they were not recorded, which is logged."""
+    before = _files_before_load.get(_key(model))
     if before is None:
         log.info("whether the files of %s changed while vLLM loaded them is not known", model.model)
     return before

@@ -1,6 +1,6 @@
-"""The loads of one rank: what its worker side reports, told as vLLM understands it.
+"""The loads of one rank: translates the reports of its worker side to vLLM's results.
 
-Owns the state of each load that vLLM was told to wait for, or that runs in a step of its own.
+Owns the state of each load that vLLM waits for, or that runs in a step of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.core.errors import LeakError, TransferError
 
 @dataclass
 class StepResults:
-    """What vLLM gets after a step; the fields have vLLM's names."""
+    """The results of a step for vLLM; the fields have vLLM's names."""
 
     rank_report: RankReport
     finished_sending: set[str] = field(default_factory=set)
@@ -31,10 +31,10 @@ class StepResults:
 
 @dataclass
 class _Load:
-    """A load that a request of vLLM's waits for, and whether its end was reported."""
+    """A load that one of vLLM's requests waits for. `is_reported`: its end was reported."""
 
     block_ids: list[int]
-    reported: bool = False
+    is_reported: bool = False
 
 
 class Loads:
@@ -44,98 +44,102 @@ class Loads:
         self._block_size, self._has_parts = block_size, num_groups > 1
         self._joined = RankReports(num_groups)
         self._running: dict[str, _Load] = {}
-        self._of_step: dict[str, list[int]] = {}
-        self._unended: dict[str, Failed] = {}
-        """Loads that have failed, by the name under which their blocks are kept aside."""
+        self._step_loads: dict[str, list[int]] = {}
+        self._failed_but_writing: dict[str, Failed] = {}
+        """Failed loads that may still write, by the name under which their blocks are held."""
 
     def begin(self, step: StepMetadata) -> None:
-        """Note the loads that are part of the step's plan."""
+        """Record the loads that are part of the step's plan."""
         self._running.update((request_id, _Load(block_ids)) for request_id, block_ids in step.loads.items())
-        self._of_step.update(step.step_loads)
+        self._step_loads.update(step.step_loads)
 
     @property
-    def are_over(self) -> bool:
-        """Whether there are loads, and all of them have ended on this rank."""
-        return bool(self._running) and all(load.reported for load in self._running.values())
+    def have_ended(self) -> bool:
+        """True if there are loads, and all of them have ended on this rank."""
+        return bool(self._running) and all(load.is_reported for load in self._running.values())
 
     def forget(self, request_ids: Iterable[str], *, unless_running: bool = False) -> None:
-        """What is released for these requests from now on are blocks that they held at their end."""
+        """Forget the loads of these requests: blocks released for them from now on are blocks that they held at their
+        end."""
         for name in request_ids:
-            if name in self._running and (self._running[name].reported or not unless_running):
+            if name in self._running and (self._running[name].is_reported or not unless_running):
                 del self._running[name]
 
-    def as_vllm_hears_it(self, report: TransferReport) -> TransferReport:
+    def translate_for_vllm(self, report: TransferReport) -> TransferReport:
         """The report without P's first token, because vLLM's D samples it itself. vLLM cannot give a request other
         blocks, so a load that may still write to its blocks does not count as failed yet."""
-        heard: TransferReport = []
+        translated: TransferReport = []
         for event in report:
             match event:
                 case Failed(kept_as=name) if name:
-                    self._unended[name] = event
-                case Released(name) if name in self._unended:
-                    heard.append(msgspec.structs.replace(self._unended.pop(name), kept_as=""))
+                    self._failed_but_writing[name] = event
+                case Released(name) if name in self._failed_but_writing:
+                    translated.append(msgspec.structs.replace(self._failed_but_writing.pop(name), kept_as=""))
                 case Released(request_id):
-                    self._unended = {name: one for name, one in self._unended.items() if one.request_id != request_id}
-                    heard.append(event)
+                    self._failed_but_writing = {
+                        name: failure
+                        for name, failure in self._failed_but_writing.items()
+                        if failure.request_id != request_id
+                    }
+                    translated.append(event)
                 case Prefilled():
                     pass
                 case _:
-                    heard.append(event)
-        return heard
+                    translated.append(event)
+        return translated
 
-    def tell(self, heard: TransferReport, not_held: Mapping[str, Sequence[int]], results: StepResults) -> None:
-        """Add to `results` what has happened. `not_held`: by request, the groups whose blocks are not held at its
-        end."""
-        report = self._of_requests(heard, not_held) if self._has_parts else heard
+    def add_results(self, events: TransferReport, not_held: Mapping[str, Sequence[int]], results: StepResults) -> None:
+        """Add these events to `results`. `not_held`: by request, the groups whose blocks are not held at its end."""
+        report = self._join_parts(events, not_held) if self._has_parts else events
         for event in report:
-            self._tell(event, results)
+            self._add_event(event, results)
         results.rank_report.transfers = encode_report(report) if report else b""
 
-    def _of_requests(self, report: TransferReport, not_held: Mapping[str, Sequence[int]]) -> TransferReport:
-        """The events of whole requests, where the connector reports about their parts."""
+    def _join_parts(self, report: TransferReport, not_held: Mapping[str, Sequence[int]]) -> TransferReport:
+        """The events of whole requests, if the connector reports about their parts."""
         for group, part in by_group(report).items():
             self._joined.add(group, part)
         for request_id, groups in not_held.items():
             for group in groups:
                 self._joined.add(group, [Released(request_id)])
-        return [_whole_or_failed(event) for event in self._joined.take()]
+        return [_fail_partial(event) for event in self._joined.take()]
 
-    def _tell(self, event: TransferEvent, results: StepResults) -> None:
+    def _add_event(self, event: TransferEvent, results: StepResults) -> None:
         request_id = event.request_id
         match event:
             case Loaded(num_tokens=num_tokens):
-                self._ended(request_id, results)
+                self._finish_load(request_id, results)
                 if num_tokens is not None and request_id in self._running:
                     missing = self._running[request_id].block_ids[num_tokens // self._block_size :]
                     results.invalid_block_ids.update(missing)
-                by_layer = self._of_step.pop(request_id, ())
-                if num_tokens is not None:  # vLLM may have computed these from KV that never came
+                by_layer = self._step_loads.pop(request_id, ())
+                if num_tokens is not None:  # vLLM may have computed these from KV that never arrived
                     results.invalid_block_ids.update(by_layer)
             case Failed():
-                self._ended(request_id, results)
+                self._finish_load(request_id, results)
                 if request_id in self._running:
                     results.failed_recving.add(request_id)
-                results.invalid_block_ids.update(self._of_step.pop(request_id, ()))
+                results.invalid_block_ids.update(self._step_loads.pop(request_id, ()))
             case Released() if request_id in self._running:  # an aborted load: vLLM frees its blocks when it ends
-                self._ended(request_id, results)
+                self._finish_load(request_id, results)
                 del self._running[request_id]
             case Released():
                 results.finished_sending.add(request_id)
 
-    def _ended(self, request_id: str, results: StepResults) -> None:
+    def _finish_load(self, request_id: str, results: StepResults) -> None:
         load = self._running.get(request_id)
-        if load is not None and not load.reported:
-            load.reported = True
+        if load is not None and not load.is_reported:
+            load.is_reported = True
             results.finished_recving.add(request_id)
 
     def check(self) -> None:
-        """Raise `LeakError` if something is kept of requests that are gone."""
-        if kept := [*self._running, *self._of_step]:
-            raise LeakError(f"loads of vLLM's requests {kept[:8]} are not forgotten")
+        """Raise `LeakError` if state of ended requests is left."""
+        if left := [*self._running, *self._step_loads]:
+            raise LeakError(f"loads of vLLM's requests {left[:8]} are not forgotten")
         self._joined.check()
 
 
-def _whole_or_failed(event: TransferEvent) -> TransferEvent:
+def _fail_partial(event: TransferEvent) -> TransferEvent:
     """Return a partial load as failed: with several groups, vLLM does not accept reports about single blocks."""
     if isinstance(event, Loaded) and event.num_tokens is not None:
         return Failed(event.request_id, TransferError("only the KV of the beginning of the prompt arrived"))

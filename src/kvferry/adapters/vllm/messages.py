@@ -1,4 +1,4 @@
-"""What the two halves of a connector send each other; vLLM carries it between its processes."""
+"""The messages between the two halves of a connector, which vLLM passes between its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepMetadata(KVConnectorMetadata):
 
     plan: StepPlan | None
     computes: bool
-    """Whether the model runs in this step."""
+    """True if the model runs in this step."""
     loads: dict[str, list[int]] = field(default_factory=dict)
     """Requests that wait for a load that begins in this step, with all their blocks."""
     step_loads: dict[str, list[int]] = field(default_factory=dict)
@@ -31,35 +31,34 @@ class StepMetadata(KVConnectorMetadata):
     not_held: dict[str, list[int]] = field(default_factory=dict)
     """The groups without held blocks of each request whose blocks are held; no report will come for them."""
     forgotten: set[str] = field(default_factory=set)
-    """Requests whose load is over, or which are over themselves: what is released for them next are blocks that they
-    held."""
+    """Requests that have ended, or whose load has: the next blocks released for them are blocks that they held."""
 
     wait_s: float = 0.0
-    """vLLM waits for nothing but loads: how long the step may last until there is something to report."""
+    """Maximum seconds that the step waits for a report, if vLLM waits only for loads."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a worker has anything to do in this step."""
+        """True if a worker has work in this step."""
         notices = (self.loads, self.step_loads, self.refused, self.not_held, self.forgotten)
         return self.computes or self.plan is not None or any(notices)
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler side is built from, and what is only known beside the KV cache."""
+    """Facts known only beside the KV cache, from which the scheduler side is built."""
 
     layout: KVLayout
     address: dict[str, Any] | None
     is_alone: bool = True
-    """Whether this vLLM has no other connector."""
+    """True if this vLLM has no other connector."""
     hands_off: bool = True
-    """Whether hand-offs are this connector's, and not those of another one beside it."""
+    """True if this connector makes the hand-offs, and no other one beside it."""
 
 
 @dataclass
 class RankReport:
-    """What one worker side reports. `transfers`: an encoded `TransferReport`, empty if there is none. It is encoded
-    because vLLM pickles what it carries, and errors keep their content only in kvferry's own encoding. `facts`: in the
+    """The report of one worker side. `transfers`: an encoded `TransferReport`, empty if there is none. It is encoded
+    because vLLM pickles its messages, and errors keep their content only in kvferry's own encoding. `facts`: in the
     first report only. They do not come with vLLM's handshake, because vLLM's MultiConnector has one handshake for all
     of its children, and some of vLLM's own connectors accept no other than theirs."""
 

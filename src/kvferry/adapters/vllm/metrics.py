@@ -1,10 +1,10 @@
 """A connector's statistics in vLLM: its log line and its Prometheus metrics.
 
-    vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: what the connector counts under the name "taken"
+    vllm:kvferry_p2p_connector_taken_total{side, kind}    a counter: the connector's statistic "taken"
     vllm:kvferry_p2p_connector_held_bytes{side, kind}     a gauge
 
-The names are the connector's, so a new connector needs no line here; its classes say which are gauges (`gauges`).
-`kind` is the end of a name: a kind of error, or a transport. Values of several ranks are added up.
+The names are the connector's, so a new connector needs no line here; its classes list the gauges (`gauges`). `kind` is
+the end of a name: a kind of error, or a transport. Values of several ranks are added up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.observe.metric_fields import split_metric_name
 
 PREFIX = "vllm:kvferry_"
-"""The part of their names by which vLLM removes an engine's metrics."""
+"""The prefix by which vLLM removes an engine's metrics."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class KvferryStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """Merge: the values of `other` are newer, or are from other ranks."""
+        """Merge: the values of `other` are newer, or from other ranks."""
         for side, ranks in other.data.items():
             self.data.setdefault(side, {}).update(ranks)
         return self
@@ -91,13 +91,13 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         self._families: dict[str, Any] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Update the metrics: counters by what each rank has counted since, gauges to their current value."""
+        """Update the metrics: counters by the increase of each rank, gauges to their current value."""
         latest = self._latest.setdefault(engine_idx, KvferryStats())
         for side, ranks in transfer_stats_data.items():
             for rank, figures in ranks.items():
-                before = latest.data.get(side, {}).get(rank, {})
+                previous = latest.data.get(side, {}).get(rank, {})
                 for figure in figures.keys() - self._gauges:
-                    self._of(engine_idx, side, figure).inc(_growth(before.get(figure, 0.0), figures[figure]))
+                    self._of(engine_idx, side, figure).inc(_growth(previous.get(figure, 0.0), figures[figure]))
         latest.aggregate(KvferryStats(data=transfer_stats_data))
         for (side, figure), value in latest.totals().items():
             if figure in self._gauges:
@@ -115,14 +115,14 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
                 "documentation": f"{self._connector_name}: {name.replace('_', ' ')}.",
                 "labelnames": self._labelnames,
             }
-            more = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
-            self._families[name] = (self._gauge_cls if is_gauge else self._counter_cls)(**common, **more)
+            gauge_options = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
+            self._families[name] = (self._gauge_cls if is_gauge else self._counter_cls)(**common, **gauge_options)
         return self._families[name]
 
 
-def _growth(before: float, now: float) -> float:
-    """The increase since the last value; all of it if the count has begun again from 0."""
-    return now - before if now >= before else now
+def _growth(previous: float, current: float) -> float:
+    """The increase since the last value; the whole value if the count has restarted from 0."""
+    return current - previous if current >= previous else current
 
 
 def gauges_of_connector(connector_name: str) -> frozenset[str]:

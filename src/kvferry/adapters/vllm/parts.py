@@ -1,9 +1,10 @@
-"""A request as the connector sees it if vLLM has several block tables for it.
+"""The connector's view of a request for which vLLM has several block tables.
 
 A model that mixes full attention and sliding windows has several KV cache groups in vLLM, each with its own block table
 over one pool of equal blocks; blocks before a window are freed while the request runs. The connector sees one request
-for each group, a *part*: its prompt is what the group needs, from the block in which the window begins, with blocks and
-a transfer id of its own. So there is one hand-off for each group, and the connector does not know about groups.
+for each group, a *part*: its prompt is the section that the group needs, from the block in which the window begins,
+with blocks and a transfer id of its own. So there is one hand-off for each group, and the connector does not know about
+groups.
 
 A part ends before the prompt's last token. The consumer computes that token again and needs its window, which the
 producer must therefore have kept: both sides compute the beginning with `first_block`.
@@ -35,20 +36,20 @@ class WholePart:
     is_window = False
 
     def __init__(self, view: RequestAdapter) -> None:
-        self.shown: RequestView = view
+        self.view: RequestView = view
 
     def blocks(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
         """The block ids of this part's group."""
-        [ours] = block_ids
-        return ours
+        [group_blocks] = block_ids
+        return group_blocks
 
     def position(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens of the request belong to the part."""
+        """Number of the first `num_tokens` tokens of the request that belong to the part."""
         return num_tokens
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
         """The part's share of a chunk of the request."""
-        return ScheduledChunk(self.shown, start, num_tokens, _Blocks(self, blocks_of, request_id))
+        return ScheduledChunk(self.view, start, num_tokens, _Blocks(self, blocks_of, request_id))
 
 
 class GroupPart:
@@ -59,7 +60,7 @@ class GroupPart:
         self._num_prompt = len(view.prompt_token_ids)
         self._first_block = first_block(_num_promised(view), window, block_size)
         self._first_token = self._first_block * block_size
-        self.shown: RequestView = _Shown(
+        self.view: RequestView = _SectionView(
             view, self._first_token, part_name(view.request_id, group), None if is_main else group
         )
 
@@ -68,24 +69,24 @@ class GroupPart:
         return block_ids[self.group][self._first_block :]
 
     def position(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens of the request belong to the part."""
-        return max(0, min(num_tokens - self._first_token, len(self.shown.prompt_token_ids)))
+        """Number of the first `num_tokens` tokens of the request that belong to the part."""
+        return max(0, min(num_tokens - self._first_token, len(self.view.prompt_token_ids)))
 
     def chunk(self, start: int, num_tokens: int, blocks_of: BlocksOf, request_id: str) -> ScheduledChunk:
         """The part's share of a chunk of the request. Its last token is left out until the whole prompt is computed, so
         that nothing is written to a block after it is announced."""
         first, end = self.position(start), self.position(start + num_tokens)
         if start + num_tokens < self._num_prompt:
-            end = min(end, len(self.shown.prompt_token_ids) - 1)
-        return ScheduledChunk(self.shown, first, max(0, end - first), _Blocks(self, blocks_of, request_id))
+            end = min(end, len(self.view.prompt_token_ids) - 1)
+        return ScheduledChunk(self.view, first, max(0, end - first), _Blocks(self, blocks_of, request_id))
 
 
 Part = WholePart | GroupPart
 
 
-class _Shown:
-    """A `RequestView` of a section of the prompt. No answer is kept: a window of one is useless to a next turn that
-    differs earlier."""
+class _SectionView:
+    """A `RequestView` of a section of the prompt. No answer is kept: its window is useless to a next turn that differs
+    earlier."""
 
     block_hashes: Sequence[BlockHash] = ()
     finish_reason: str | None = None
@@ -93,7 +94,7 @@ class _Shown:
 
     def __init__(self, view: RequestAdapter, first_token: int, request_id: str, group: int | None) -> None:
         self.request_id, self.salt = request_id, view.salt
-        self.prompt_token_ids = view.prompt_token_ids[first_token : _num_kept(view)]
+        self.prompt_token_ids = view.prompt_token_ids[first_token : _num_handed_off(view)]
         self.hand_off = _hand_off_of(view.hand_off, first_token, group)
         self._view = view
 
@@ -109,7 +110,7 @@ class _Shown:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Always 0: not counted for a section."""
+        """Always 0, as it is not counted for a section."""
         return 0
 
 
@@ -152,11 +153,11 @@ def part_name(request_id: str, group: int) -> str:
 
 def by_group(report: TransferReport) -> dict[int, TransferReport]:
     """A report about parts, as reports about requests by group."""
-    found: defaultdict[int, TransferReport] = defaultdict(list)
+    reports: defaultdict[int, TransferReport] = defaultdict(list)
     for event in report:
         request_id, group = _split_name(event.request_id)
-        found[group].append(msgspec.structs.replace(event, request_id=request_id))
-    return found
+        reports[group].append(msgspec.structs.replace(event, request_id=request_id))
+    return reports
 
 
 def _split_name(name: str) -> tuple[str, int]:
@@ -164,19 +165,20 @@ def _split_name(name: str) -> tuple[str, int]:
     return request_id, int(group)
 
 
-def _num_kept(view: RequestAdapter) -> int:
-    """The number of tokens whose KV is handed off."""
+def _num_handed_off(view: RequestAdapter) -> int:
+    """Number of tokens whose KV is handed off."""
     return max(len(view.prompt_token_ids) - 1, 1)
 
 
 def _num_promised(view: RequestAdapter) -> int:
-    """The same according to the ticket, if the producer had only a prefix of the prompt."""
-    promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
-    return promised or _num_kept(view)
+    """Number of tokens that the ticket promises, if the producer had only a prefix of the prompt; else as
+    `_num_handed_off`."""
+    num_promised = view.hand_off.ticket.remote_num_tokens if isinstance(view.hand_off, Consume) else 0
+    return num_promised or _num_handed_off(view)
 
 
 def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> HandOff:
-    """A part's own hand-off. `group` None: the main part, whose ticket travels. KV of an earlier turn is not
+    """A part's own hand-off. `group` None: the main part, whose ticket is sent. KV of an earlier turn is not
     fetched."""
     match hand_off:
         case Produce(transfer_id=transfer_id):
@@ -186,9 +188,9 @@ def _hand_off_of(hand_off: HandOff, first_token: int, group: int | None) -> Hand
         case Consume(ticket=ticket):
             num_tokens = ticket.remote_num_tokens and ticket.remote_num_tokens - first_token
             transfer_id = _transfer_id_of(ticket.transfer_id, group)
-            own = {"transfer_id": transfer_id, "remote_num_tokens": num_tokens, "remote_prefixes": None}
+            fields = {"transfer_id": transfer_id, "remote_num_tokens": num_tokens, "remote_prefixes": None}
             return Consume(
-                msgspec.structs.replace(ticket, **own, prefill_result=None, remote_block_ids=None, remote_seal="")
+                msgspec.structs.replace(ticket, **fields, prefill_result=None, remote_block_ids=None, remote_seal="")
             )
     return None
 
@@ -201,16 +203,16 @@ def _transfer_id_of(transfer_id: str, group: int | None) -> str:
 
 
 class _Blocks(Sequence[int]):
-    """A part's block ids, which vLLM is asked for on first use."""
+    """A part's block ids, which are requested from vLLM on first use."""
 
     def __init__(self, part: Part, blocks_of: BlocksOf, request_id: str) -> None:
         self._part, self._blocks_of, self._request_id = part, blocks_of, request_id
-        self._found: Sequence[int] | None = None
+        self._block_ids: Sequence[int] | None = None
 
     def _ids(self) -> Sequence[int]:
-        if self._found is None:
-            self._found = self._part.blocks(self._blocks_of(self._request_id))
-        return self._found
+        if self._block_ids is None:
+            self._block_ids = self._part.blocks(self._blocks_of(self._request_id))
+        return self._block_ids
 
     @overload
     def __getitem__(self, index: int) -> int: ...

@@ -1,4 +1,4 @@
-"""vLLM's request as connectors see it."""
+"""The connectors' view of vLLM's request."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class RequestAdapter:
     def __init__(self, request: Any, block_size: int, model_identity: str, salts: Salts, *, hand_off: bool) -> None:
         self.request = request
         self.request_id: str = request.request_id
-        self.unnamed: InvalidRequest | None = None
-        """Why the KV has no name, and is therefore neither reused nor handed off, if so."""
+        self.salt_error: InvalidRequest | None = None
+        """The reason why the KV has no salt, and is therefore neither reused nor handed off; None if it has one."""
         self.salt, self._salts = "", salts
         match salts.of(request):
             case str() as salt:
                 self.salt = salt
-            case why:
-                self.unnamed = why
-        self._is_named = self.unnamed is None
+            case error:
+                self.salt_error = error
+        self._is_named = self.salt_error is None
         self.error: KvferryError | None = None
-        """Why the requested hand-off is not possible, if so."""
+        """The reason why the requested hand-off is not possible; None if it is."""
         self.hand_off: HandOff = self._parse(request.kv_transfer_params) if hand_off else None
         self.transfer_params = self._parse_keys(request)
-        self.asked: tuple[int, Hit] | None = None
-        """The last answer of `match`: the number of computed tokens then, and the hit."""
+        self.last_match: tuple[int, Hit] | None = None
+        """The last result of `match`: the number of computed tokens then, and the hit."""
         self.refused = self.failed = self.is_logged = False
-        """Whether the answer was a load that must fail; whether a load has failed; whether its error was logged."""
+        """True if, in order: the last result was a load that must fail; a load has failed; its error was logged."""
         self._block_size, self._model = block_size, model_identity
         self._hashes: list[BlockHash] | None = None
 
@@ -52,7 +52,7 @@ class RequestAdapter:
             return None
 
     def _parse_keys(self, request: Any) -> KVTransferParams | None:
-        """The keys of KV. vLLM cannot refuse a request with wrong ones: it has none, and the error is logged."""
+        """The keys of KV. vLLM cannot refuse a request with invalid keys: they are dropped, and the error is logged."""
         try:
             [params] = parse_transfer_params(
                 request.kv_transfer_params, {}, num_prompts=1, tenant=request.cache_salt or ""
@@ -62,20 +62,20 @@ class RequestAdapter:
             return None
         return params
 
-    def look(self) -> None:
-        """Note it if the LoRA adapter is no longer known to be what it was when the request came."""
-        if self.unnamed is None and self.request.lora_request is not None:
-            self.unnamed = self._salts.uncertainty(self.request.lora_request)
+    def check_adapter(self) -> None:
+        """Set `salt_error` if the content of the LoRA adapter may have changed since the request arrived."""
+        if self.salt_error is None and self.request.lora_request is not None:
+            self.salt_error = self._salts.uncertainty(self.request.lora_request)
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Empty if they do not identify the KV."""
+        """The prompt's tokens; empty if they do not identify the KV."""
         return self.request.prompt_token_ids or () if self._is_named else ()
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """kvferry's own: vLLM's do not include the model, and with some hash functions they differ from process to
-        process."""
+        """kvferry's own block hashes: vLLM's do not include the model, and with some hash functions they differ between
+        processes."""
         if self._hashes is None:
             self._hashes = []
             root = root_hash(self._model, self.salt)
@@ -84,10 +84,11 @@ class RequestAdapter:
 
     @property
     def prefill_result(self) -> PrefillResult | None:
-        """The producer's, after it ended well. None on a consumer: in vLLM it samples the first token itself."""
+        """The producer's result, after a successful end. None on a consumer: in vLLM it samples the first token
+        itself."""
         request = self.request
         if (
-            self.unnamed is not None
+            self.salt_error is not None
             or not isinstance(self.hand_off, Produce)
             or request.status not in _COMPLETE
             or not request.output_token_ids
@@ -111,20 +112,20 @@ class RequestAdapter:
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of the API's answer; None while the request runs, and if nothing of it may be kept."""
-        reason = self.request.get_finished_reason() if self.unnamed is None else None
+        """The finish reason of the API's answer; None while the request runs, and if its KV must not be kept."""
+        reason = self.request.get_finished_reason() if self.salt_error is None else None
         return None if reason is None else str(reason)
 
     # For the adapter.
 
     def ends_prefill(self, start: int, num_tokens: int) -> bool:
-        """Whether a prefill for another instance is complete after this chunk."""
+        """True if a prefill for another instance is complete after this chunk."""
         num_prompt = len(self.prompt_token_ids)
         return isinstance(self.hand_off, Produce) and start < num_prompt <= start + num_tokens
 
     @property
-    def promised(self) -> bool:
-        """Whether the request says that its KV is on another instance."""
+    def is_promised(self) -> bool:
+        """True if the request states that its KV is on another instance."""
         return isinstance(self.hand_off, Consume) or bool(
             (self.request.kv_transfer_params or {}).get("do_remote_prefill")
         )

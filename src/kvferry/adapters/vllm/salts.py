@@ -1,9 +1,9 @@
-"""What the KV of a request depends on besides the model and its tokens, as one text: the salt of its block hashes.
+"""The salt of a request's block hashes: a text of everything that its KV depends on besides the model and the tokens.
 
 It contains the client's `cache_salt`, the content of the LoRA adapter, and the content of images and the like. Names
 are not trusted for either: vLLM's name for an adapter does not change when its files are replaced, and the name of an
-image may come from the client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns what is known about
-the adapters that this vLLM has loaded.
+image may come from the client (`uuid`, or the `ImageID` of its EXIF data) or from a counter. Owns the state of the
+adapters that this vLLM has loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvferry.models.digest_cache import FileState
 log = logging.getLogger(__name__)
 
 MAX_LOGGED = 256
-"""Most reasons that are logged; clients can cause any number."""
+"""Maximum number of reasons that are logged; clients can cause any number."""
 _NAMED = "\0"
 """Prefix of the salt of a request that has more than a `cache_salt`."""
 
@@ -54,22 +54,22 @@ class Salts:
         such KV must be neither reused nor handed off. Logs each reason once."""
         try:
             return self._of(request)
-        except InvalidRequest as why:
-            return self._log_once(why)
+        except InvalidRequest as error:
+            return self._log_once(error)
 
     def uncertainty(self, lora: Any) -> InvalidRequest | None:
-        """Why it is uncertain which content of its adapter vLLM uses for a request; None if it is certain."""
+        """The reason why the content of a request's adapter is uncertain; None if it is certain."""
         try:
             self._adapters.content(lora)
-        except InvalidRequest as why:
-            return self._log_once(why)
+        except InvalidRequest as error:
+            return self._log_once(error)
         return None
 
-    def _log_once(self, why: InvalidRequest) -> InvalidRequest:
-        if (text := str(why)) not in self._logged and len(self._logged) < MAX_LOGGED:
+    def _log_once(self, error: InvalidRequest) -> InvalidRequest:
+        if (text := str(error)) not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(text)
             log.warning("%s", text)
-        return why
+        return error
 
     def _of(self, request: Any) -> str:
         if request.prompt_embeds is not None:
@@ -85,14 +85,13 @@ class Salts:
                 "with LoRA on CPUs, this vLLM computes requests for the base model with an adapter's weights if there"
                 " are both in one batch: the base model's KV is neither reused nor handed off"
             )
-        facts += [_item(feature) for feature in request.mm_features or ()]
+        facts += [_multimodal_facts(feature) for feature in request.mm_features or ()]
         salt = request.cache_salt or ""
         return _NAMED + json.dumps([salt, *facts]) if facts or salt.startswith(_NAMED) else salt
 
 
-def _item(feature: Any) -> list[Any]:
-    """What identifies an image, video or audio clip of a prompt: the tensors that the model is given, and their
-    position."""
+def _multimodal_facts(feature: Any) -> list[Any]:
+    """The identity of an image, video or audio clip of a prompt: the input tensors of the model, and their position."""
     data = feature.data
     if data is None or "address" in data:  # with the processor cache in shared memory, only a worker has them
         raise InvalidRequest(
@@ -107,8 +106,8 @@ def _item(feature: Any) -> list[Any]:
 
 
 def computes_base_with_adapters() -> bool:
-    """Whether vLLM's LoRA in PyTorch, which it uses on CPUs, takes the last adapter for the rows of a batch that have
-    none (those of number -1), as that of 0.32 does."""
+    """True if vLLM's LoRA in PyTorch, used on CPUs, applies the last adapter to the rows of a batch without one (number
+    -1), as vLLM 0.32 does."""
     from vllm.lora.ops.torch_ops import bgmv_expand
 
     result = torch.zeros(1, 1)
@@ -118,7 +117,7 @@ def computes_base_with_adapters() -> bool:
 
 @dataclass(frozen=True)
 class _Content:
-    """The files of an adapter, as they were when they were read."""
+    """The files of an adapter at the time of reading."""
 
     states: Mapping[str, FileState]
     digest: str
@@ -127,10 +126,10 @@ class _Content:
 class LoraAdapters:
     """The content of the adapters that vLLM has loaded.
 
-    vLLM loads an adapter under a number when it is asked to, or with the first request for it, and perhaps again
-    later, from a path whose files may have been replaced. Its prefix cache knows an adapter by its name and path. So
-    the content of a name and path is certain as long as its files do not change, and nothing else has its number; once
-    it is not, it never is again in this process.
+    vLLM loads an adapter under a number on demand, or with the first request for it, and perhaps again later, from a
+    path whose files may have been replaced. Its prefix cache knows an adapter by its name and path. So the content of a
+    name and path is certain as long as its files do not change, and no other adapter has its number. Otherwise it stays
+    uncertain in this process.
     """
 
     def __init__(self) -> None:
@@ -139,12 +138,12 @@ class LoraAdapters:
         self._uncertain: dict[tuple[str, str], str] = {}
 
     def content(self, lora: Any) -> str:
-        """A digest of its files. `lora`: vLLM's `LoRARequest`. Raises `InvalidRequest` if it is not certain that vLLM
-        computes with these."""
+        """A digest of an adapter's files. `lora`: vLLM's `LoRARequest`. Raises `InvalidRequest` if it is uncertain that
+        vLLM computes with these."""
         key = (lora.lora_name, lora.lora_path)
-        before = self._numbers.setdefault(lora.lora_int_id, lora)
-        if (before.lora_name, before.lora_path) != key:
-            self._take_over(lora, before)
+        earlier = self._numbers.setdefault(lora.lora_int_id, lora)
+        if (earlier.lora_name, earlier.lora_path) != key:
+            self._replace_adapter(lora, earlier)
         self._read(key)
         if key in self._uncertain:
             raise InvalidRequest(
@@ -153,20 +152,20 @@ class LoraAdapters:
             )
         return self._contents[key].digest
 
-    def _take_over(self, lora: Any, before: Any) -> None:
-        """Handle an adapter that has the number of an earlier one, `before`."""
-        why = f"adapter {before.lora_name!r} of another path has the same lora_int_id {lora.lora_int_id}"
-        self._uncertain[before.lora_name, before.lora_path] = f"it was replaced by {lora.lora_path}"
-        if lora.load_inplace and not before.load_inplace:
+    def _replace_adapter(self, lora: Any, earlier: Any) -> None:
+        """Handle an adapter that has the number of an earlier one, `earlier`."""
+        reason = f"adapter {earlier.lora_name!r} of another path has the same lora_int_id {lora.lora_int_id}"
+        self._uncertain[earlier.lora_name, earlier.lora_path] = f"it was replaced by {lora.lora_path}"
+        if lora.load_inplace and not earlier.load_inplace:
             self._numbers[lora.lora_int_id] = lora
         else:  # either may be loaded when the other's requests run
-            self._uncertain[lora.lora_name, lora.lora_path] = why
+            self._uncertain[lora.lora_name, lora.lora_path] = reason
 
     def _read(self, key: tuple[str, str]) -> None:
-        """The files under this name and path, for the first time or again."""
+        """Read the files under this name and path, for the first time or again."""
         try:
-            place = local_checkpoint(key[1])
-            states = file_states(place) if place is not None else {}
+            path = local_checkpoint(key[1])
+            states = file_states(path) if path is not None else {}
             if not any(name.endswith(WEIGHT_SUFFIXES) for name in states):
                 self._uncertain[key] = "its files are not on this machine; give vLLM a local path"
             elif key not in self._contents:
@@ -177,13 +176,13 @@ class LoraAdapters:
         except OSError as error:
             self._uncertain[key] = f"its files cannot be read: {error}"
 
-    def note(self, lora: Any) -> None:
-        """Note what vLLM is about to load, or has loaded."""
+    def record_load(self, lora: Any) -> None:
+        """Record an adapter that vLLM is about to load, or has loaded."""
         with suppress(InvalidRequest):  # logged with its first request
             self.content(lora)
 
 
-_watching: WeakSet[LoraAdapters] = WeakSet()
+_watchers: WeakSet[LoraAdapters] = WeakSet()
 
 
 def _watch_loads(adapters: LoraAdapters) -> None:
@@ -191,19 +190,19 @@ def _watch_loads(adapters: LoraAdapters) -> None:
     request arrives. vLLM notifies a connector of requests only."""
     from vllm.v1.engine.core import EngineCore
 
-    _watching.add(adapters)
+    _watchers.add(adapters)
     load = EngineCore.add_lora
     if hasattr(load, "__wrapped__"):
         return
 
     @wraps(load)
     def watched(self: Any, lora_request: Any) -> bool:
-        for one in _watching:
-            one.note(lora_request)
+        for watcher in _watchers:
+            watcher.record_load(lora_request)
         try:
             return load(self, lora_request)
         finally:
-            for one in _watching:
-                one.note(lora_request)
+            for watcher in _watchers:
+                watcher.record_load(lora_request)
 
     EngineCore.add_lora = watched

@@ -1,7 +1,7 @@
-"""The half of a connector beside vLLM's scheduler: vLLM's calls on one side, a `SchedulerSide` on the other.
+"""The half of a connector beside vLLM's scheduler, which translates vLLM's calls to calls of a `SchedulerSide`.
 
-Owns the views of vLLM's requests, and knows which of them wait for a load. If the model has several KV cache groups,
-the `SchedulerSide` sees several requests for one of vLLM's (`parts`). vLLM's rules about loads:
+Owns the views of vLLM's requests, and the state of their loads. If the model has several KV cache groups, the
+`SchedulerSide` sees several requests for one of vLLM's (`parts`). vLLM's rules about loads:
 
 - A request that waits for an asynchronous load continues after exactly one report in `finished_recving`, whether it was
   loaded, failed or aborted; a second report ends vLLM.
@@ -52,30 +52,30 @@ from kvferry.core.errors import KvferryError, LeakError, TransferError
 log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
-"""vLLM's block id for the places of a block table that have no block, before a window."""
+"""vLLM's block id for the positions of a block table that have no block, before a window."""
 
 
 @dataclass
-class _Request:
+class _RequestState:
     """One of vLLM's requests, and the connector's view of it."""
 
     view: RequestAdapter
     parts: Sequence[Part]
     waits_for: Literal["load", "report"] | None = None
-    """The end of its load; or, without blocks, that the workers report something."""
+    """The end of its load; or, without blocks, a report of the workers."""
 
     @property
-    def shown(self) -> Iterator[RequestView]:
-        """What the connector sees."""
-        return (part.shown for part in self.parts)
+    def part_views(self) -> Iterator[RequestView]:
+        """The connector's views."""
+        return (part.view for part in self.parts)
 
 
 class SchedulerHalf:
     """Calls a `SchedulerSide` as its contract says. Used from vLLM's scheduler thread only.
 
-    `pins`: holds blocks of sliding windows if there are several KV cache groups; `salts`: says what the KV of a request
-    depends on besides its tokens; `with_events`: vLLM publishes KV
-    events; `idle`: lets vLLM's loop sleep; `is_alone`: there is no other connector in this vLLM.
+    `pins`: holds blocks of sliding windows if there are several KV cache groups; `salts`: the salts of requests;
+    `with_events`: vLLM publishes KV events; `idle`: lets vLLM's loop sleep; `is_alone`: there is no other connector in
+    this vLLM.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class SchedulerHalf:
         self._settings, self._layout, self._partition = settings, layout, partition
         self._pins, self._salts = pins, salts
         self._idle = idle or IdlePause().user("")
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._reloading: dict[str, RequestAdapter] = {}
-        """Requests with which vLLM loads their LoRA adapter again in each step."""
+        """Requests whose LoRA adapter vLLM loads again in each step."""
         self._cancelling: set[str] = set()
         self._next = StepMetadata(None, computes=False)
         self._reports = RankReports(layout.tp_size)
@@ -113,75 +113,77 @@ class SchedulerHalf:
         """Add a new request: vLLM's `Request`."""
         layout, hands_off = self._layout, self._settings.options.hand_off
         view = RequestAdapter(request, layout.block_size, layout.model_identity, self._salts, hand_off=hands_off)
-        added = self._requests[view.request_id] = _Request(view, self._partition.parts(view))
+        state = self._requests[view.request_id] = _RequestState(view, self._partition.parts(view))
         if request.lora_request is not None and request.lora_request.load_inplace:
             self._reloading[view.request_id] = view
-        if view.error is None and view.unnamed is None:
-            for shown in added.shown:
-                self.side.arrived(shown)
+        if view.error is None and view.salt_error is None:
+            for part_view in state.part_views:
+                self.side.arrived(part_view)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded, and whether the request waits for them. None: ask again."""
-        found = self._requests[request.request_id]
-        view, main = found.view, found.parts[0]
+        """Number of tokens that can be loaded (None: call again), and true if the request waits for them."""
+        state = self._requests[request.request_id]
+        view, main = state.view, state.parts[0]
         if view.failed:
             return 0, False
-        view.asked = None
-        view.look()
-        error = view.error or view.unnamed
-        answer = Miss(error) if error is not None else self.side.match(main.shown, num_computed_tokens)
-        found.waits_for = None
-        match answer:
+        view.last_match = None
+        view.check_adapter()
+        error = view.error or view.salt_error
+        match_result = Miss(error) if error is not None else self.side.match(main.view, num_computed_tokens)
+        state.waits_for = None
+        match match_result:
             case Pending(is_reported):
-                found.waits_for = "report" if is_reported else None
+                state.waits_for = "report" if is_reported else None
                 return None, False
             case Miss(error):
-                return self._missed(view, error, num_computed_tokens)
+                return self._miss_answer(view, error, num_computed_tokens)
             case Hit():
-                return self._found(view, answer, num_computed_tokens)
+                return self._hit_answer(view, match_result, num_computed_tokens)
 
-    def _missed(self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int) -> tuple[int, bool]:
-        """The answer to vLLM if there is nothing to load: with the policy "fail", KV that was promised and cannot be
-        loaded is reported as a load that fails."""
-        if error is None or (error is view.unnamed and not view.promised):
+    def _miss_answer(
+        self, view: RequestAdapter, error: KvferryError | None, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """The answer to vLLM if there is nothing to load: with the policy "fail", promised KV that cannot be loaded is
+        reported as a load that fails."""
+        if error is None or (error is view.salt_error and not view.is_promised):
             return 0, False
         self._log_failure(view, error)
-        must_fail = view.promised and self._settings.transfer.kv_load_failure_policy == "fail"
+        must_fail = view.is_promised and self._settings.transfer.kv_load_failure_policy == "fail"
         view.refused = must_fail
         return (view.request.num_tokens - num_computed_tokens, True) if must_fail else (0, False)
 
-    def _found(self, view: RequestAdapter, hit: Hit, num_computed_tokens: int) -> tuple[int, bool]:
+    def _hit_answer(self, view: RequestAdapter, hit: Hit, num_computed_tokens: int) -> tuple[int, bool]:
         leaves_some = num_computed_tokens + hit.num_tokens < view.request.num_tokens
-        # A request that runs must have a token to compute. With several groups, a load can fail before it begins. And
-        # what is computed in a step whose load fails may already have been stored or announced by other connectors.
+        # A request that runs must have a token to compute. With several groups, a load can fail before it begins. Also,
+        # KV computed in a step whose load fails may already have been stored or announced by other connectors.
         if hit.layerwise and not (leaves_some and self._may_load_by_layers):
             hit = Hit(hit.num_tokens)
-        view.asked = (num_computed_tokens, hit)
+        view.last_match = (num_computed_tokens, hit)
         return hit.num_tokens, hit.num_tokens > 0 and not hit.layerwise
 
     def _log_failure(self, view: RequestAdapter, error: KvferryError) -> None:
         if not view.is_logged:
             view.is_logged = True
             self.num_failures[type(error).__name__] += 1
-            level = logging.WARNING if error is not view.unnamed else logging.DEBUG  # logged once for all of them
+            level = logging.WARNING if error is not view.salt_error else logging.DEBUG  # logged once for all of them
             log.log(level, "request %s: its KV cannot be loaded: %s", view.request_id, error)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """vLLM has reserved blocks, by group, for what `match` found or for the rest of the request."""
-        found = self._requests[request.request_id]
-        view = found.view
+        """Handle the reservation of blocks, by group, for the tokens of `match` or for the rest of the request."""
+        state = self._requests[request.request_id]
+        view = state.view
         if view.refused and num_external_tokens:
             view.refused, view.failed = False, True
             self._next.refused.add(view.request_id)
-        if view.asked is None:
+        if view.last_match is None:
             return
-        (num_computed_tokens, hit), view.asked = view.asked, None
+        (num_computed_tokens, hit), view.last_match = view.last_match, None
         if hit.num_tokens != num_external_tokens:
             return  # vLLM, or another connector in a MultiConnector, decided otherwise
-        if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in found.parts):
+        if any(self._lacks_blocks(part, part.blocks(block_ids), num_computed_tokens, hit) for part in state.parts):
             self._refuse(view)
             return
-        for part in found.parts:
+        for part in state.parts:
             self._allocate(part, part.blocks(block_ids), num_computed_tokens, hit)
         if hit.layerwise:
             first = num_computed_tokens // self._layout.block_size
@@ -190,10 +192,10 @@ class SchedulerHalf:
         elif hit.num_tokens:
             self._next.loads[view.request_id] = list(block_ids[0])
             self._next.forgotten.discard(view.request_id)  # of an earlier load
-            found.waits_for = "load"
+            state.waits_for = "load"
 
     def _lacks_blocks(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> bool:
-        """Whether vLLM has reserved no block for some of what is to be loaded."""
+        """True if vLLM has reserved no block for some of the tokens to load."""
         first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
         size = self._layout.block_size
         return NULL_BLOCK in block_ids[first // size : -(-last // size)]
@@ -206,91 +208,91 @@ class SchedulerHalf:
 
     def _allocate(self, part: Part, block_ids: Sequence[int], num_computed_tokens: int, hit: Hit) -> None:
         first, last = part.position(num_computed_tokens), part.position(num_computed_tokens + hit.num_tokens)
-        self.side.allocated(part.shown, block_ids, first, replace(hit, num_tokens=last - first))
+        self.side.allocated(part.view, block_ids, first, replace(hit, num_tokens=last - first))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended. Returns whether its blocks stay until a report, and its ticket."""
-        found = self._requests.pop(request.request_id, None)
-        if found is None:
+        """End a request. Returns true if its blocks stay until a report, and its ticket."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
             return False, None
         self._reloading.pop(request.request_id, None)
-        found.view.look()
-        name = found.view.request_id
-        verdicts = [self.side.finish(part.shown, part.blocks(block_ids)) for part in found.parts]
+        state.view.check_adapter()
+        name = state.view.request_id
+        outcomes = [self.side.finish(part.view, part.blocks(block_ids)) for part in state.parts]
         not_held = [
-            part.group for part, verdict in zip(found.parts, verdicts, strict=True) if not isinstance(verdict, Hold)
+            part.group for part, outcome in zip(state.parts, outcomes, strict=True) if not isinstance(outcome, Hold)
         ]
-        held = len(not_held) < len(verdicts)
-        if not held:
+        is_held = len(not_held) < len(outcomes)
+        if not is_held:
             self._pins.release(name)
         elif not_held:
             self._next.not_held[name] = not_held
-        if found.waits_for == "load":
-            (self._cancelling if held else self._next.forgotten).add(name)
-        complete = all(verdict.ticket is not None for verdict in verdicts)
-        return held, verdicts[0].ticket if complete else None
+        if state.waits_for == "load":
+            (self._cancelling if is_held else self._next.forgotten).add(name)
+        is_complete = all(outcome.ticket is not None for outcome in outcomes)
+        return is_held, outcomes[0].ticket if is_complete else None
 
     # Steps.
 
     def plan(self, step: Any) -> StepMetadata:
-        """What the workers do in this step. `step`: vLLM's `SchedulerOutput`."""
+        """The work of the workers in this step. `step`: vLLM's `SchedulerOutput`."""
         for reloading in self._reloading.values():
-            reloading.look()
+            reloading.check_adapter()
         names = [name for name in step.preempted_req_ids or () if name in self._requests]
-        preempted = [shown for name in names for shown in self._requests[name].shown]
+        preempted = [part_view for name in names for part_view in self._requests[name].part_views]
         for name in names:
             self._pins.release(name)
         view = StepView(list(self._chunks(step)), preempted)
         metadata, self._next = self._next, StepMetadata(None, computes=False)
         metadata.plan, metadata.computes = self.side.plan(view), step.total_num_scheduled_tokens > 0
-        metadata.wait_s = 0.0 if metadata.computes or not self._only_waits else self._idle.max_s
+        metadata.wait_s = 0.0 if metadata.computes or not self._is_only_waiting else self._idle.max_s
         self._expect_events(metadata.plan)
         self._idle.step(has_work=bool(self._requests) or metadata.has_work or self.side.has_work())
         return metadata
 
     @property
-    def _only_waits(self) -> bool:
-        """Whether there are requests, and all of them wait for what the workers will report."""
-        return bool(self._requests) and all(one.waits_for for one in self._requests.values())
+    def _is_only_waiting(self) -> bool:
+        """True if there are requests, and all of them wait for a report of the workers."""
+        return bool(self._requests) and all(state.waits_for for state in self._requests.values())
 
     def _expect_events(self, plan: StepPlan | None) -> None:
         """Expect reports about the blocks that the plan saves."""
         if self.events is not None and isinstance(self.side, KeepsBlocks):
             for name, hashes in self.side.saves(plan):
-                self.events.saving(self._requests[name].view, hashes)
+                self.events.expect_saves(self._requests[name].view, hashes)
 
     def _chunks(self, step: Any) -> Iterator[ScheduledChunk]:
         blocks_of = step.kv_connector_block_state.resolve_block_ids
-        several = self._partition.num_groups > 1
+        has_groups = self._partition.num_groups > 1
         for name, num_tokens in step.num_scheduled_tokens.items():
-            found = self._requests.get(name)
-            if found is None or found.view.unnamed is not None:
+            state = self._requests.get(name)
+            if state is None or state.view.salt_error is not None:
                 continue
-            start = found.view.request.num_computed_tokens
-            if several and start >= len(found.view.prompt_token_ids):
+            start = state.view.request.num_computed_tokens
+            if has_groups and start >= len(state.view.prompt_token_ids):
                 continue  # parts cover the prompt only, and many requests may be decoding
-            for part in found.parts:
+            for part in state.parts:
                 yield part.chunk(start, num_tokens, blocks_of, name)
-            if several and found.view.ends_prefill(start, num_tokens):
-                self._pin(found.parts, blocks_of, name)
+            if has_groups and state.view.ends_prefill(start, num_tokens):
+                self._pin(state.parts, blocks_of, name)
 
     def _pin(self, parts: Sequence[Part], blocks_of: BlocksOf, name: str) -> None:
-        """The whole prompt is computed in this step: keep its windows as they are then."""
+        """Keep the windows of a prompt that is completely computed in this step."""
         block_ids = blocks_of(name)
         windows = [part.blocks(block_ids) for part in parts if part.is_window]
         self._pins.hold(name, chain.from_iterable(windows))
 
     def completed(self, reports: WorkerReports | None) -> None:
-        """Take the workers' reports. An event counts when all ranks have reported it."""
+        """Handle the workers' reports. An event counts when all ranks have reported it."""
         for rank in reports.ranks if reports is not None else ():
             if rank.transfers:
                 self._reports.add(rank.rank, decode_report(rank.transfers))
             if self.events is not None:
-                self.events.happened(rank.store)
+                self.events.record(rank.store)
         report = self._reports.take()
         for event in report:
             if isinstance(event, Loaded | Failed):
-                self._load_ended(event.request_id)
+                self._on_load_ended(event.request_id)
             match event:
                 case Failed(request_id, error):
                     self.num_failures[type(error).__name__] += 1
@@ -300,36 +302,35 @@ class SchedulerHalf:
                     self._cancelling.discard(request_id)
                     self._pins.release(request_id)
         if report:
-            self.side.completed([shown for event in report for shown in self._of_parts(event)])
+            self.side.completed([part_event for event in report for part_event in self._part_events(event)])
 
-    def _load_ended(self, name: str) -> None:
-        """A load has ended on all ranks, and its request continues: what is released for it from now on are blocks that
-        it held at its end. (If it was given up, the workers do not know yet.)"""
-        found = self._requests.get(name)
-        if found is not None and found.waits_for == "load":
-            found.waits_for = None
+    def _on_load_ended(self, name: str) -> None:
+        """Record that a load has ended on all ranks, and its request continues: blocks released for it from now on are
+        blocks that it held at its end. (If the load was aborted, the workers do not know yet.)"""
+        state = self._requests.get(name)
+        if state is not None and state.waits_for == "load":
+            state.waits_for = None
             self._next.forgotten.add(name)
 
-    def _of_parts(self, event: TransferEvent) -> list[TransferEvent]:
+    def _part_events(self, event: TransferEvent) -> list[TransferEvent]:
         """An event of a request as events of its parts."""
         return [msgspec.structs.replace(event, request_id=name) for name in self._partition.names(event.request_id)]
 
     def check(self) -> None:
-        """Raise `LeakError` if something is kept of requests that are gone."""
-        if kept := list(self._requests):
-            raise LeakError(f"vLLM's requests {kept[:8]} are gone, and not forgotten")
+        """Raise `LeakError` if state of ended requests is left."""
+        if left := list(self._requests):
+            raise LeakError(f"vLLM's requests {left[:8]} are gone, and not forgotten")
         self._reports.check()
         self._pins.check()
         if self.events is not None:
             self.events.check()
 
     def statistics(self) -> dict[str, float]:
-        """The scheduler side's own, and `lost_<error>`: loads that were not possible, by kind of error."""
+        """The scheduler side's statistics, and `lost_<error>`: loads that were not possible, by kind of error."""
         failures = {f"lost_{kind}": float(count) for kind, count in self.num_failures.items()}
         return statistics_of(self.side) | failures
 
     def has_work(self) -> bool:
-        """Whether steps are needed although no request is left: for a plan, the end of a load that was given up, or
-        events."""
+        """True if steps are needed although no request is left: for a plan, the end of an aborted load, or events."""
         has_events = self.events is not None and self.events.has_work()
         return bool(self._cancelling) or has_events or self.side.has_work()

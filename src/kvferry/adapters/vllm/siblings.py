@@ -1,5 +1,5 @@
-"""What several connectors in one vLLM (in vLLM's MultiConnector) must agree on. Owns this process's registry of them,
-by engine id.
+"""The agreements between several connectors in one vLLM (in vLLM's MultiConnector). Owns this process's registry of
+them, by engine id.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ def claim_hand_offs(connector: object, settings: AdapterSettings) -> None:
 
 
 def hands_off(connector: object, settings: AdapterSettings, others: Iterable[object]) -> bool:
-    """Whether this connector makes tickets: a cache does not if a connector of vLLM's beside it does. Raises
+    """True if this connector makes tickets: a cache does not if one of vLLM's connectors beside it does. Raises
     `ConfigError` if neither is a cache."""
-    theirs = next((type(other).__name__ for other in others if type(other).__name__ in VLLM_HAND_OFF_CONNECTORS), None)
-    if theirs is None or not settings.options.hand_off:
+    vllm_connector = next(
+        (type(other).__name__ for other in others if type(other).__name__ in VLLM_HAND_OFF_CONNECTORS), None
+    )
+    if vllm_connector is None or not settings.options.hand_off:
         return settings.options.hand_off
     if not keeps_blocks(find_connector(settings.transfer)):
-        raise ConfigError(f"{theirs} and {type(connector).__name__} would both hand requests off; remove one")
+        raise ConfigError(f"{vllm_connector} and {type(connector).__name__} would both hand requests off; remove one")
     return False
 
 
 def claims_allocation(connector: object, settings: AdapterSettings) -> bool:
-    """Whether this connector provides the memory of the KV cache: the first one that asks."""
+    """True if this connector provides the memory of the KV cache: the first one that calls this does."""
     return _allocations.setdefault(settings.transfer.engine_id, connector) is connector
 
 
@@ -59,7 +61,7 @@ def salts(settings: AdapterSettings, lora_config: object) -> Salts:
 
 
 def forget(connector: object, settings: AdapterSettings) -> None:
-    """Release what a connector that was closed had claimed."""
+    """Release the claims of a closed connector."""
     engine_id = settings.transfer.engine_id
     for claims in (_hand_offs, _allocations):
         if claims.get(engine_id) is connector:

@@ -1,4 +1,4 @@
-"""Which releases of vLLM this adapter was tested with. vLLM calls its connector API experimental and changes it
+"""The releases of vLLM with which this adapter was tested. vLLM calls its connector API experimental and changes it
 often."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from kvferry.core.settings import environment
 log = logging.getLogger(__name__)
 
 TESTED = {"0.32": "0.32.0, CPU build", "0.33": "the Python of 0.33.0 over the compiled parts of 0.32.0's CPU build"}
-"""Release line → what was run."""
+"""Release line → the tested build."""
 OVERRIDE = environment.ALLOW_UNTESTED_VLLM
 
 
 def release_line(version: str) -> str:
     """The part of a version within which the connector API does not change: "0.32" of "0.32.1+cpu"."""
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else version
 
 
 def installed_version() -> str:

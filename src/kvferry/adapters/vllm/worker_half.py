@@ -1,4 +1,4 @@
-"""The half of a connector beside vLLM's KV cache: vLLM's calls on one side, a `WorkerSide` on the other.
+"""The half of a connector beside vLLM's KV cache, which translates vLLM's calls to calls of a `WorkerSide`.
 
 Owns the worker side. In one step, vLLM calls in this order:
 
@@ -7,9 +7,9 @@ Owns the worker side. In one step, vLLM calls in this order:
 - `start`: before the model runs if it needs a load of this step, otherwise after it;
 - `end_step`, then `report`.
 
-On the CPU, a step's work begins with whichever of these calls comes first, so that layers are announced while the model
-runs. On a GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after
-the model has been queued the layers are announced one by one, as the device reaches their marks.
+On the CPU, a step's work begins with the first of these calls, so that layers are announced while the model runs. On a
+GPU, the model is only queued when the calls come. There each layer leaves a mark in the stream, and after the model has
+been queued the layers are announced one by one, as the device reaches their marks.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class _Progress:
     """The state of one step."""
 
     step: StepMetadata
-    begun: DeviceMark
+    previous_work: DeviceMark
     """A mark after all work of earlier steps."""
-    started: bool = False
+    is_started: bool = False
     marks: defaultdict[int, list[DeviceMark]] = field(default_factory=lambda: defaultdict(list))
     """The marks of the computed layers of each slot; several for one layer if vLLM runs a step in micro-batches."""
 
 
 class _Slots:
-    """The slot of each layer by name, and how many layers each slot has."""
+    """The slot of each layer by name, and the number of layers of each slot."""
 
     def __init__(self, shape: KVCacheShape) -> None:
-        self.of = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
+        self.slot_of = {name: slot for group in shape.groups for slot, name in enumerate(group.layer_names)}
         self.num = len(shape.widest.layer_names)
-        self.num_layers = Counter(self.of.values())
+        self.num_layers = Counter(self.slot_of.values())
 
 
 class WorkerHalf:
@@ -79,11 +79,11 @@ class WorkerHalf:
         self._device: Device = CpuDevice()
         self._segment: pool.PooledSegment | None = None
         self._events: StoresBlocks | None = None
-        self._news = threading.Event()
-        """Set when the worker side has something to report."""
+        self._has_report = threading.Event()
+        """Set when the worker side has a report."""
         self.side: WorkerSide[StepPlan] | None = None
         self.facts: WorkerFacts
-        self._untold: WorkerFacts | None = None
+        self._unreported_facts: WorkerFacts | None = None
         """`facts`, until they are reported."""
 
     # Life.
@@ -97,12 +97,12 @@ class WorkerHalf:
         is_alone: bool = True,
         hands_off: bool = True,
     ) -> None:
-        """The KV cache is allocated: build the worker side on it. `is_alone`, `hands_off`: see `WorkerFacts`. Raises
+        """Build the worker side on the allocated KV cache. `is_alone`, `hands_off`: see `WorkerFacts`. Raises
         `ConfigError` if the cache cannot be moved."""
         kv_caches = {name: kv_caches[name] for name in self._shape.layer_names}
         fingerprint = model_fingerprint(vllm_config, self._settings.options.model_fingerprint)
-        mixes = self._settings.options.mix_kernels
-        layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank, mix_kernels=mixes)
+        mix_kernels = self._settings.options.mix_kernels
+        layout = kv_layout(vllm_config, self._shape, kv_caches, fingerprint, self._rank, mix_kernels=mix_kernels)
         address, num_bytes = allocation(kv_caches)
         device = str(next(iter(kv_caches.values())).device)
         self._device = device_of(device)
@@ -113,13 +113,13 @@ class WorkerHalf:
         context = ConnectorContext(self._settings.transfer, layout, self._settings.auth_token, saves_are_complete=True)
         side = find_connector(self._settings.transfer).build_worker_side(context)
         side.register(memory)
-        side.on_report(self._news.set)
+        side.on_report(self._has_report.set)
         if publishes_events(vllm_config) and isinstance(side, StoresBlocks):
             side.watch_store()
             self._events = side
         self.side = side
-        where = side.address() if isinstance(side, ServesPeers) else None
-        self.facts = self._untold = WorkerFacts(layout, where, is_alone, hands_off)
+        peer_address = side.address() if isinstance(side, ServesPeers) else None
+        self.facts = self._unreported_facts = WorkerFacts(layout, peer_address, is_alone, hands_off)
         log.info(
             "%s: %d blocks of %d bytes in %s, %s",
             self._settings.transfer.kv_connector,
@@ -139,67 +139,67 @@ class WorkerHalf:
 
     @property
     def _layers(self) -> ByLayers:
-        """The side's hooks around each layer; None if the worker side does not work by layers."""
+        """The side's hooks around each layer; hooks without effect if the worker side does not work by layers."""
         side = self.side
         return side if side is not None and isinstance(side, ByLayers) else ByLayers()
 
     def withdraw(self, step: StepMetadata) -> None:
-        """Withdraw what was announced of blocks that no longer belong to their request."""
+        """Withdraw the announcements of blocks that no longer belong to their request."""
         if step.plan is not None and self.side is not None and isinstance(self.side, ServesPeers):
             self.side.withdraw(step.plan)
 
     def start(self, step: StepMetadata) -> None:
         """Begin the step's work, unless an earlier call of the step has done so."""
         progress = self._progress_of(step)
-        if progress.started or self.side is None:
+        if progress.is_started or self.side is None:
             return
-        progress.started = True
+        progress.is_started = True
         self._loads.begin(step)
         if step.plan is not None:
-            progress.begun.wait()  # work of earlier steps may still use the blocks
+            progress.previous_work.wait()  # work of earlier steps may still use the blocks
             self.side.start(step.plan)
-        if self._device.runs_behind and step.step_loads:
+        if self._device.is_asynchronous and step.step_loads:
             for slot in range(self._slots.num):
                 self._layers.wait_layer(slot)
 
     def wait_layer(self, step: StepMetadata, layer_name: str) -> None:
         """Called before a layer's attention; on the CPU, blocks until the layer is loaded."""
-        slot = self._slots.of.get(layer_name)
+        slot = self._slots.slot_of.get(layer_name)
         if slot is None or self.side is None:
             return
         self._progress_of(step)
-        if not self._device.runs_behind:
+        if not self._device.is_asynchronous:
             self.start(step)
             self._layers.wait_layer(slot)
 
     def save_layer(self, step: StepMetadata, layer_name: str) -> None:
-        """Called after a layer's attention. A slot is complete when its layers of all groups are."""
-        slot = self._slots.of.get(layer_name)
+        """Called after a layer's attention. A slot is complete when its layers of all groups are computed."""
+        slot = self._slots.slot_of.get(layer_name)
         if slot is None or self.side is None or step.plan is None:
             return
         progress = self._progress_of(step)
         progress.marks[slot].append(self._device.mark())
-        if not self._device.runs_behind and len(progress.marks[slot]) == self._slots.num_layers[slot]:
+        if not self._device.is_asynchronous and len(progress.marks[slot]) == self._slots.num_layers[slot]:
             self.start(step)
             self._layers.save_layer(slot)
 
     def end_step(self, step: StepMetadata) -> None:
-        """Called after the model has run: announce the layers for which there was no call."""
+        """Called after the model has run: announce the layers without a call of `save_layer`."""
         if self.side is None or not step.computes:
             return
         if step.plan is not None:
-            self._save_rest(self._progress_of(step))
+            self._save_remaining(self._progress_of(step))
         self.side.flush()
 
-    def _save_rest(self, progress: _Progress) -> None:
-        """Announce them in the order in which the device computes them."""
-        ended = self._device.mark()
+    def _save_remaining(self, progress: _Progress) -> None:
+        """Announce the remaining layers in the order in which the device computes them."""
+        end_mark = self._device.mark()
         for slot in range(self._slots.num):
             marks = progress.marks[slot]
-            is_whole = len(marks) >= self._slots.num_layers[slot]
-            if is_whole and not self._device.runs_behind:
+            is_complete = len(marks) >= self._slots.num_layers[slot]
+            if is_complete and not self._device.is_asynchronous:
                 continue  # announced when it was written
-            for mark in marks if is_whole else [ended]:
+            for mark in marks if is_complete else [end_mark]:
                 mark.wait()
             self._layers.save_layer(slot)
 
@@ -209,33 +209,33 @@ class WorkerHalf:
         return self._progress
 
     def report(self, step: StepMetadata | None) -> StepResults:
-        """What has happened since the last report."""
-        results = StepResults(RankReport(self._rank, facts=self._untold))
-        self._untold = None
+        """Return the results since the last report."""
+        results = StepResults(RankReport(self._rank, facts=self._unreported_facts))
+        self._unreported_facts = None
         if step is not None:
             results.finished_recving |= step.refused
             results.failed_recving |= step.refused
         forgotten = step.forgotten if step is not None else set()
         self._loads.forget(forgotten, unless_running=True)
         if self.side is not None:
-            wait_s = 0.0 if step is None or self._loads.are_over else step.wait_s  # another rank may load for longer
+            wait_s = 0.0 if step is None or self._loads.have_ended else step.wait_s  # another rank may load for longer
             not_held = step.not_held if step is not None else {}
-            self._loads.tell(self._poll(self.side, wait_s), not_held, results)
+            self._loads.add_results(self._poll(self.side, wait_s), not_held, results)
         if self._events is not None:
             results.rank_report.store = self._events.store_events()
         self._loads.forget(forgotten)
         return results
 
     def _poll(self, side: WorkerSide[StepPlan], wait_s: float) -> TransferReport:
-        """What the side reports; if there is nothing now, the first report within `wait_s`."""
+        """The side's report; if it is empty now, the first one within `wait_s`."""
         deadline = SYSTEM_CLOCK.monotonic() + wait_s
         while True:
-            self._news.clear()
-            found = self._loads.as_vllm_hears_it(side.poll())
+            self._has_report.clear()
+            report = self._loads.translate_for_vllm(side.poll())
             left_s = deadline - SYSTEM_CLOCK.monotonic()
-            if found or left_s <= 0 or not self._news.wait(left_s):
-                return found
+            if report or left_s <= 0 or not self._has_report.wait(left_s):
+                return report
 
     def check(self) -> None:
-        """Raise `LeakError` if something is kept of requests that are gone."""
+        """Raise `LeakError` if state of ended requests is left."""
         self._loads.check()

@@ -12,7 +12,7 @@ from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import LayoutMismatch
 
 torch = pytest.importorskip("torch")
-written_page = pytest.importorskip("kvferry.adapters.vllm.kv_cache.arrangement").written_page
+page_digest = pytest.importorskip("kvferry.adapters.vllm.kv_cache.arrangement").page_digest
 
 NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 8, 4
 Write = Callable[[Any, Any, Any, Any, Any], None]
@@ -69,7 +69,7 @@ def page(write: Write | None, dtype: Any = torch.float32) -> str | None:
     if write is not None:
         impl.do_kv_cache_update = write
     cache = torch.full((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), 7.0, dtype=dtype)
-    found: str | None = written_page(SimpleNamespace(impl=impl), cache, cache[0].nbytes)
+    found: str | None = page_digest(SimpleNamespace(impl=impl), cache, cache[0].nbytes)
     assert (cache == 7).all()
     return found
 
@@ -90,7 +90,7 @@ def test_elements_far_apart_are_distinguished() -> None:
     def size(write: Write) -> str | None:
         impl = SimpleNamespace(num_kv_heads=1, head_size=251, do_kv_cache_update=write)
         cache = torch.zeros((1, 1, 8, 502))
-        found: str | None = written_page(SimpleNamespace(impl=impl), cache, cache.nbytes)
+        found: str | None = page_digest(SimpleNamespace(impl=impl), cache, cache.nbytes)
         return found
 
     def plain(layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_backend_that_cannot_be_asked_has_no_name(write: Write | None) -> None
 def test_the_layer_keeps_nothing_of_the_question() -> None:
     impl = KeepsTheCache()
     cache = torch.zeros((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE))
-    assert written_page(SimpleNamespace(impl=impl), cache, cache[0].nbytes) == page(rows)
+    assert page_digest(SimpleNamespace(impl=impl), cache, cache[0].nbytes) == page(rows)
     assert impl.kept is None
 
 
@@ -129,7 +129,7 @@ def test_the_layer_keeps_nothing_of_the_question() -> None:
 def test_a_cache_with_scales_between_its_values_is_not_asked(dtype: str) -> None:
     impl = KeepsTheCache()
     cache = torch.zeros((NUM_BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE))
-    assert written_page(SimpleNamespace(impl=impl, kv_cache_dtype=dtype), cache, cache[0].nbytes) is None
+    assert page_digest(SimpleNamespace(impl=impl, kv_cache_dtype=dtype), cache, cache[0].nbytes) is None
 
 
 def test_another_block_size_is_reported_by_that_name() -> None:

@@ -1,8 +1,8 @@
-"""How an attention backend arranges K and V within a page, found by letting it write one.
+"""Identifies the arrangement of K and V within a page of an attention backend, by letting it write one.
 
 Two vLLMs can exchange pages if they put the same values at the same bytes. Neither the release of vLLM nor the
-backend's name tells that; the bytes that the backend writes do. So known keys and values are written into a scratch
-page by the backend's own method, and a digest of the result identifies the arrangement.
+backend's name determines that; the bytes that the backend writes do. So known keys and values are written into a
+scratch page by the backend's own method, and a digest of the result identifies the arrangement.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 _BASE = 251
 """Number of values that one written page distinguishes: integers that even an 8-bit mantissa holds exactly."""
 _SCALES_PER_HEAD = "per_token_head"
-"""How vLLM's names end for cache dtypes that store scales in the page too."""
+"""Suffix of vLLM's names of cache dtypes that store scales in the page too."""
 
 
-def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
-    """A digest of what the backend of `layer` writes for known keys and values; None if it cannot be asked.
+def page_digest(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None:
+    """A digest of the bytes that the backend of `layer` writes for known keys and values; None if it cannot be called.
 
     `layer`: vLLM's attention layer; `cache` [num_blocks, heads, block_size, content]: its view of the KV cache, which
     is not changed; `page_bytes`: the size of one of its pages.
@@ -36,7 +36,7 @@ def written_page(layer: Any, cache: torch.Tensor, page_bytes: int) -> str | None
         for keys, values in _patterns(layer, cache):
             digest.update(_write(layer, cache, page_bytes, keys, values))
         return digest.hexdigest()[:12]
-    except Exception as error:  # noqa: BLE001 - of any backend and its compiler; none of it must end vLLM's start
+    except Exception as error:  # noqa: BLE001 - a backend or its compiler may raise any type, which must not end vLLM's start
         log.info("attention backend %s does not show how it arranges a page: %r", type(layer).__name__, error)
         return None
 
@@ -47,11 +47,11 @@ def _patterns(layer: Any, cache: torch.Tensor) -> Iterator[tuple[torch.Tensor, t
     impl = layer.impl
     shape = (cache.shape[2], impl.num_kv_heads, impl.head_size)
     count = 2 * shape[0] * shape[1] * shape[2]
-    numbers = torch.arange(count, device=cache.device).reshape(2, *shape)
+    indices = torch.arange(count, device=cache.device).reshape(2, *shape)
     while count > 0:
-        keys, values = (numbers % _BASE).to(_dtype_of(layer, cache))
+        keys, values = (indices % _BASE).to(_dtype_of(layer, cache))
         yield keys.contiguous(), values.contiguous()
-        numbers, count = numbers // _BASE, count // _BASE
+        indices, count = indices // _BASE, count // _BASE
 
 
 def _dtype_of(layer: Any, cache: torch.Tensor) -> torch.dtype:

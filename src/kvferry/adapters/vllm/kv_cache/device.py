@@ -1,7 +1,7 @@
-"""When the KV of a layer is written, on the device where the model runs.
+"""Marks in a device's work, which show when the KV of a layer is written.
 
 On the CPU, a layer is computed when its call returns. On a GPU, vLLM only queues the work in a stream; a mark in the
-stream tells when everything queued before it is done. Marks on devices have been run with CUDA only.
+stream is reached when everything queued before it is done. Marks on devices have been run with CUDA only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class DeviceMark(Protocol):
 class Device(Protocol):
     """Marks the work that is queued on a device so far."""
 
-    runs_behind: bool
-    """Whether work is only queued when a call returns."""
+    is_asynchronous: bool
+    """True if work is only queued when a call returns."""
 
     def mark(self) -> DeviceMark:
         """A mark at the end of the stream in which this thread queues work."""
 
 
-class _Done:
+class _ReachedMark:
     def wait(self) -> None:
         """Returns at once: nothing was queued."""
 
@@ -36,17 +36,17 @@ class _Done:
 class CpuDevice:
     """The CPU: work is done when its call returns."""
 
-    runs_behind = False
+    is_asynchronous = False
 
     def mark(self) -> DeviceMark:
-        """A mark that is reached already."""
-        return _Done()
+        """A mark that has been reached already."""
+        return _ReachedMark()
 
 
 class Accelerator:
     """CUDA, ROCm, XPU: marks are PyTorch's events. Run with CUDA only."""
 
-    runs_behind = True
+    is_asynchronous = True
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -68,5 +68,5 @@ class _EventMark:
 
 
 def device_of(name: str) -> Device:
-    """`name`: a tensor's device, such as "cpu" or "cuda:1"."""
+    """The device of a tensor. `name`: such as "cpu" or "cuda:1"."""
     return CpuDevice() if name == "cpu" else Accelerator(name)

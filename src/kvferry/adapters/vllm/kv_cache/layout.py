@@ -1,4 +1,4 @@
-"""Where vLLM's KV is in memory, and what its bytes mean.
+"""The addresses and the layout of vLLM's KV in memory.
 
 Each attention backend arranges K and V within a page in its own way, so pages are moved whole. Everything that the
 arrangement depends on is part of `KVLayout.packing`: two instances that differ in it refuse each other.
@@ -26,16 +26,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.adapters.vllm.kv_cache.arrangement import written_page
+from kvferry.adapters.vllm.kv_cache.arrangement import page_digest
 from kvferry.adapters.vllm.versions import release_line
 from kvferry.core.blocks.layout import KVLayout, LayerLayout
 from kvferry.core.errors import ConfigError
 from kvferry.transport.memory import BlockGeometry, BlockMemory, LayerPlace, Region
 
 RECURRENT = {"linear_attention", "mamba", "mamba2", "M", "conv", "recurrent", "hybrid", "hybrid_sliding"}
-"""How configurations call layers that are, or contain, a recurrence."""
+"""Names in configurations of layers that are, or contain, a recurrence."""
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
-"""Where configurations say what kinds of layers there are."""
+"""Keys of configurations that list the kinds of layers."""
 
 NEEDS_ONE_GROUP = "start vLLM with --disable-hybrid-kv-cache-manager"
 
@@ -48,13 +48,13 @@ class GroupShape:
     specs: tuple[Any, ...]
     block_size: int
     window: int | None = None
-    """The sliding window in tokens, the token itself included; blocks before it are freed. None: full attention."""
+    """The sliding window in tokens, including the token itself; blocks before it are freed. None: full attention."""
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """vLLM's KV cache groups. The blocks of all groups are alike: a block has one page for the k-th layer of the group
-    that has the block, so the k-th layers of all groups share one *slot*."""
+    """vLLM's KV cache groups. The blocks of all groups are equal: a block has one page for the k-th layer of its group,
+    so the k-th layers of all groups share one *slot*."""
 
     groups: tuple[GroupShape, ...]
 
@@ -79,11 +79,11 @@ class KVCacheShape:
         return [group.window for group in self.groups]
 
 
-def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bool = False) -> KVCacheShape:
-    """The shape of the KV cache. Raises `ConfigError` if this adapter cannot move the KV of the model, or of how vLLM
-    runs it.
+def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, supports_groups: bool = False) -> KVCacheShape:
+    """The shape of the KV cache. Raises `ConfigError` if this adapter cannot move the KV of the model, or of vLLM's
+    configuration.
 
-    `several`: the connector supports several groups.
+    `supports_groups`: the connector supports several groups.
     """
     _require_plain_parallelism(vllm_config.parallel_config)
     require_attention_only(vllm_config.model_config)
@@ -94,27 +94,28 @@ def cache_shape(vllm_config: Any, kv_cache_config: KVCacheConfig, *, several: bo
         )
     _require_context(vllm_config)
     groups = kv_cache_config.kv_cache_groups
-    recurrent = [group.layer_names[0] for group in groups if any(isinstance(one, MambaSpec) for one in _specs(group))]
+    recurrent = [group.layer_names[0] for group in groups if any(isinstance(spec, MambaSpec) for spec in _specs(group))]
     if recurrent or not groups:
         raise _no_attention(f"layers such as {recurrent[0]}" if recurrent else "no layer with KV")
     max_model_len = vllm_config.model_config.max_model_len
     if len(groups) == 1:
-        return KVCacheShape((_only_group(groups[0], max_model_len),))
-    if not several:
+        return KVCacheShape((_single_group_shape(groups[0], max_model_len),))
+    if not supports_groups:
         raise ConfigError(
             f"this model has {len(groups)} KV cache groups, and this connector moves one; {NEEDS_ONE_GROUP}"
         )
-    shape = KVCacheShape(tuple(_one_of_several(group, max_model_len) for group in groups))
+    shape = KVCacheShape(tuple(_group_shape(group, max_model_len) for group in groups))
     _require_equal_blocks(shape)
     return shape
 
 
 def require_attention_only(model_config: Any) -> None:
-    """Raise `ConfigError` for models with recurrent layers, whatever their state is kept in. `model_config`: vLLM's."""
+    """Raise `ConfigError` for models with recurrent layers, in any representation of their state. `model_config`:
+    vLLM's."""
     configs = (model_config.hf_config, model_config.hf_text_config)
     kinds = {str(kind) for config in configs for name in _LAYER_KINDS for kind in getattr(config, name, None) or ()}
-    if found := sorted(kinds & RECURRENT):
-        raise _no_attention(f"layers of the kind {', '.join(found)}")
+    if recurrent := sorted(kinds & RECURRENT):
+        raise _no_attention(f"layers of the kind {', '.join(recurrent)}")
     if model_config.is_attention_free:
         raise _no_attention("no attention")
     if model_config.is_hybrid:
@@ -124,14 +125,14 @@ def require_attention_only(model_config: Any) -> None:
 
 
 def _is_stateful(config: Any) -> bool:
-    """What transformers' own class for a configuration says, if there is one."""
+    """True if transformers' own class for a configuration, if there is one, is stateful."""
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False)
 
 
 def _require_context(vllm_config: Any) -> None:
-    """Raise `ConfigError` if vLLM's results after cached KV differ from those within one prompt. This is so for vLLM's
-    plain kernels for MLA on CPUs (those for AMX were not tried); vLLM itself turns off both of its uses of cached KV
-    for them."""
+    """Raise `ConfigError` if vLLM's results after cached KV differ from its results within one prompt. This is so for
+    vLLM's plain kernels for MLA on CPUs (the AMX kernels were not tried); vLLM itself turns off both of its uses of
+    cached KV for them."""
     uses_context = vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla and not uses_context:
         raise ConfigError(
@@ -141,14 +142,14 @@ def _require_context(vllm_config: Any) -> None:
         )
 
 
-def _no_attention(what: str) -> ConfigError:
+def _no_attention(reason: str) -> ConfigError:
     return ConfigError(
-        f"this model has {what}: the state of recurrent layers is in no KV block, and kvferry can neither hand it off"
+        f"this model has {reason}: the state of recurrent layers is in no KV block, and kvferry can neither hand it off"
         " nor keep it; serve the model without kvferry's connectors"
     )
 
 
-def _only_group(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
+def _single_group_shape(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     shape = _shape_of(group)
     for name, spec in zip(shape.layer_names, shape.specs, strict=True):
         _require_whole_history(name, spec, max_model_len)
@@ -165,13 +166,18 @@ def _specs(group: KVCacheGroupSpec) -> tuple[Any, ...]:
     return tuple(spec.kv_cache_specs[name] if uniform else spec for name in group.layer_names)
 
 
-def _one_of_several(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
+def _group_shape(group: KVCacheGroupSpec, max_model_len: int) -> GroupShape:
     spec = group.kv_cache_spec
     is_draft = group.is_eagle_group or getattr(spec, "is_draft", False)  # vLLM 0.33 has the latter
-    special = is_draft or group.host_resident or not group.enable_kv_transfer
-    if not special and type(spec) is FullAttentionSpec:
+    is_special = is_draft or group.host_resident or not group.enable_kv_transfer
+    if not is_special and type(spec) is FullAttentionSpec:
         return _shape_of(group)
-    if not special and type(spec) is SlidingWindowSpec and spec.sliding_window > 1 and not spec.extra_retained_tokens:
+    if (
+        not is_special
+        and type(spec) is SlidingWindowSpec
+        and spec.sliding_window > 1
+        and not spec.extra_retained_tokens
+    ):
         return _shape_of(group, spec.sliding_window if spec.sliding_window < max_model_len else None)
     kind = f"{type(spec).__name__}{', for speculative decoding' if is_draft else ''}"
     raise ConfigError(
@@ -200,7 +206,7 @@ def _require_plain_parallelism(parallel: Any) -> None:
 
 def _require_whole_history(name: str, spec: Any, max_model_len: int) -> None:
     """Raise `ConfigError` for layers whose first blocks vLLM frees while the request runs, and for kinds of attention
-    that keep something else than the KV of each token."""
+    that do not keep the KV of each token."""
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return
     if type(spec) is SlidingWindowSpec and spec.sliding_window >= max_model_len:
@@ -220,8 +226,8 @@ def kv_layout(
     *,
     mix_kernels: bool = False,
 ) -> KVLayout:
-    """The layout of the pages of these tensors on this tensor-parallel rank. With `mix_kernels`, it does not say what
-    computes them."""
+    """The layout of the pages of these tensors on this tensor-parallel rank. With `mix_kernels`, it does not contain
+    the kernels."""
     computes_exactly = vllm_config.model_config.dtype == torch.float32
     return KVLayout(
         model_fingerprint=fingerprint,
@@ -247,8 +253,8 @@ def _kernels() -> str:
 
 
 def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torch.Tensor]) -> str:
-    """The order of the axes; for each kind of layer the backend, its variant, the page's shape and how the backend
-    arranges a page; and which layer is in which slot."""
+    """The order of the axes; for each kind of layer the backend, its variant, the page's shape and its arrangement; and
+    the slot of each layer."""
     order = vllm_config.cache_config.get_resolved_kv_cache_layout()
     _require_compact_pages(order)
     layers = vllm_config.compilation_config.static_forward_context
@@ -261,12 +267,12 @@ def _packing(vllm_config: Any, shape: KVCacheShape, kv_caches: Mapping[str, torc
 
 
 def _arrangement(layer: Any, cache: torch.Tensor, spec: Any) -> str:
-    """The digest of a written page, or, for a backend that cannot be asked, the release of vLLM."""
-    return written_page(layer, cache, spec.page_size_bytes) or f"vllm-{release_line(__version__)}"
+    """The digest of a written page, or, for a backend that cannot be called, the release of vLLM."""
+    return page_digest(layer, cache, spec.page_size_bytes) or f"vllm-{release_line(__version__)}"
 
 
 def _grouping(shape: KVCacheShape) -> str:
-    """How layers are divided into groups, and their order: a slot's number alone does not identify a layer."""
+    """The division of layers into groups, and their order: a slot's number alone does not identify a layer."""
     facts = repr([(group.layer_names, group.window) for group in shape.groups])
     return f" {len(shape.groups)} groups {hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
@@ -275,7 +281,7 @@ def _kind(layer: Any, cache: torch.Tensor, block_size: int) -> str:
     """The backend, its variant and the page's shape. The block size is not part of it, because it is compared
     separately, unless the backend divides blocks into smaller ones."""
     backend = layer.get_attn_backend().get_name()
-    variant = getattr(layer, "isa", "")  # on CPUs, the instruction set decides how K is arranged
+    variant = getattr(layer, "isa", "")  # on CPUs, the arrangement of K depends on the instruction set
     heads, *tokens, content = cache.shape[1:]
     page = [heads, *("block" if size == block_size else size for size in tokens), content]
     return f"{backend}{variant and '/' + variant}{page}"
@@ -296,23 +302,23 @@ def block_memory(
 
     Raises `ConfigError` if the groups do not share their pages.
     """
-    places: dict[str, LayerPlace] = {}
+    layer_places: dict[str, LayerPlace] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
-            places[name] = LayerPlace(tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-    slots = tuple(places[name] for name in shape.widest.layer_names)
+            layer_places[name] = LayerPlace(tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+    slot_places = tuple(layer_places[name] for name in shape.widest.layer_names)
     for group in shape.groups:
-        ours = tuple(places[name] for name in group.layer_names)
-        if ours != slots[: len(ours)]:
+        group_places = tuple(layer_places[name] for name in group.layer_names)
+        if group_places != slot_places[: len(group_places)]:
             raise ConfigError(f"this vLLM does not lay its KV cache groups over one another; {NEEDS_ONE_GROUP}")
-    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, slots), (region,), device)
+    return BlockMemory(BlockGeometry(layout, kv_cache_config.num_blocks, slot_places), (region,), device)
 
 
 def allocation(kv_caches: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     """Address and bytes of the one allocation behind all tensors. Raises `ConfigError` if there are several."""
-    found = {
+    allocations = {
         (storage.data_ptr(), storage.nbytes()) for storage in map(torch.Tensor.untyped_storage, kv_caches.values())
     }
-    if len(found) != 1:
-        raise ConfigError(f"vLLM keeps its KV cache in {len(found)} allocations; kvferry knows one")
-    return found.pop()
+    if len(allocations) != 1:
+        raise ConfigError(f"vLLM keeps its KV cache in {len(allocations)} allocations; kvferry knows one")
+    return allocations.pop()

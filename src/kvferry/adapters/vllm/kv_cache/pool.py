@@ -1,9 +1,9 @@
 """Puts vLLM's KV cache into shared memory, so that an instance on the same machine reads it with a single copy.
 
-vLLM asks its connector for a context in which to allocate the KV cache. Within kvferry's, the one large `torch.zeros`
+vLLM gets from its connector a context in which to allocate the KV cache. Within kvferry's, the one large `torch.zeros`
 of that allocation is served from a `SharedSegment`. Nothing in vLLM is changed.
 
-Owns the segments of this process. They exist as long as a tensor uses them, whatever becomes of their connectors.
+Owns the segments of this process. They exist as long as a tensor uses them, even after their connectors have ended.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class PooledSegment:
 
 def find_segment(address: int) -> PooledSegment | None:
     """The segment that begins at `address`, with one more user; None: there is none."""
-    found = _segments.get(address)
-    return found.retain() if found is not None else None
+    segment = _segments.get(address)
+    return segment.retain() if segment is not None else None
 
 
 class SharedAllocation(TorchFunctionMode):
     """Serves one `torch.zeros` of exactly `num_bytes` in host memory from shared memory.
 
     PyTorch has memory pools for devices only, so on the host vLLM's hook for an allocation context is implemented by a
-    `TorchFunctionMode`. If vLLM allocates in another way, the log says so, and KV is read over TCP.
+    `TorchFunctionMode`. If vLLM allocates in another way, this is logged, and KV is read over TCP.
     """
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
         self._num_bytes = num_bytes
-        self._was_asked = False
+        self._was_used = False
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if not self._was_asked and error[0] is None:
+        if not self._was_used and error[0] is None:
             log.warning(
                 "this vLLM does not allocate its KV cache as one torch.zeros of %d bytes, so it is not in shared"
                 " memory, and transfers on this machine go over TCP",
@@ -76,15 +76,15 @@ class SharedAllocation(TorchFunctionMode):
     ) -> Any:
         """Every other function is called unchanged."""
         kwargs = kwargs or {}
-        if func is torch.zeros and self._is_ours(args, kwargs):
-            self._was_asked = True
+        if func is torch.zeros and self._is_kv_cache(args, kwargs):
+            self._was_used = True
             try:
                 return self._serve()
             except ConfigError as error:
                 log.warning("the KV cache is not in shared memory, so its transfers take two copies: %s", error)
         return func(*args, **kwargs)
 
-    def _is_ours(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _is_kv_cache(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         return on_host and tuple(args) == (self._num_bytes,) and kwargs.get("dtype") is torch.int8
 
