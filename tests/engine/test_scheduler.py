@@ -172,6 +172,20 @@ def test_long_prompts_are_cut_into_chunks_within_the_budget() -> None:
     assert bench.tokens("a") == expected_answer(list(range(30)), 1)
 
 
+def test_prompts_beside_answers_are_cut_to_the_target_between_tokens() -> None:
+    """The clock moves a second for each token of a prompt."""
+    bench = Bench(num_blocks=256, max_num_batched_tokens=64, max_model_len=400, itl_target_s=40.0)
+    bench.add("a", [1, 2, 3], max_tokens=100)
+    bench.add("b", list(range(300)), max_tokens=1)
+    while "b" not in bench.outputs:
+        step = bench.step()
+        bench.scheduler.took(step, float(sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)) or 0.1)
+    sizes = [step.num_tokens for step in bench.steps]
+    assert sizes[0] == 64, "no answer runs yet"
+    assert set(sizes[1:-1]) == {1 + 32}, "four fifths of the target"
+    assert len(bench.tokens("a")) == len(sizes), "a token of the answer in each step"
+
+
 def test_decodes_come_before_prefill_chunks() -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.add("a", [1, 2], max_tokens=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -194,7 +194,8 @@ def engine_of_role(fleet: DesiredFleet, role: MemberRole, command: Any) -> Engin
     one = fleet.role.get(role, RoleSpec())
     told = _parse(command, f"role.{role}.args", [fleet.model, *overridden((*fleet.engine.args, *fleet.args), one.args)])
     parallel = {} if one.tensor_parallel_size == 1 else {"tensor_parallel_size": one.tensor_parallel_size}
-    return complete(EngineConfig, told["engine"], model=fleet.model, **parallel)
+    config = complete(EngineConfig, told["engine"], model=fleet.model, **parallel)
+    return config if config.itl_target_s is not None else replace(config, itl_target_s=fleet.itl_target_s)
 
 
 def fleet_token() -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvferry.core.errors import ConfigError
 from kvferry.core.settings.addresses import parse_address
-from kvferry.core.settings.bounds import Count, Seed, check_bounds
+from kvferry.core.settings.bounds import Count, Seconds, Seed, check_bounds
 from kvferry.core.settings.units import parse_bytes
 from kvferry.engine.patch_names import require_known_patches
 from kvferry.kv_events.sockets import require_endpoint
@@ -101,6 +101,11 @@ class EngineConfig:
 
     max_num_batched_tokens: Count = 2048
     """Token budget of one step. A longer prefill is split into chunks."""
+
+    itl_target_s: Seconds | None = None
+    """Target of the time between two tokens of an answer, in seconds: while answers run, a step computes as many tokens
+    of prompts as fit it, by the speed that is measured, and 16 at least. Default: --max-num-batched-tokens alone
+    bounds a step; in a fleet with [scale], decode instances have its `itl`."""
 
     max_waiting: Count = 1024
     """Most requests that wait; further ones are answered with 429."""

@@ -210,10 +210,12 @@ class EngineCore:
         return self.scheduler.take_outputs()
 
     def _step(self) -> Generator[list[Chunk], StepResult, None]:
+        begun = self.clock.monotonic()
         step = self.scheduler.schedule()
         self.plans.begin_step(step.plan)  # stored first, so that no later failure can lose it
         result = yield from self._execute(step.chunks)
         self.num_steps += bool(step.chunks)
+        self.scheduler.took(step, self.clock.monotonic() - begun)
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
         try:
@@ -323,6 +325,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            itl_target_s=config.itl_target_s,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             trained_context=self.model.trained_context,

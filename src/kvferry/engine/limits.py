@@ -11,14 +11,16 @@ from kvferry.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Bounds of a scheduler, in tokens and sequences. `trained_context`: a sequence that grows beyond it is computed
-    again, since the model then computes all of its KV differently; None if there is no such length."""
+    """Bounds of a scheduler, in tokens and sequences. `itl_target_s`: as in `EngineConfig`. `trained_context`: a
+    sequence that grows beyond it is computed again, since the model then computes all of its KV differently; None if
+    there is no such length."""
 
     block_size: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int
+    itl_target_s: float | None = None
     vocab_size: int = 2**31
     eos_token_ids: frozenset[int] = frozenset()
     fail_on_lost_hand_off: bool = False

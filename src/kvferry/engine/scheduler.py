@@ -52,6 +52,7 @@ from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Sequence, Status
 from kvferry.engine.step import Chunk, SampledToken, Step
+from kvferry.engine.step_budget import StepBudget
 from kvferry.observe.metric_fields import counter, gauge
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._queues = SequenceQueues()
         self._blocks = SequenceBlocks(pool, limits.block_size)
+        self.budget = StepBudget(limits.max_num_batched_tokens, limits.itl_target_s)
         self._outputs: list[EngineOutput] = []
         self._delayed: dict[str, EngineOutput] = {}
         """Last outputs of requests that have ended, until the blocks held for them are released."""
@@ -182,7 +184,7 @@ class Scheduler:
         """The next step. It has no chunks if all requests wait for transfers or blocks, or there are none."""
         self._expire()
         chunks: list[Chunk] = []
-        budget = self._schedule_running(chunks, self.limits.max_num_batched_tokens)
+        budget = self._schedule_running(chunks, self.budget.tokens(self._num_decoding()))
         self._admit(chunks, budget)
         chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
         try:
@@ -190,6 +192,20 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - the connector's error: this step is not made, the next one may be
             self.fail_step(chunks, error)
             return Step([])
+
+    def _num_decoding(self) -> int:
+        """Number of sequences that get the next token of their answer in this step."""
+        if self.limits.itl_target_s is None:
+            return 0
+        running = self._queues.running()
+        return sum(one.num_missing_tokens == 1 and one.status is Status.RUNNING for one in running)
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Note how long a step took, from `schedule` to its results."""
+        if step.chunks:
+            num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+            num_decoding = sum(chunk.num_tokens == 1 for chunk in step.chunks)
+            self.budget.measured(num_decoding, num_prompt_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
         """All running sequences, if each has one token to compute and no request waits for its turn: until something

@@ -212,7 +212,11 @@ def _instance(fleet: DesiredFleet, engine: EngineConfig, times: MachineTimes, ro
         empty_step_s=0.0,
         wake_s=times.transfer.wake_s,
         token_s=times.transfer.token_s,
-        engine={"prefix_caching": engine.prefix_caching, "prefix_cache_eviction": engine.prefix_cache_eviction},
+        engine={
+            "prefix_caching": engine.prefix_caching,
+            "prefix_cache_eviction": engine.prefix_cache_eviction,
+            "itl_target_s": engine.itl_target_s,
+        },
     )
     found = _transfer(fleet, plain.layout())
     return replace(plain, connector=found["kv_connector"], options=found["kv_connector_extra_config"])

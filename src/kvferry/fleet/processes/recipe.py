@@ -167,6 +167,8 @@ class LocalRecipe:
         told = self.fleet.role.get(role)
         if told is not None and told.tensor_parallel_size > 1:
             settings = replace(settings, tensor_parallel_size=told.tensor_parallel_size)
+        if settings.itl_target_s is None:
+            settings = replace(settings, itl_target_s=self.fleet.itl_target_s)
         of_all = (
             *to_arguments(settings, without=("model",)),
             *to_arguments(instances, without=("kv_transfer_config",)),

@@ -270,6 +270,12 @@ class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
 
     @property
+    def itl_target_s(self) -> float | None:
+        """Target of the time between two tokens, which kvferry's engines keep to in their steps; None: there is
+        none."""
+        return None if self.scale is None else seconds(self.scale.itl)
+
+    @property
     def num_instances(self) -> int:
         """Instances wanted, of all roles."""
         if self.unit is not None:

@@ -179,7 +179,9 @@ class Pods:
         if engine.kind == "kvferry":
             arguments += [f"--tensor-parallel-size={ranks}"] if ranks > 1 else []
             arguments += [f"--ranks-at=$(POD_IP):{RANKS_PORT}"] if pod_of(self._fleet, role).hosts > 1 else []
-            return overridden([*arguments, *engine.args], more)
+            if (target_s := self._fleet.itl_target_s) is not None:
+                arguments.append(f"--itl-target-s={target_s:g}")
+            return overridden(overridden(arguments, engine.args), more)
         python = [f"--engine-python={engine.python}"] if engine.python else []
         return [*arguments, "--engine=vllm", *python, "--", *_vllm_arguments(self._fleet, role, host)]
 
