@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from servers import start_mooncake_master, start_server
@@ -9,6 +10,8 @@ from servers import start_mooncake_master, start_server
 from kvferry.core.errors import ConfigError
 from kvferry.store.table import find_store
 from kvferry.testing.stores import StoreContract
+from support.valkey_cluster import ValkeyCluster
+from support.valkey_server import BINARIES, server_binary
 
 
 class TestMemory(StoreContract):
@@ -61,6 +64,24 @@ def test_a_pinned_share_that_is_none_is_refused(share: str) -> None:
 class TestBoundedValkey(WithServer):
     url = "valkey:{server}?max_bytes=8MiB&ttl_s=60"
     bounded_url = "valkey:{server}?max_bytes=200kB"
+
+
+class TestValkeyCluster(StoreContract):
+    """Three nodes."""
+
+    url = "valkey://127.0.0.1:{port}?cluster=true&max_bytes=8MiB"
+    bounded_url = "valkey://127.0.0.1:{port}?cluster=true&max_bytes=200kB"
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _cluster(cls) -> Iterator[None]:
+        if server_binary() is None:
+            pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
+        written, bounded = cls.url, cls.bounded_url
+        with closing(ValkeyCluster()) as cluster:
+            cls.url, cls.bounded_url = (url.replace("{port}", str(cluster.ports[1])) for url in (written, bounded))
+            yield
+            cls.url, cls.bounded_url = written, bounded
 
 
 class TestMemoryOverFile(StoreContract):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
 from kvferry.core.errors import ConfigError, StoreError
+from kvferry.store.base import KVStore, Put
 from kvferry.store.table import find_store
 from kvferry.testing.stores import LAYOUT, block_of
+from support.ports import free_port
+from support.valkey_cluster import ValkeyCluster
 from support.valkey_server import BINARIES, ValkeyServer, server_binary
 
 SECRET = "xyzzy"
@@ -53,5 +57,72 @@ def test_a_node_of_a_cluster_is_named_as_such() -> None:
             await store.close()
 
     with closing(ValkeyServer("--cluster-enabled", "yes")) as server:
-        with pytest.raises(StoreError, match=r"is a node of a cluster .*name a server without cluster mode"):
+        with pytest.raises(StoreError, match=r"is a node of a cluster .*add \?cluster=true"):
             asyncio.run(put())
+
+
+@pytest.fixture
+def cluster() -> Iterator[ValkeyCluster]:
+    if server_binary() is None:
+        pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
+    with closing(ValkeyCluster()) as running:
+        yield running
+
+
+@asynccontextmanager
+async def stored_in(url: str) -> AsyncIterator[KVStore]:
+    store = find_store(url).make(LAYOUT)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def test_blocks_are_spread_over_the_nodes_of_a_cluster_and_found_by_each_of_them(cluster: ValkeyCluster) -> None:
+    blocks = [block_of(number) for number in range(90)]
+    hashes = [block.block_hash for block in blocks]
+    async with stored_in(f"{cluster.url}?cluster=true") as store:
+        assert set(await store.put(blocks)) == {Put.STORED}
+    assert min(cluster.nums_of_keys()) >= 10
+    for port in cluster.ports:
+        async with stored_in(f"valkey://127.0.0.1:{port}?cluster=true") as store:
+            assert await store.match(hashes) == 90
+            assert await store.pin(hashes) == 90
+            assert await store.unpin(hashes) == 90
+    async with stored_in(f"{cluster.url}?cluster=true") as store:
+        assert await store.delete(hashes) == 90
+        assert await store.match(hashes) == 0
+
+
+async def test_a_cluster_of_which_a_node_is_gone_is_an_error_in_time(cluster: ValkeyCluster) -> None:
+    async with stored_in(f"{cluster.url}?cluster=true") as store:
+        blocks = [block_of(number) for number in range(30)]
+        await store.put(blocks)
+        cluster.kill(2)
+        async with asyncio.timeout(35):
+            with pytest.raises(StoreError, match=r"127\.0\.0\.1"):
+                await store.match([block.block_hash for block in blocks])
+
+
+async def test_a_server_that_is_in_no_cluster_says_so() -> None:
+    if server_binary() is None:
+        pytest.skip(f"needs {' or '.join(BINARIES)}; scripts/install_test_servers.sh installs one")
+    port = free_port()
+    with closing(ValkeyServer("--port", str(port), "--bind", "127.0.0.1")):
+        async with stored_in(f"valkey://127.0.0.1:{port}?cluster=true") as store:
+            with pytest.raises(StoreError, match=r"[Cc]luster"):
+                await store.match([block_of(0).block_hash])
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("unix:///socket?cluster=true", "over a network"),
+        ("valkey://host:6379/3?cluster=true", "database 0 only"),
+        ("valkey://host:6379?cluster=maybe", "cluster"),
+    ],
+)
+def test_what_no_cluster_has_is_refused(url: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        find_store(url)

@@ -6,28 +6,58 @@ hash>`, with a time to live of `ttl_s` unless it is pinned.
 The room is limited by `max_bytes` (the server evicts the least recently used blocks in one step, see `valkey_scripts`;
 the option must be the same on all instances), or by the server's own `maxmemory` (with `volatile-lru`, pinned blocks
 are spared).
+
+In a cluster, which slot a key is in decides on which node it is, and a script sees the keys of one slot only. So the
+blocks are divided among shards by their hash, each with a slot of its own (`…{<layout fingerprint>.<codec>.<shard>}…`),
+its own scripts' keys, and an equal part of `max_bytes`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvferry.core.blocks.block_hash import BlockHash
 from kvferry.core.blocks.layout import KVLayout
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import StoreError
 from kvferry.store.base import MAX_NOTE_BYTES, Block, KVStore, Put, Read, StoreFull, require_short_note
-from kvferry.store.media.valkey_client import ValkeyOptions, make_client, make_pool, translated_errors
-from kvferry.store.media.valkey_scripts import FORGET, PIN, USE_AND_EVICT
+from kvferry.store.media.valkey_client import (
+    ValkeyOptions,
+    close_client,
+    make_client,
+    num_primaries,
+    translated_errors,
+)
+from kvferry.store.media.valkey_scripts import FORGET, PIN, UNPIN, USE_AND_EVICT
 from kvferry.store.record import CorruptBlock
 from kvferry.store.threads import Stop, Threads
 
 BATCH_BYTES = 8 * 2**20
 """Maximum bytes of blocks in one pipeline: a longer one waits in the server's memory, which costs more than the round
 trips."""
+MAX_SHARDS, MIN_SHARD_BLOCKS = 64, 16
+"""Shards of a layout in a cluster; fewer where `max_bytes` has no room for so many blocks in each."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Blocks whose keys are in one slot. `prefix`: of their keys; `keys`: those of the scripts."""
+
+    prefix: bytes
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tag: str) -> Shard:
+        """The shard whose slot this tag decides."""
+        prefix = f"kvferry:{{{tag}}}:"
+        return cls(prefix.encode(), tuple(f"{prefix}{name}" for name in ("index", "sizes", "pinned", "total")))
 
 
 class ValkeyStore(KVStore):
@@ -41,19 +71,24 @@ class ValkeyStore(KVStore):
     def __init__(self, location: str, options: ValkeyOptions, layout: KVLayout) -> None:
         super().__init__(location, options, layout)
         self.address = location.rpartition("@")[2].removeprefix("//")
-        self._client = make_client(make_pool(location, options, tls=self.tls))
-        prefix = f"kvferry:{{{layout.fingerprint()}.{options.codec}}}:"
-        self._prefix = prefix.encode()
-        self._keys = [f"{prefix}{name}" for name in ("index", "sizes", "pinned", "total")]
+        self._client = make_client(location, options, tls=self.tls)
+        tag, num_shards = f"{layout.fingerprint()}.{options.codec}", 1
+        if options.cluster:
+            num_shards = MAX_SHARDS
+            if options.max_bytes is not None:
+                room = options.max_bytes // (MIN_SHARD_BLOCKS * self.records.max_record_bytes)
+                num_shards = max(1, min(MAX_SHARDS, room))
+        self._shards = [Shard.of(f"{tag}.{number}" if options.cluster else tag) for number in range(num_shards)]
         self._threads = Threads(2, "kvferry-valkey-codec")
         self._use_and_evict = self._client.register_script(USE_AND_EVICT)
         self._pin = self._client.register_script(PIN)
+        self._unpin = self._client.register_script(UNPIN)
         self._forget = self._client.register_script(FORGET)
 
     @classmethod
     def check(cls, location: str, options: Any) -> None:
         """The location is a host and port, or the path of a socket."""
-        make_pool(location, options, tls=cls.tls)
+        make_client(location, options, tls=cls.tls)
 
     @classmethod
     def shared_name(cls, location: str, options: Any) -> str:
@@ -67,7 +102,7 @@ class ValkeyStore(KVStore):
         """Close all connections, and end the threads that encode and decode."""
         self._threads.close()
         async with self._translated():
-            await self._client.aclose(close_connection_pool=True)
+            await close_client(self._client)
 
     # Blocks.
 
@@ -108,26 +143,27 @@ class ValkeyStore(KVStore):
         """Removes the time to live and adds the block to the set of pinned ones, in one step on the server."""
         if not hashes:
             return 0
-        arguments: list[Any] = [await self._pinnable_bytes(), self._prefix, *(name.hex() for name in hashes)]
-        async with self._translated():
-            return int(await self._pin(keys=self._keys, args=arguments))
+        most = await self._pinnable_bytes()
+
+        async def pin(shard: Shard, hashes: Sequence[BlockHash]) -> int:
+            return int(await self._pin(keys=shard.keys, args=[most, shard.prefix, *(name.hex() for name in hashes)]))
+
+        return sum(await self._on_each(hashes, pin))
 
     async def unpin(self, hashes: Sequence[BlockHash]) -> int:
-        if not hashes:
-            return 0
-        async with self._translated(), self._client.pipeline(transaction=True) as pipeline:
-            for block_hash in hashes:
-                pipeline.pexpire(self._key(block_hash), _ms(self.options.ttl_s))
-                pipeline.srem(self._keys[2], block_hash.hex())
-            answers = await pipeline.execute()
-        return sum(map(int, answers[::2]))
+        async def unpin(shard: Shard, hashes: Sequence[BlockHash]) -> int:
+            arguments = [_ms(self.options.ttl_s), shard.prefix, *(name.hex() for name in hashes)]
+            return int(await self._unpin(keys=shard.keys, args=arguments))
+
+        return sum(await self._on_each(hashes, unpin))
 
     async def delete(self, hashes: Sequence[BlockHash]) -> int:
-        if not hashes:
-            return 0
-        async with self._translated():
+        async def delete(shard: Shard, hashes: Sequence[BlockHash]) -> int:
             count: int = await self._client.unlink(*map(self._key, hashes))
-            await self._forget(keys=self._keys, args=[name.hex() for name in hashes])
+            await self._forget(keys=shard.keys, args=[name.hex() for name in hashes])
+            return count
+
+        count = sum(await self._on_each(hashes, delete))
         self.note_removed(hashes)
         return count
 
@@ -180,9 +216,13 @@ class ValkeyStore(KVStore):
     async def _record_use(self, damaged: Sequence[BlockHash], used: Sequence[BlockHash]) -> None:
         if damaged:
             await self.delete(damaged)
-        if used and self.options.max_bytes is not None:
-            async with self._translated():
-                await self._client.zadd(self._keys[0], {name.hex(): SYSTEM_CLOCK.wall() for name in used}, xx=True)
+        if self.options.max_bytes is not None:
+            now = SYSTEM_CLOCK.wall()
+
+            async def record(shard: Shard, hashes: Sequence[BlockHash]) -> None:
+                await self._client.zadd(shard.keys[0], {name.hex(): now for name in hashes}, xx=True)
+
+            await self._on_each(used, record)
 
     def _decode(self, read: Read, record: bytes | None, stop: Stop) -> bool:
         if record == b"":
@@ -227,43 +267,70 @@ class ValkeyStore(KVStore):
 
     async def _forget_missing(self, hashes: Sequence[BlockHash]) -> None:
         sizes = await self._sizes(hashes)
-        missing = [name.hex() for name, size in zip(hashes, sizes, strict=True) if not size]
-        if missing and self.options.max_bytes is not None:
-            async with self._translated():
-                await self._forget(keys=self._keys, args=missing)
+        missing = [name for name, size in zip(hashes, sizes, strict=True) if not size]
+        if self.options.max_bytes is not None:
+
+            async def forget(shard: Shard, hashes: Sequence[BlockHash]) -> None:
+                await self._forget(keys=shard.keys, args=[name.hex() for name in hashes])
+
+            await self._on_each(missing, forget)
 
     async def _make_room(self, sizes: Sequence[tuple[BlockHash, int]]) -> set[BlockHash]:
         """Mark these blocks, with their sizes, as used now, and evict blocks beyond `max_bytes`; returns the evicted
         ones."""
-        if self.options.max_bytes is None or not sizes:
+        if self.options.max_bytes is None:
             return set()
-        arguments: list[Any] = [self.options.max_bytes, self._prefix, SYSTEM_CLOCK.wall()]
-        for name, size in sizes:
-            arguments += [name.hex(), size]
-        async with self._translated():
-            names = await self._use_and_evict(keys=self._keys, args=arguments)
-        evicted = {bytes.fromhex(name.decode()) for name in names}
+        bytes_of, now, most = dict(sizes), SYSTEM_CLOCK.wall(), self.options.max_bytes // len(self._shards)
+
+        async def use_and_evict(shard: Shard, hashes: Sequence[BlockHash]) -> list[bytes]:
+            arguments: list[Any] = [most, shard.prefix, now]
+            for name in hashes:
+                arguments += [name.hex(), bytes_of[name]]
+            names: list[bytes] = await self._use_and_evict(keys=shard.keys, args=arguments)
+            return names
+
+        found = await self._on_each(list(bytes_of), use_and_evict)
+        evicted = {bytes.fromhex(name.decode()) for names in found for name in names}
         self.count(evicted_blocks=len(evicted))
         self.note_removed(evicted)
         return evicted
 
     async def _pinnable_bytes(self) -> int:
-        """`pinned_share` of `max_bytes`, or of the server's `maxmemory` if it is known; -1: no limit is known. Each
-        tensor-parallel rank counts the pins of its own layout only, and so gets an equal part of `maxmemory`."""
+        """Of one shard: `pinned_share` of its part of `max_bytes`, or of the servers' `maxmemory` if that is known; -1:
+        no limit is known. Each tensor-parallel rank counts the pins of its own layout only, and so gets an equal part
+        of `maxmemory`."""
         max_bytes: float | None = self.options.max_bytes
         if max_bytes is None:
             with suppress(StoreError):  # not every user may call INFO
                 async with self._translated():
-                    max_bytes = (await self._client.info("memory")).get("maxmemory", 0) / self.layout.tp_size
-        return int(self.options.pinned_share * max_bytes) if max_bytes else -1
+                    memory = (await self._client.info("memory")).get("maxmemory", 0)
+                    max_bytes = memory * num_primaries(self._client) / self.layout.tp_size
+        return int(self.options.pinned_share * max_bytes / len(self._shards)) if max_bytes else -1
 
     # The server.
 
     def _translated(self) -> AbstractAsyncContextManager[None]:
-        return translated_errors(self.address)
+        return translated_errors(self.address, in_cluster=self.options.cluster)
+
+    def _shard(self, block_hash: BlockHash) -> Shard:
+        return self._shards[int.from_bytes(block_hash[:4], "big") % len(self._shards)]
 
     def _key(self, block_hash: BlockHash) -> bytes:
-        return self._prefix + block_hash.hex().encode()
+        return self._shard(block_hash).prefix + block_hash.hex().encode()
+
+    async def _on_each(
+        self, hashes: Sequence[BlockHash], act: Callable[[Shard, Sequence[BlockHash]], Awaitable[Result]]
+    ) -> list[Result]:
+        """What `act` returns for each shard that has some of the blocks, and those blocks. Raises `StoreError`."""
+        parts = dict[Shard, list[BlockHash]]()
+        for block_hash in hashes:
+            parts.setdefault(self._shard(block_hash), []).append(block_hash)
+        async with self._translated():
+            acts = (act(shard, part) for shard, part in parts.items())
+            results = await asyncio.gather(*acts, return_exceptions=True)  # so that none goes on without a waiter
+            if errors := [result for result in results if isinstance(result, BaseException)]:
+                raise errors[0]
+        return [result for result in results if not isinstance(result, BaseException)]
 
     def _parts(self, items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         part_size = max(1, BATCH_BYTES // self.records.max_record_bytes)

@@ -34,10 +34,7 @@ MAX_CONNECTIONS = 64
 DAY_S = 86400.0
 MAX_MESSAGE = 300
 """Maximum number of characters of a server's error message that are shown."""
-CLUSTER_HINT = (
-    "; kvferry keeps all blocks of a layout on one server and follows no redirections: name a server without cluster"
-    " mode, a managed service's endpoint for clients without it, or the proxy before the cluster"
-)
+CLUSTER_HINT = "; add ?cluster=true to the store's URL on all instances, and blocks are spread over the nodes"
 ENCODE_HINT = (
     "has a character that must be percent-encoded in a URL (/ is %2F, # is %23, ? is %3F, @ is %40); or use"
     " password_file"
@@ -49,9 +46,10 @@ FULL_HINT = "; raise its maxmemory, or let it evict (maxmemory-policy volatile-l
 
 
 class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
-    """`max_bytes`: of all blocks of one layout and codec; None: no limit but the server's. `ttl_s`: time to live of
-    blocks that are not pinned. `password_file` keeps the password off command lines. `tls_ca`, `tls_cert`, `tls_key`:
-    PEM files, only for schemes with TLS."""
+    """`max_bytes`: of all blocks of one layout and codec; None: no limit but the server's. `cluster`: the server is a
+    node of a cluster, over whose nodes blocks are spread; it must be the same on all instances. `ttl_s`: time to live
+    of blocks that are not pinned. `password_file` keeps the password off command lines. `tls_ca`, `tls_cert`,
+    `tls_key`: PEM files, only for schemes with TLS."""
 
     max_bytes: StoreBytes | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SECONDS)] = 7 * DAY_S
@@ -59,10 +57,12 @@ class ValkeyOptions(StoreOptions, frozen=True, kw_only=True):
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    cluster: bool = False
 
 
-def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
-    """A connection pool for the server at `location`; connects to nothing yet. Raises `ConfigError`."""
+def make_client(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
+    """A client of the server at `location`, or of the cluster that it is a node of; connects to nothing yet. Raises
+    `ConfigError`."""
     extra: dict[str, Any] = {}
     if options.password_file:
         try:
@@ -81,18 +81,42 @@ def make_pool(location: str, options: ValkeyOptions, *, tls: bool) -> Any:
     url = f"{scheme}//{location}" if scheme == "unix:" else scheme + location
     if scheme != "unix:":
         _check_address(location)
+    # None: COMMAND_S is the limit. Within the client's own, Python 3.11 can lose a cancellation.
+    extra |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": Retry(NoBackoff(), 1)}
     try:
-        return client.BlockingConnectionPool.from_url(
+        if options.cluster:
+            return _cluster_client(url, extra)
+        pool = client.BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,
             timeout=None,  # wait for a free connection as long as the command may take
-            socket_timeout=None,  # COMMAND_S instead: within the client's own, Python 3.11 can lose a cancellation
-            socket_connect_timeout=CONNECT_S,
-            retry=Retry(NoBackoff(), 1),
             **extra,
         )
+        return client.Valkey(connection_pool=pool)
     except ValueError as error:
         raise ConfigError(f"store: {error}") from error
+
+
+def _cluster_client(url: str, settings: dict[str, Any]) -> Any:
+    """A client that finds the other nodes by the one at `url`. Raises `ConfigError`."""
+    if url.startswith("unix:"):
+        raise ConfigError("store: the nodes of a cluster are reached over a network: valkey://host:port?cluster=true")
+    if url.rpartition("@")[2].partition("//")[2].partition("/")[2] not in ("", "0"):
+        raise ConfigError("store: a cluster has database 0 only; leave the number out")
+    return client.ValkeyCluster.from_url(url, max_connections=MAX_CONNECTIONS, **settings)
+
+
+async def close_client(one: Any) -> None:
+    """Close all connections of a client."""
+    if isinstance(one, client.ValkeyCluster):
+        await one.aclose()
+    else:
+        await one.aclose(close_connection_pool=True)
+
+
+def num_primaries(one: Any) -> int:
+    """Number of servers that blocks are spread over, as far as the client has found them."""
+    return max(1, len(one.get_primaries())) if isinstance(one, client.ValkeyCluster) else 1
 
 
 def _check_address(location: str) -> None:
@@ -124,13 +148,8 @@ def _tls_files(options: ValkeyOptions) -> dict[str, str]:
     return {name: path for name, path in files.items() if path}
 
 
-def make_client(pool: Any) -> Any:
-    """A client that takes its connections from `pool`."""
-    return client.Valkey(connection_pool=pool)
-
-
 @asynccontextmanager
-async def translated_errors(where: str) -> AsyncIterator[None]:
+async def translated_errors(where: str, *, in_cluster: bool = False) -> AsyncIterator[None]:
     """Limit the body to `COMMAND_S`, and raise what the client raises as `StoreError`, or as `StoreFull` if the server
     has no memory. `where`: the server's address for messages."""
     try:
@@ -142,9 +161,13 @@ async def translated_errors(where: str) -> AsyncIterator[None]:
         raise StoreError(f"the server at {where} refuses the password: {error}") from error
     except (exceptions.ConnectionError, OSError) as error:
         raise StoreError(f"cannot reach the server at {where}: {error}") from error
+    except exceptions.ValkeyClusterException as error:
+        raise StoreError(f"the cluster of the node at {where}: {str(error)[:MAX_MESSAGE]}") from None
     except exceptions.ValkeyError as error:
         message = str(error).rpartition("caused error: ")[2][:MAX_MESSAGE]  # what is before it is the whole command
         if isinstance(error, exceptions.AskError | exceptions.ClusterDownError) or message.startswith(_CLUSTER_ERRORS):
+            if in_cluster:
+                raise StoreError(f"the cluster of the node at {where}: {message or error}") from None
             raise StoreError(f"the server at {where} is a node of a cluster ({message}){CLUSTER_HINT}") from None
         if isinstance(error, exceptions.OutOfMemoryError) or "maxmemory" in message:
             raise StoreFull(f"the server at {where} is full: {message}{FULL_HINT}") from None

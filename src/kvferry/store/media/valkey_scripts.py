@@ -1,6 +1,7 @@
 """Scripts that run on a Valkey server in one step: the bound of `max_bytes`, and pins.
 
-For each layout and codec the server keeps four keys beside the blocks, which all scripts get as KEYS:
+For each layout and codec, and in a cluster for each shard of them, a server keeps four keys beside the blocks, which
+all scripts get as KEYS:
 
     1  index   sorted set of block hashes, by the time of their last use
     2  sizes   hash of block hash to bytes of the record
@@ -71,4 +72,14 @@ for at = 1, #ARGV do
   end
 end
 return #ARGV
+"""
+
+UNPIN = """
+-- KEYS as above. ARGV: time to live in ms, prefix of blocks, then hashes.
+local count = 0
+for at = 3, #ARGV do
+  count = count + redis.call('PEXPIRE', ARGV[2] .. ARGV[at], ARGV[1])
+  redis.call('SREM', KEYS[3], ARGV[at])
+end
+return count
 """
