@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Shard:
-    """Blocks whose keys are in one slot. `prefix`: of their keys; `keys`: those of the scripts."""
+    """Blocks whose keys are in one slot. `prefix`: of their keys; `keys`: for the scripts."""
 
     prefix: bytes
     keys: tuple[str, ...]
@@ -143,10 +143,14 @@ class ValkeyStore(KVStore):
         """Removes the time to live and adds the block to the set of pinned ones, in one step on the server."""
         if not hashes:
             return 0
-        most = await self._pinnable_bytes()
+        max_pinned_bytes = await self._pinnable_bytes()
 
         async def pin(shard: Shard, hashes: Sequence[BlockHash]) -> int:
-            return int(await self._pin(keys=shard.keys, args=[most, shard.prefix, *(name.hex() for name in hashes)]))
+            return int(
+                await self._pin(
+                    keys=shard.keys, args=[max_pinned_bytes, shard.prefix, *(name.hex() for name in hashes)]
+                )
+            )
 
         return sum(await self._on_each(hashes, pin))
 
@@ -280,25 +284,26 @@ class ValkeyStore(KVStore):
         ones."""
         if self.options.max_bytes is None:
             return set()
-        bytes_of, now, most = dict(sizes), SYSTEM_CLOCK.wall(), self.options.max_bytes // len(self._shards)
+        bytes_of, now = dict(sizes), SYSTEM_CLOCK.wall()
+        max_bytes = self.options.max_bytes // len(self._shards)
 
         async def use_and_evict(shard: Shard, hashes: Sequence[BlockHash]) -> list[bytes]:
-            arguments: list[Any] = [most, shard.prefix, now]
+            arguments: list[Any] = [max_bytes, shard.prefix, now]
             for name in hashes:
                 arguments += [name.hex(), bytes_of[name]]
             names: list[bytes] = await self._use_and_evict(keys=shard.keys, args=arguments)
             return names
 
-        found = await self._on_each(list(bytes_of), use_and_evict)
-        evicted = {bytes.fromhex(name.decode()) for names in found for name in names}
+        answers = await self._on_each(list(bytes_of), use_and_evict)
+        evicted = {bytes.fromhex(name.decode()) for names in answers for name in names}
         self.count(evicted_blocks=len(evicted))
         self.note_removed(evicted)
         return evicted
 
     async def _pinnable_bytes(self) -> int:
-        """Of one shard: `pinned_share` of its part of `max_bytes`, or of the servers' `maxmemory` if that is known; -1:
-        no limit is known. Each tensor-parallel rank counts the pins of its own layout only, and so gets an equal part
-        of `maxmemory`."""
+        """Most bytes of a shard that may be pinned: `pinned_share` of its part of `max_bytes`, or of the servers'
+        `maxmemory` if that is known; -1: no limit is known. Each tensor-parallel rank counts the pins of its own layout
+        only, and so gets an equal part of `maxmemory`."""
         max_bytes: float | None = self.options.max_bytes
         if max_bytes is None:
             with suppress(StoreError):  # not every user may call INFO
@@ -321,7 +326,7 @@ class ValkeyStore(KVStore):
     async def _on_each(
         self, hashes: Sequence[BlockHash], act: Callable[[Shard, Sequence[BlockHash]], Awaitable[Result]]
     ) -> list[Result]:
-        """What `act` returns for each shard that has some of the blocks, and those blocks. Raises `StoreError`."""
+        """The results of `act` for each shard that has some of the blocks, with these blocks. Raises `StoreError`."""
         parts = dict[Shard, list[BlockHash]]()
         for block_hash in hashes:
             parts.setdefault(self._shard(block_hash), []).append(block_hash)

@@ -106,17 +106,17 @@ def _cluster_client(url: str, settings: dict[str, Any]) -> Any:
     return client.ValkeyCluster.from_url(url, max_connections=MAX_CONNECTIONS, **settings)
 
 
-async def close_client(one: Any) -> None:
+async def close_client(connected: Any) -> None:
     """Close all connections of a client."""
-    if isinstance(one, client.ValkeyCluster):
-        await one.aclose()
+    if isinstance(connected, client.ValkeyCluster):
+        await connected.aclose()
     else:
-        await one.aclose(close_connection_pool=True)
+        await connected.aclose(close_connection_pool=True)
 
 
-def num_primaries(one: Any) -> int:
+def num_primaries(connected: Any) -> int:
     """Number of servers that blocks are spread over, as far as the client has found them."""
-    return max(1, len(one.get_primaries())) if isinstance(one, client.ValkeyCluster) else 1
+    return max(1, len(connected.get_primaries())) if isinstance(connected, client.ValkeyCluster) else 1
 
 
 def _check_address(location: str) -> None:
