@@ -69,7 +69,11 @@ Every flag can also be set by an environment variable (`--max-num-seqs` by `KVFE
 (`--config`, tables [engine], [router], [serve]). The command line wins, then the environment, then the file.
 """
 
-_PLANNING = ("simulate", "calibrate", "plan", "why")
+_IMPORTED_WHEN_USED = {
+    "top": "kvferry.cli.watch.top:top",
+    **{name: f"kvferry.cli.planning.{name}:{name}" for name in ("simulate", "calibrate", "plan", "why")},
+}
+"""No instance or router is to load a simulator, or a terminal's widgets, when it starts."""
 
 app = App(
     name="kvferry", help=HELP, version=__version__, version_flags=["--version"], suppress_keyboard_interrupt=False
@@ -88,9 +92,8 @@ add_run_to(fleet)
 add_recommend_to(fleet)
 app.command(fleet)
 app.command(cache)
-for sort_key, name in enumerate(_PLANNING, 8):
-    # Imported when used: no instance or router is to load the simulator when it starts.
-    app.command(f"kvferry.cli.planning.{name}:{name}", name=name, sort_key=sort_key)
+for sort_key, (name, function) in enumerate(_IMPORTED_WHEN_USED.items(), 8):
+    app.command(function, name=name, sort_key=sort_key)
 
 
 @app.meta.default
@@ -120,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = for_engine(sys.argv[1:] if arguments is None else arguments)
         if not given or given[0].startswith("-"):  # help is to say what each command does
-            for name in _PLANNING:
+            for name in _IMPORTED_WHEN_USED:
                 app[name]
         code = app.meta(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # what cannot be written is to be known before the exit code is

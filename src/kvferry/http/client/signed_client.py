@@ -62,11 +62,7 @@ class SignedClient:
             async with asyncio.timeout(timeout_s):
                 for _ in range(2):
                     signer = await self._signer(origin, base_path, timeout_s)
-                    authorization = self._bearer
-                    if signer is not None:
-                        signature = signer.sign(purpose, method, target, body or b"").encode()
-                        authorization = [(b"authorization", signature)]
-                    sent = [*(headers or []), *authorization]
+                    sent = [*(headers or []), *self._authorization(signer, method, target, purpose, body or b"")]
                     answer = await self.client.ask(origin, method, base_path + target, headers=sent, **settings)
                     if signer is None or answer[0] != Unauthorized.status:
                         break
@@ -74,6 +70,20 @@ class SignedClient:
                 return answer
         except TimeoutError as error:
             raise AnswerTimeout(f"{origin} did not answer {target} within {timeout_s:g} s", "next byte") from error
+
+    async def authorization(
+        self, origin: Origin, method: str, target: str, *, purpose: Purpose, timeout_s: float
+    ) -> RawHeaders:
+        """The headers of a request without a body that the caller sends itself. Raises `TransferError`."""
+        signer = await self._signer(origin, "", timeout_s)
+        return self._authorization(signer, method, target, purpose, b"")
+
+    def _authorization(
+        self, signer: Signer | None, method: str, target: str, purpose: Purpose, body: bytes
+    ) -> RawHeaders:
+        if signer is None:
+            return self._bearer
+        return [(b"authorization", signer.sign(purpose, method, target, body).encode())]
 
     async def rejection_reason(self, origin: Origin, timeout_s: float) -> str:
         """Reason why a server does not belong to the deployment; empty if it does. Raises `TransferError`."""

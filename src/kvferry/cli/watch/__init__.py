@@ -1,0 +1,1 @@
+"""Commands that show what is running: `kvferry top`."""

@@ -1,0 +1,95 @@
+"""Find a router of this user's and follow the stream of its page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+
+from kvferry.cli.fleet.command import RouterAddress
+from kvferry.core.errors import ConfigError, KvferryError, ProtocolError, TransferError
+from kvferry.core.keys import http_secret
+from kvferry.fleet.places import fleet_names, ledger_of
+from kvferry.http.client.http_client import HttpClient
+from kvferry.http.client.origin import Origin
+from kvferry.http.client.signed_client import SignedClient
+from kvferry.http.tls import client_context
+
+FEED_PATH = "/kvferry/page/feed"
+PORTS = range(8000, 8016)
+"""Ports of this machine on which a router is looked for."""
+_MAX_EVENT = 16 * 2**20
+_CONNECT_S, _PROBE_S = 10.0, 1.0
+
+
+async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
+    """The contents of the events of a router's page. Raises `ConfigError` where it serves none or wants a key, and
+    `TransferError` when it is lost."""
+    origin = Origin.parse(address.router, "URL")
+    tls = client_context(address.tls_ca) if origin.tls else None
+    key = address.admin_key
+    async with HttpClient(tls=tls, who="this command") as http:
+        client = SignedClient(http, http_secret([key] if key else []), key)
+        headers = await client.authorization(origin, "GET", FEED_PATH, purpose="operate", timeout_s=_CONNECT_S)
+        call = http.start(origin, "GET", FEED_PATH, headers, connect_s=_CONNECT_S)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await call.begun()
+            _require_feed(origin, call.status)
+            rest = b""
+            async for piece in call.pieces():
+                *complete, rest = (rest + piece).split(b"\n\n")
+                if len(rest) > _MAX_EVENT:
+                    raise ProtocolError(f"{origin} sent an update of more than {_MAX_EVENT} bytes")
+                for event in complete:
+                    if event.startswith(b"data: "):
+                        yield event[6:]
+        except TimeoutError as error:
+            raise TransferError(f"{origin} did not answer within {_CONNECT_S:g} s") from error
+        finally:
+            call.close()
+
+
+def _require_feed(origin: Origin, status: int) -> None:
+    match status:
+        case 200:
+            return
+        case 401 | 403:
+            raise ConfigError(f"{origin} needs its admin key: add --admin-key KEY, or set KVFERRY_ADMIN_KEY")
+        case 404:
+            raise ConfigError(
+                f"{origin} serves no page: it is no router of kvferry's, has --no-page, or serves it on its admin port"
+            )
+        case _:
+            raise ConfigError(f"{origin} answers {status} to GET {FEED_PATH}")
+
+
+def candidates() -> list[str]:
+    """The URLs of this user's fleets, then those of this machine's usual ports."""
+    urls = []
+    for name in fleet_names():
+        status = ledger_of(name).status()
+        if status is not None:
+            urls.append(status.url)
+    return [*dict.fromkeys([*filter(None, urls), *(f"http://127.0.0.1:{port}" for port in PORTS)])]
+
+
+async def find(urls: Iterable[str]) -> str:
+    """The first of these URLs at which a page is served. Raises `ConfigError` if there is none."""
+
+    async def serves(http: HttpClient, url: str) -> bool:
+        try:
+            status, _, _ = await http.ask(Origin.parse(url), "GET", "/", timeout_s=_PROBE_S)
+        except (KvferryError, ValueError):
+            return False
+        return status == 200
+
+    tried = list(urls)
+    async with HttpClient(who="this command") as http:
+        answers = await asyncio.gather(*(serves(http, url) for url in tried))
+    for url, answer in zip(tried, answers, strict=True):
+        if answer:
+            return url
+    raise ConfigError(
+        "no router was found: none of this user's fleets runs, and none serves a page at ports"
+        f" {PORTS.start} to {PORTS.stop - 1}; give its URL, as in kvferry top http://127.0.0.1:8000"
+    )
