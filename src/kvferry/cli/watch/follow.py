@@ -27,7 +27,7 @@ async def events(address: RouterAddress) -> AsyncGenerator[bytes]:
     origin = Origin.parse(address.router, "URL")
     tls = client_context(address.tls_ca) if origin.tls else None
     key = address.admin_key
-    async with HttpClient(tls=tls, who="this command") as http:
+    async with HttpClient(tls=tls, client_name="this command") as http:
         client = SignedClient(http, http_secret([key] if key else []), key)
         headers = await client.authorization(origin, "GET", FEED_PATH, purpose="operate", timeout_s=_CONNECT_S)
         call = http.start(origin, "GET", FEED_PATH, headers, connect_s=_CONNECT_S)
@@ -84,7 +84,7 @@ async def find(urls: Iterable[str]) -> str:
         return status == 200
 
     tried = list(urls)
-    async with HttpClient(who="this command") as http:
+    async with HttpClient(client_name="this command") as http:
         answers = await asyncio.gather(*(serves(http, url) for url in tried))
     for url, answer in zip(tried, answers, strict=True):
         if answer:
