@@ -101,7 +101,7 @@ def add_request(half: Any, hit: Hit, block_ids: list[int]) -> Any:
         salt_error=None,
         check_adapter=lambda: None,
     )
-    part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, shown="shown")
+    part = SimpleNamespace(blocks=lambda ids: block_ids, position=lambda tokens: tokens, view="shown")
     half._requests["r"] = _RequestState(view, [part])
     return view
 

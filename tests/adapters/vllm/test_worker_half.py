@@ -69,7 +69,7 @@ class LateRecorder(Recorder):
         found = super().poll()
         if self.reports:
             self.report = self.reports.pop(0)
-            self.half._news.set()
+            self.half._has_report.set()
         return found
 
 

@@ -295,13 +295,13 @@ def test_an_answer_that_comes_while_it_is_asked_for_is_not_asked_for_again(
     settle(engine)
     request, prober = engine.add(FakeRequest("b", PROMPT)), engine.scheduler._prober
     assert engine.scheduler.match(request, 0) == Pending()
-    while (first := prober.answer("b")) is None:
+    while (first := prober.result("b")) is None:
         pass
     with monkeypatch.context() as patch:
-        patch.setattr(prober, "answer", lambda _: None)  # it was not there a moment ago
+        patch.setattr(prober, "result", lambda _: None)  # it was not there a moment ago
         assert engine.scheduler.match(request, 0) == Pending()
-    assert prober.num_kept() == 1
-    assert prober.answer("b") is first
+    assert prober.num_lookups() == 1
+    assert prober.result("b") is first
     engine.run_until(lambda: request.state == "done")
 
 

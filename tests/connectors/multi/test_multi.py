@@ -368,7 +368,7 @@ def test_one_that_is_slow_is_not_waited_for_when_another_has_it(make: MakeEngine
     engine = make("kv_both", storage(tmp_path / "a"), storage(tmp_path / "b"))
     engine.run(FakeRequest("a", PROMPT))
     settle(engine, 1)
-    engine.scheduler.children[0]._prober.answer = lambda request_id: None
+    engine.scheduler.children[0]._prober.result = lambda request_id: None
     request = engine.run(FakeRequest("b", PROMPT))
     assert (request.error, request.num_computed_here) == (None, 3)
 

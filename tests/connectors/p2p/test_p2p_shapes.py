@@ -410,7 +410,7 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             await read(peer, remote, local, deadline)
             if left[0] > 0:
                 left[0] -= 1
-                [address] = peer._ours.locate(*columns(local[:1]))
+                [address] = peer._local_map.locate(*columns(local[:1]))
                 MEMORY[address] ^= 4
             await asyncio.sleep(0)
 
