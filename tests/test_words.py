@@ -57,6 +57,7 @@ def test_names_of_public_classes_are_unique() -> None:
 PLAIN_ROOMS = (
     "adapters/",
     "api/",
+    "cli/",
     "connectors/",
     "core/",
     "http/",

@@ -15,27 +15,27 @@ from kvferry.fleet.display import Display, make_display
 from kvferry.models.digest_cache import DigestCache
 
 ENDPOINT = ""
-"""The name under which a job finds the fleet's own endpoint, beside those of its instances."""
+"""The key of the fleet's own endpoint among the URLs of its instances."""
 
 Job = Callable[[Mapping[str, str]], Coroutine[Any, Any, None]]
-"""Gets the URLs of the instances by name, and that of the fleet."""
+"""A job that gets the URLs of the instances by name, and the fleet's URL under `ENDPOINT`."""
 
 
-async def run_alongside(name: str, told: FleetSettings, job: Job) -> None:
+async def run_alongside(name: str, settings: FleetSettings, job: Job) -> None:
     """Run a fleet and a job beside it, which begins when the fleet is up; whichever is done ends the other. Raises what
     the job raises, and `Unavailable` if the fleet ends first."""
     DigestCache()  # logs what is wrong with it, if anything
     up: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
     token = fleet_token()
     fleet = AttendedFleet(
-        fleet_of(name, told),
+        fleet_of(name, settings),
         partial(local_recipe, token=token, command=serve),
-        _Quiet(make_display(told.log), up),
+        _Quiet(make_display(settings.log), up),
         token=token,
-        grace_s=told.listen.grace_s,
+        grace_s=settings.listen.grace_s,
     )
     serving = asyncio.create_task(fleet.run())
-    working = asyncio.create_task(_when_up(up, job))
+    working = asyncio.create_task(_run_when_up(up, job))
     try:
         await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
         if fleet.stop_requested or not working.done():  # instances that end let a job fail
@@ -49,7 +49,7 @@ async def run_alongside(name: str, told: FleetSettings, job: Job) -> None:
         await asyncio.wait([serving, working])
 
 
-async def _when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
+async def _run_when_up(up: asyncio.Future[Mapping[str, str]], job: Job) -> None:
     await job(await up)
 
 

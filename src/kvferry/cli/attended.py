@@ -36,9 +36,9 @@ EXIT_FAILED = 1
 EXIT_KILLED = 130
 
 _SHARED_BYTES = 4 * 2**20
-"""What a few processes write to their folder before they serve is less."""
+"""More than a few processes write to their folder before they serve."""
 END_MARGIN_S = 5.0
-"""How much longer than its own grace a process may take to end before it is killed."""
+"""Seconds beyond its own grace period after which a process is killed."""
 
 MakeRecipe = Callable[[DesiredFleet], Recipe]
 
@@ -61,9 +61,9 @@ class AttendedFleet:
         self._token, self._grace_s, self._fork_server = token, grace_s + END_MARGIN_S, fork_server
         self._controller: Controller | None = None
         self._backend: FleetBackend | None = None
-        self._hurrying = set[asyncio.Task[None]]()
-        self._was_asked: ShutdownRequested | None = None
-        self._hurried = False
+        self._aborting = set[asyncio.Task[None]]()
+        self._stop_requested: ShutdownRequested | None = None
+        self._is_aborting = False
 
     async def run(self) -> int:
         """Serve until the end; returns the exit code. Call it in the main thread. Raises `ConfigError` if the fleet
@@ -81,18 +81,18 @@ class AttendedFleet:
 
     def stop(self) -> None:
         """End everything, as SIGTERM does. Call it from the loop that `run` is on."""
-        self._was_asked = ShutdownRequested()
+        self._stop_requested = ShutdownRequested()
         if self._controller is not None:
-            self._controller.end(self._was_asked)
+            self._controller.end(self._stop_requested)
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal, or `stop`, has asked it to end."""
-        return self._was_asked is not None
+        """True if a signal, or `stop`, has requested its end."""
+        return self._stop_requested is not None
 
     @property
     def hangs(self) -> bool:
-        """Whether the end of `run` has left something behind that does not end."""
+        """True if a process is left after `run` that does not end."""
         return self._backend is not None and self._backend.hangs
 
     async def _run(self, folder: Path) -> int:
@@ -104,18 +104,18 @@ class AttendedFleet:
             controller = self._controller = Controller(
                 ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s
             )
-            if self._was_asked is not None:
-                controller.end(self._was_asked)
+            if self._stop_requested is not None:
+                controller.end(self._stop_requested)
             with self._signals():
                 try:
                     end = await controller.run()
                     code = self._report(end, is_up=controller.is_up)
                     await controller.bring_down()
-                    await asyncio.gather(*self._hurrying)
+                    await asyncio.gather(*self._aborting)
                 finally:
                     await backend.close()
                     controller.close()
-        return EXIT_KILLED if self._hurried else code
+        return EXIT_KILLED if self._is_aborting else code
 
     def _make_backend(self, context: BackendContext) -> FleetBackend:
         if self._fork_server is not None:
@@ -169,14 +169,14 @@ class AttendedFleet:
     def _on_signal(self, number: int) -> None:
         assert self._controller is not None
         assert self._backend is not None
-        if self._was_asked is None and not self._controller.has_ended:
-            self._was_asked = ShutdownRequested(number)
-            self._controller.end(self._was_asked)
-        elif number == signal.SIGINT and not self._hurried:
-            self._hurried = True
+        if self._stop_requested is None and not self._controller.has_ended:
+            self._stop_requested = ShutdownRequested(number)
+            self._controller.end(self._stop_requested)
+        elif number == signal.SIGINT and not self._is_aborting:
+            self._is_aborting = True
             self._display.note("killing everything")
-            for one in self._backend.members():
-                self._hurrying.add(asyncio.create_task(self._backend.stop(one.name, 0.0)))
+            for member in self._backend.members():
+                self._aborting.add(asyncio.create_task(self._backend.stop(member.name, 0.0)))
 
 
 def run_attended(
@@ -195,12 +195,12 @@ def run_attended(
     attended = AttendedFleet(fleet, make_recipe, display, token=token, grace_s=grace_s)
     code = run_async(attended.run())
     if attended.hangs:
-        leave_at_once(code)
+        exit_now(code)
     return code
 
 
-def leave_at_once(code: int) -> NoReturn:
-    """End this process without waiting for what hangs in it: a library's threads could abort it instead."""
+def exit_now(code: int) -> NoReturn:
+    """End this process without waiting for its threads, of which a library's could hang or abort it."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -33,7 +33,7 @@ def check_before_start(
     router: RouterConfig | None = None,
     transfer: str | None = None,
 ) -> None:
-    """Raises `ConfigError`. Not needed for processes under a supervisor, which has called it already."""
+    """Check the settings before a start. Raises `ConfigError`. Processes under a supervisor need not call it again."""
     _require_temporary_folder()
     require_cache_dir()
     access.check_files()

@@ -1,4 +1,4 @@
-"""Flags that several commands have, and what they do with them."""
+"""Flags that several commands share, and their use."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ENGINE, CHOICE = defaults_of(EngineFields), defaults_of(ChoiceFields)
 ReadyFd = Annotated[int | None, Parameter(show=False, help="For the supervisor: where to write start messages.")]
 
 RUN_INSTANCE = "kvferry.engine.launch:run_instance"
-"""Resolved when it is called, because it imports torch, which the command line does without until a model is to run."""
+"""Resolved when it is called, because it imports torch, which the command line needs only to run a model."""
 
 
 class Reporter(Protocol):
@@ -125,7 +125,7 @@ def reporting(name: str, ready_fd: int | None, log: LogConfig) -> Iterator[Repor
 
 
 def http_settings(listen: Listen, access: HttpAccess, limits: HttpLimits) -> dict[str, Any]:
-    """What a command's flags say about its HTTP server, as fields of an `HttpConfig`."""
+    """The HTTP server's settings in a command's flags, as fields of an `HttpConfig`."""
     return {
         **vars(access),
         "host": listen.host,

@@ -41,7 +41,7 @@ class ConfigFile:
                 raise ConfigError(f"{path}: {name} is outside of any table; put it under [engine] or [serve]")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Called by cyclopts when a command is about to run: fill in what nobody has set yet."""
+        """Called by cyclopts before a command runs: fill in flags that are not set yet."""
         if not commands:
             return
         flags = {_field(name) for argument in arguments for name in argument.names}
@@ -54,11 +54,11 @@ class ConfigFile:
 
     def _entries(self, table: str, flags: set[str], *, is_own: bool) -> Table:
         """The entries of a table that are flags of this command. Keys that no command has are refused."""
-        known = flags if is_own else {one.name for config in SHARED[table] for one in fields(config)}
+        known_names = flags if is_own else {field.name for config in SHARED[table] for field in fields(config)}
         entries = {}
         for key, value in self._tables.get(table, {}).items():
-            if _field(key) not in known:
-                raise UnknownName(f"key in {self._path} [{table}]:", key, known)
+            if _field(key) not in known_names:
+                raise UnknownName(f"key in {self._path} [{table}]:", key, known_names)
             if _field(key) in flags:
                 entries[key] = _as_flag(value)
         return entries

@@ -1,5 +1,5 @@
-"""What the `kvferry` script calls. It imports little by itself: importing the command line takes about a second, and
-Ctrl-C in that second is to end the process without a traceback."""
+"""Entry point of the `kvferry` script. It imports little by itself: importing the command line takes about a second, in
+which Ctrl-C must end the process without a traceback."""
 
 from __future__ import annotations
 

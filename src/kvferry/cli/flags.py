@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 def field_help(config: type) -> dict[str, str]:
     """The docstring under each field of a class and of its bases, on one line. Python keeps them in the source only."""
-    found: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for kind in reversed(config.__mro__):
         if vars(kind).get("__annotations__"):
-            found |= _own_field_help(kind)
-    return found
+            helps |= _own_field_help(kind)
+    return helps
 
 
 def _own_field_help(config: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found: dict[str, str] = {}
+    helps: dict[str, str] = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-    return found
+                helps[name] = " ".join(text.split())
+    return helps
 
 
 def flags_of(config: type, without: Iterable[str] = (), sort_key: int = 0) -> type[Any]:
@@ -47,12 +47,12 @@ def flags_of(config: type, without: Iterable[str] = (), sort_key: int = 0) -> ty
     helps, hints, skipped = field_help(config), get_type_hints(config), set(without)
     views: list[tuple[str, Any, Any]] = []
     group: Group | None = None
-    for number, one in enumerate(fields(config)):
-        if "heading" in one.metadata:
-            group = Group(one.metadata["heading"], sort_key=sort_key + number / 1000)
-        if one.name not in skipped:
-            parameter = _parameter(one, helps[one.name], group)
-            views.append((one.name, Annotated[hints[one.name], parameter], _default(one)))
+    for number, flag_field in enumerate(fields(config)):
+        if "heading" in flag_field.metadata:
+            group = Group(flag_field.metadata["heading"], sort_key=sort_key + number / 1000)
+        if flag_field.name not in skipped:
+            parameter = _parameter(flag_field, helps[flag_field.name], group)
+            views.append((flag_field.name, Annotated[hints[flag_field.name], parameter], _default(flag_field)))
     # Of the module of `config`, not of this one: cyclopts takes a class of the standard library for a leaf.
     namespace = {"__module__": config.__module__}
     return make_dataclass(f"{config.__name__}Flags", views, frozen=True, kw_only=True, namespace=namespace)
@@ -64,29 +64,29 @@ def defaults_of(flags: type[T]) -> T:
 
 
 def complete(config: type[T], flags: Any, **more: Any) -> T:
-    """The settings that the flags say, with the fields that were left out. Raises `ConfigError`."""
-    given = asdict(flags)
-    for name, value in (given | more).items():
+    """The settings of the flags, with the fields that are no flags. Raises `ConfigError`."""
+    values = asdict(flags)
+    for name, value in (values | more).items():
         flag = f"--{name.replace('_', '-')}"
         if value == "" or (isinstance(value, tuple | list) and "" in value):  # often a variable that was not set
             raise ConfigError(f"{flag} must not be empty; leave it out to have its default")
-    return config(**(given | more))
+    return config(**(values | more))
 
 
-def _parameter(one: Field[Any], text: str, group: Group | None) -> Parameter:
+def _parameter(field: Field[Any], text: str, group: Group | None) -> Parameter:
     # No --empty-… for lists. No "default: ()" and "default: None": they are what not giving the flag means.
-    alias = one.metadata.get("alias")
+    alias = field.metadata.get("alias")
     grouped: dict[str, Any] = {} if group is None else {"group": group}  # None would hide its command's group
     return Parameter(
         help=text,
         alias=None if alias is None else f"--{alias}",
         negative_iterable=(),
-        show_default=one.default not in ((), None),
+        show_default=field.default not in ((), None),
         **grouped,
     )
 
 
-def _default(one: Field[Any]) -> Any:
-    if one.default_factory is not MISSING:
-        return field(default_factory=one.default_factory)
-    return field() if one.default is MISSING else field(default=one.default)
+def _default(flag_field: Field[Any]) -> Any:
+    if flag_field.default_factory is not MISSING:
+        return field(default_factory=flag_field.default_factory)
+    return field() if flag_field.default is MISSING else field(default=flag_field.default)

@@ -48,12 +48,12 @@ _SPECS_OWN = (
     "--backend",
     "--address",
 )
-"""Flags of `kvferry serve` that a spec says in its own words."""
+"""Flags of `kvferry serve` that a spec has as keys of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """What the flags of `kvferry serve` say."""
+    """The settings in the flags of `kvferry serve`."""
 
     spec: FleetSpec
     engine: EngineConfig
@@ -68,9 +68,9 @@ class FleetSettings:
     instance_access: InstanceAccess = field(default_factory=InstanceAccess)
 
 
-def fleet_of(name: str, told: FleetSettings) -> DesiredFleet:
-    """The fleet that flags of `kvferry serve` ask for."""
-    spec, engine, listen, choice = told.spec, told.engine, told.listen, told.choice
+def fleet_of(name: str, settings: FleetSettings) -> DesiredFleet:
+    """The fleet that the flags of `kvferry serve` describe."""
+    spec, engine, listen, choice = settings.spec, settings.engine, settings.listen, settings.choice
     if choice.engine != "kvferry":
         refuse_own_flags(engine, choice.engine)
     roles: dict[MemberRole, RoleSpec] = {"both": RoleSpec()}
@@ -80,34 +80,34 @@ def fleet_of(name: str, told: FleetSettings) -> DesiredFleet:
         name=name,
         model=engine.model,
         mode="pooling",
-        engine=engine_of(choice, told.instance, _changed(engine, EngineConfig(model=engine.model))),
+        engine=engine_of(choice, settings.instance, _changed(engine, EngineConfig(model=engine.model))),
         args=(
-            *_changed(told.instance, InstanceSpec(), "kv_transfer_config"),
+            *_changed(settings.instance, InstanceSpec(), "kv_transfer_config"),
             *_changed(spec, FleetSpec(), "prefill", "decode", "backend", "address"),
-            *_changed(told.log, LogConfig()),
+            *_changed(settings.log, LogConfig()),
             *_changed(listen, Listen(), "host", "port"),
-            *((f"--tls-ca={told.access.tls_ca}",) if told.access.tls_ca is not None else ()),
+            *((f"--tls-ca={settings.access.tls_ca}",) if settings.access.tls_ca is not None else ()),
         ),
         role=roles,
         router=RouterSpec(
-            count=told.router.workers if spec.is_split or spec.backend != "local" else 0,
+            count=settings.router.workers if spec.is_split or spec.backend != "local" else 0,
             host=listen.host,
             port=listen.port,
             args=(
-                *_changed(told.router, RouterConfig(), "workers"),
-                *_changed(told.access, HttpAccess(), "tls_ca"),
-                *_changed(told.limits, HttpLimits()),
-                *_changed(told.instance_access, InstanceAccess()),
+                *_changed(settings.router, RouterConfig(), "workers"),
+                *_changed(settings.access, HttpAccess(), "tls_ca"),
+                *_changed(settings.limits, HttpLimits()),
+                *_changed(settings.instance_access, InstanceAccess()),
             ),
         ),
-        failure=failing(told.restarts),
+        failure=failing(settings.restarts),
         backend=Backend(kind=spec.backend, address=spec.address or ""),
     )
     return check_fleet(fleet)
 
 
 def engine_of(choice: EngineChoice, instance: InstanceSpec, own_flags: tuple[str, ...] = ()) -> EngineSpec:
-    """The engine that flags ask for. `own_flags`: settings of kvferry's own engine."""
+    """The engine that the flags describe. `own_flags`: settings of kvferry's own engine."""
     return EngineSpec(
         kind=choice.engine,
         kv_transfer_config=instance.kv_transfer_config or "",
@@ -133,10 +133,10 @@ def _changed(config: Any, default: Any, *without: str) -> tuple[str, ...]:
 
 
 def local_recipe(fleet: DesiredFleet, token: str, command: Any) -> LocalRecipe:
-    """How the fleet runs on this machine. `command`: the function of `kvferry serve`, whose flags the spec's `args`
-    are. Raises `ConfigError` that names the table with what is wrong."""
+    """The recipe of the fleet on this machine. `command`: the function of `kvferry serve`, whose flags the spec's
+    `args` are. Raises `ConfigError` that names the table with the error."""
     engine = fleet.engine
-    told = flags_of_fleet(fleet, command)
+    settings = flags_of_fleet(fleet, command)
     connectors = () if engine.kind == "sglang" else engine.connector  # those are SGLang's own
     config = engine.kv_transfer_config or connectors_json(connectors)
     choice = (
@@ -150,16 +150,16 @@ def local_recipe(fleet: DesiredFleet, token: str, command: Any) -> LocalRecipe:
     )
     recipe = LocalRecipe(
         fleet=fleet,
-        engine=complete(EngineConfig, told["engine"], model=fleet.model),
-        spec=complete(FleetSpec, told["fleet"]),
-        instances=complete(InstanceSpec, told["instance"], **({"kv_transfer_config": config} if config else {})),
-        router=complete(RouterConfig, told["router"]),
-        listen=complete(Listen, told["listen"], host=fleet.router.host, port=fleet.router.port),
+        engine=complete(EngineConfig, settings["engine"], model=fleet.model),
+        spec=complete(FleetSpec, settings["fleet"]),
+        instances=complete(InstanceSpec, settings["instance"], **({"kv_transfer_config": config} if config else {})),
+        router=complete(RouterConfig, settings["router"]),
+        listen=complete(Listen, settings["listen"], host=fleet.router.host, port=fleet.router.port),
         choice=choice,
-        log=complete(LogConfig, told["log"]),
-        access=complete(HttpAccess, told["access"]),
-        limits=complete(HttpLimits, told["limits"]),
-        instance_access=complete(InstanceAccess, told["instance_access"]),
+        log=complete(LogConfig, settings["log"]),
+        access=complete(HttpAccess, settings["access"]),
+        limits=complete(HttpLimits, settings["limits"]),
+        instance_access=complete(InstanceAccess, settings["instance_access"]),
         token=token,
         hidden=flag_variables(),
     )
@@ -169,37 +169,41 @@ def local_recipe(fleet: DesiredFleet, token: str, command: Any) -> LocalRecipe:
 
 def grace_of(fleet: DesiredFleet, command: Any) -> float:
     """Seconds that members have for running requests when everything ends."""
-    told = _parse(command, "args", [fleet.model, *fleet.args])
-    return complete(Listen, told["listen"]).grace_s
+    settings = _parse(command, "args", [fleet.model, *fleet.args])
+    return complete(Listen, settings["listen"]).grace_s
 
 
 def flags_of_fleet(fleet: DesiredFleet, command: Any) -> dict[str, Any]:
-    """What the flags in a spec's `args` say, but for those of single roles, by the parameters of `command`. Raises
-    `ConfigError` that names the table with what is wrong, in those of roles too."""
+    """The values of the flags in a spec's `args`, without single roles' flags, by the parameters of `command`. Raises
+    `ConfigError` that names the table with the error, also for an error in a role's flags."""
     is_ours = fleet.engine.kind == "kvferry"
-    given = {
+    arguments = {
         "engine.args": fleet.engine.args if is_ours else (),
         "router.args": fleet.router.args,
         "args": fleet.args,
-        **{f"role.{name}.args": one.args if is_ours else () for name, one in fleet.role.items()},
+        **{f"role.{name}.args": role.args if is_ours else () for name, role in fleet.role.items()},
     }
-    for where, flags in given.items():
+    for where, flags in arguments.items():
         _require_other_flags(where, flags)
         _parse(command, where, [fleet.model, *flags])
-    return _parse(command, "args", [fleet.model, *given["engine.args"], *given["router.args"], *given["args"]])
+    return _parse(
+        command, "args", [fleet.model, *arguments["engine.args"], *arguments["router.args"], *arguments["args"]]
+    )
 
 
 def engine_of_role(fleet: DesiredFleet, role: MemberRole, command: Any) -> EngineConfig:
     """The settings of the engines of one role. Raises `ConfigError`."""
-    one = fleet.role.get(role, RoleSpec())
-    told = _parse(command, f"role.{role}.args", [fleet.model, *overridden((*fleet.engine.args, *fleet.args), one.args)])
-    parallel = {} if one.tensor_parallel_size == 1 else {"tensor_parallel_size": one.tensor_parallel_size}
-    config = complete(EngineConfig, told["engine"], model=fleet.model, **parallel)
+    role_spec = fleet.role.get(role, RoleSpec())
+    settings = _parse(
+        command, f"role.{role}.args", [fleet.model, *overridden((*fleet.engine.args, *fleet.args), role_spec.args)]
+    )
+    parallel = {} if role_spec.tensor_parallel_size == 1 else {"tensor_parallel_size": role_spec.tensor_parallel_size}
+    config = complete(EngineConfig, settings["engine"], model=fleet.model, **parallel)
     return config if config.itl_target_s is not None else replace(config, itl_target_s=fleet.itl_target_s)
 
 
 def fleet_token() -> str:
-    """The secret of a fleet's processes: that of the environment, that of this user, or a new one."""
+    """The secret of a fleet's processes: from the environment, the user's own, or a new one."""
     return shared_token() or users_token() or secrets.token_urlsafe(32)
 
 
@@ -209,20 +213,20 @@ def connectors_json(names: tuple[str, ...]) -> str:
         return ""
     if len(names) == 1:
         return msgspec.json.encode({"kv_connector": names[0]}).decode()
-    children = [{"kv_connector": one} for one in names]
-    told = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
-    return msgspec.json.encode(told).decode()
+    children = [{"kv_connector": connector} for connector in names]
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+    return msgspec.json.encode(transfer).decode()
 
 
 def _require_other_flags(where: str, flags: Iterable[str]) -> None:
-    for one in flags:
-        name = one.partition("=")[0].replace("_", "-")
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
         if name in _SPECS_OWN:
             raise ConfigError(f"{where}: {name} is said by the spec itself, in a key of its own")
 
 
 def _parse(command: Any, where: str, tokens: list[str]) -> dict[str, Any]:
-    """The settings that these flags say, by the parameter of `command`."""
+    """The settings of these flags, by the parameter of `command`."""
     try:
         return dict(_parsed(command, tuple(tokens)))
     except CycloptsError as error:

@@ -55,7 +55,7 @@ def main(descriptor: int) -> int:
 
 @dataclass(frozen=True)
 class _Child:
-    """What a child was made for; `ready` is the descriptor of its start messages."""
+    """A forked child's request; `ready`: the descriptor of its start messages."""
 
     request: ForkRequest
     ready: int
@@ -78,8 +78,8 @@ class _Forks:
                 return None
             if (child := self._fork(request, *descriptors)) is not None:
                 return child
-            for one in descriptors:
-                os.close(one)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _fork(self, request: ForkRequest, log: int, ready: int) -> _Child | None:
         """Fork twice: the process in between ends at once, so that the supervisor becomes the child's parent and the
@@ -105,14 +105,14 @@ class _Forks:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         self._supervisor.close()
-        _stand_alone(between, request, log)
+        _detach(between, request, log)
         return _Child(request, ready)
 
 
 # In a child.
 
 
-def _stand_alone(between: int, request: ForkRequest, log: int) -> None:
+def _detach(between: int, request: ForkRequest, log: int) -> None:
     """Take a session and standard streams of its own; it may end with the controller."""
     os.setsid()
     os.dup2(log, 1)  # before the next line: the controller knows the process by where it writes
@@ -128,7 +128,7 @@ def _stand_alone(between: int, request: ForkRequest, log: int) -> None:
 
 
 def _run(child: _Child) -> int:
-    """What `python -m kvferry.cli.main` does in a new process."""
+    """Run as `python -m kvferry.cli.main` does in a new process."""
     request = child.request
     arguments = [*request.arguments, READY_FLAG, str(child.ready)]
     setproctitle.setproctitle(f"kvferry {' '.join(arguments)}")

@@ -121,11 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
     set_up_logging(LogConfig())
     _warn_of_unknown_variables()
     try:
-        given = for_engine(sys.argv[1:] if arguments is None else arguments)
-        if not given or given[0].startswith("-"):  # help is to say what each command does
+        argv = for_engine(sys.argv[1:] if arguments is None else arguments)
+        if not argv or argv[0].startswith("-"):  # help is to say what each command does
             for name in _IMPORTED_WHEN_USED:
                 app[name]
-        code = app.meta(given, exit_on_error=False, print_error=False, result_action="return_value")
+        code = app.meta(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # what cannot be written is to be known before the exit code is
     except CycloptsError as error:
         return _complain(_misuse(error), EXIT_USER_ERROR)
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KvferryError as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that nobody can await any more
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that cannot be awaited any more
         return 130
     except OutputError as error:
         code = error.exit_code()
@@ -146,12 +146,12 @@ def _warn_of_unknown_variables() -> None:
     """Name variables that are nearly one of kvferry's, as they are misspelt. The processes of a supervisor inherit its
     variables, and warn of none. (Kubernetes sets other `KVFERRY_…` variables, beside a service of that name.)"""
     without_flag = {name.removeprefix(_PREFIX) for name in (*VARIABLES, CONFIG_VARIABLE)}
-    found = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)} - without_flag
-    if not found or INSTANCE_NAME in os.environ:
+    unknown_names = {name.removeprefix(_PREFIX) for name in os.environ if name.startswith(_PREFIX)} - without_flag
+    if not unknown_names or INSTANCE_NAME in os.environ:
         return
-    known = sorted({*without_flag, *_flag_variables(app)})
-    for name in sorted(found.difference(known)):
-        if near := get_close_matches(name, known, n=1, cutoff=0.8):
+    known_names = sorted({*without_flag, *_flag_variables(app)})
+    for name in sorted(unknown_names.difference(known_names)):
+        if near := get_close_matches(name, known_names, n=1, cutoff=0.8):
             warning = f"nothing reads the variable {_PREFIX}{name}; did you mean {_PREFIX}{near[0]}?"
             sys.stderr.write(f"kvferry: warning: {warning}\n")
 
@@ -165,20 +165,20 @@ def _flag_variables(group: App) -> Iterator[str]:
             yield from _flag_variables(group[name])
             continue
         for flag in group[name].assemble_argument_collection(parse_docstring=False):
-            for one in flag.names:
-                yield one.lstrip("-").replace("-", "_").upper()
+            for spelling in flag.names:
+                yield spelling.lstrip("-").replace("-", "_").upper()
 
 
 def for_engine(arguments: list[str]) -> list[str]:
     """The arguments after `--`, as kvferry's flags that pass them to the engine unchanged."""
     if "--" not in arguments:
         return arguments
-    place = arguments.index("--")
-    return arguments[:place] + [f"{flag_name('engine_argument')}={word}" for word in arguments[place + 1 :]]
+    index = arguments.index("--")
+    return arguments[:index] + [f"{flag_name('engine_argument')}={word}" for word in arguments[index + 1 :]]
 
 
 def _misuse(error: CycloptsError) -> str:
-    """What is wrong with a command line, and where its flags are described."""
+    """Message about an invalid command line, with the command that describes its flags."""
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         text = f"unexpected argument {error.unused_tokens[0]!r}"
     else:

@@ -60,7 +60,7 @@ def picker(
 
         kvferry picker --grpc-port 9002 --decode-url http://10.0.0.2:8002 --decode-url http://10.0.0.3:8002
     """
-    where, keys, most = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
+    address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
     own, logs = complete(PickerConfig, picker), complete(LogConfig, log)
     if config.registration:
@@ -69,6 +69,6 @@ def picker(
         from kvferry.router.picker.server import run_picker
     except ImportError as error:
         raise MissingDependency("kvferry picker", "grpcio", "picker") from error
-    http = HttpConfig(**http_settings(where, keys, most))
+    http = HttpConfig(**http_settings(address, keys, http_limits))
     with reporting("picker", ready_fd, logs) as reporter:
         return run_picker(config, own, http, instances, on_ready=reporter.ready)

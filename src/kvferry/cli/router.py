@@ -60,18 +60,18 @@ def router(
 
         kvferry router --prefill-url http://10.0.0.1:8001 --decode-url http://10.0.0.2:8002
     """
-    where, keys, most = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
+    address, keys, http_limits = complete(Listen, listen), complete(HttpAccess, access), complete(HttpLimits, limits)
     config, instances = complete(RouterConfig, router), complete(InstanceAccess, instance_access)
     logs = complete(LogConfig, log)
     if config.registration:
         shared_token("--registration")
     if config.workers is not None and config.workers > 1 and group is None:
         configured_instances(config)
-        return _run_several(config, where, keys, most, instances, logs, ready_fd)
+        return _run_several(config, address, keys, http_limits, instances, logs, ready_fd)
     from kvferry.dashboard.router_page import page_of_router
     from kvferry.router.server import run_router  # Brings a web server along, which --help does without.
 
-    http = HttpConfig(**http_settings(where, keys, most), listeners=listener)
+    http = HttpConfig(**http_settings(address, keys, http_limits), listeners=listener)
     with reporting("router", ready_fd, logs) as reporter:
         return run_router(config, http, instances, group=group, page=page_of_router, on_ready=reporter.ready)
 

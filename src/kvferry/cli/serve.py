@@ -94,7 +94,7 @@ def serve(
 
         kvferry serve MODEL --prefill 2 --decode 2 --backend ray
     """
-    told = FleetSettings(
+    settings = FleetSettings(
         spec=complete(FleetSpec, fleet),
         engine=complete(EngineConfig, engine, model=model),
         instance=complete(InstanceSpec, instance),
@@ -107,39 +107,47 @@ def serve(
         restarts=complete(RestartPolicy, restarts),
         instance_access=complete(InstanceAccess, instance_access),
     )
-    if not told.spec.is_split and told.choice.engine == "kvferry" and told.spec.backend == "local":
-        return _serve_one(told, ready_fd)
+    if not settings.spec.is_split and settings.choice.engine == "kvferry" and settings.spec.backend == "local":
+        return _serve_one(settings, ready_fd)
     token = fleet_token()
-    wanted = fleet_of("kvferry", told)
+    desired = fleet_of("kvferry", settings)
     make_recipe = partial(local_recipe, token=token, command=serve)
-    make_recipe(wanted)
+    make_recipe(desired)
     if ready_fd is None:
         check_before_start(
-            told.engine, told.choice, told.listen, told.access, told.spec, told.router, told.instance.kv_transfer_config
+            settings.engine,
+            settings.choice,
+            settings.listen,
+            settings.access,
+            settings.spec,
+            settings.router,
+            settings.instance.kv_transfer_config,
         )
-    return run_attended(wanted, make_recipe, token=token, grace_s=told.listen.grace_s, ready_fd=ready_fd, log=told.log)
+    return run_attended(
+        desired, make_recipe, token=token, grace_s=settings.listen.grace_s, ready_fd=ready_fd, log=settings.log
+    )
 
 
-def _serve_one(told: FleetSettings, ready_fd: int | None) -> int:
+def _serve_one(settings: FleetSettings, ready_fd: int | None) -> int:
     """Run one instance as this process: it needs no fleet."""
-    if told.spec.cores is not None:
-        cores = parse_cores(told.spec.cores, usable_cores())
+    if settings.spec.cores is not None:
+        cores = parse_cores(settings.spec.cores, usable_cores())
         os.sched_setaffinity(0, cores)
         os.environ.update(thread_variables(num_cpus()))
-    text = told.instance.kv_transfer_config
+    text = settings.instance.kv_transfer_config
     if text is not None:
         check_transfer(text)
     transfer = None if text is None else parse_transfer_config(text)
     if ready_fd is None:
-        check_before_start(told.engine, told.choice, told.listen, told.access, transfer=text)
+        check_before_start(settings.engine, settings.choice, settings.listen, settings.access, transfer=text)
     return run_engine(
         "both",
-        told.engine,
-        told.instance,
-        told.listen,
+        settings.engine,
+        settings.instance,
+        settings.listen,
         transfer,
-        told.log,
-        told.access,
-        told.limits,
+        settings.log,
+        settings.access,
+        settings.limits,
         ready_fd,
     )

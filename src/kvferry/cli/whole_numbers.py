@@ -11,7 +11,7 @@ from kvferry.core.errors import ConfigError
 
 
 def require_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """The last of cyclopts' sources of flags: it looks at what the command line, the environment and a file have given.
+    """The last of cyclopts' sources of flags: it checks the values from the command line, the environment and a file.
     Raises `ConfigError` that names the flag or the variable."""
     for argument in arguments:
         kinds = set(_kinds(argument.hint))

@@ -41,7 +41,7 @@ async def test_without_instances_and_without_a_key(capsys: pytest.CaptureFixture
         assert capsys.readouterr() == ("", "kvferry: the router has no instances\n")
         assert await asyncio.to_thread(main, ["fleet", "drain", "decode-0", "--router", url]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "needs an operator: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key" in line
+        assert "needs an operator: set KVFERRY_AUTH_TOKEN to the router's, or give --admin-key" in line
 
 
 async def test_who_started_a_router_without_a_key_is_its_operator(
@@ -314,7 +314,7 @@ def test_paths_of_a_spec_begin_where_it_was_applied_whoever_starts_the_controlle
 def test_a_fleet_without_a_controller_is_deleted_however_soon_its_next_one_has_ended(
     state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controllers, "LOOK_S", 0.0)
+    monkeypatch.setattr(controllers, "POLL_INTERVAL_S", 0.0)
     ledger = Ledger(state / "fleets" / "chat")
     ledger.want(read_fleet(state.parent / "chat.toml"))
     looked = type(ledger).has_controller

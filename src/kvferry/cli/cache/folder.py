@@ -37,8 +37,8 @@ Prefix = Annotated[
 Key = Annotated[
     str | None,
     Parameter(
-        help="The blocks of this key (kvcache_store_keys of a request) instead. KVFERRY_AUTH_TOKEN must be that of the"
-        " instances.",
+        help="The blocks of this key (kvcache_store_keys of a request) instead. KVFERRY_AUTH_TOKEN must be the"
+        " instances' token.",
         show_default=False,
     ),
 ]
@@ -56,8 +56,8 @@ def list_blocks(
     if key is None:
         _list(upkeep.entries(root, prefix), json=json)
         return
-    folder, found = _find_key(root, prefix, key, cache_salt)
-    blocks, record = list(folder.blocks(found)), found.record
+    folder, entries = _find_key(root, prefix, key, cache_salt)
+    blocks, record = list(folder.blocks(entries)), entries.record
     if not json:
         expires = max(0.0, record.expires_s - SYSTEM_CLOCK.wall())
         print(  # noqa: T201 - the answer
@@ -74,8 +74,8 @@ def _find_key(root: Path, prefix: str, key: str, cache_salt: str) -> tuple[KeyFo
     return folder, folder.find(key)
 
 
-def _list(found: Iterable[upkeep.Entry], *, json: bool) -> None:
-    rows = [(one.fingerprint, one.name, one.num_bytes, one.used_s, one.is_pinned) for one in found]
+def _list(entries: Iterable[upkeep.Entry], *, json: bool) -> None:
+    rows = [(entry.fingerprint, entry.name, entry.num_bytes, entry.used_s, entry.is_pinned) for entry in entries]
     if json:
         keys = ("layout", "block", "bytes", "used_s", "pinned")
         _print_json([dict(zip(keys, row, strict=True)) for row in rows])
@@ -88,49 +88,49 @@ def _list(found: Iterable[upkeep.Entry], *, json: bool) -> None:
 
 def stat(store: Folder, *, json: Json = False) -> None:
     """Show the number and size of the blocks of each layout (a model, its dtype, block size and ranks)."""
-    found = upkeep.totals(upkeep.require_root(store))
+    totals = upkeep.totals(upkeep.require_root(store))
     if json:
-        _print_json(found)
+        _print_json(totals)
         return
     table = _table("layout", "codec", "blocks", "size", "pinned", "last used")
-    for layout, one in found.items():
-        size, used = format_bytes(one.num_bytes), _ago(one.last_used_s)
-        table.add_row(layout, ", ".join(one.codecs), str(one.num_blocks), size, str(one.num_pinned), used)
+    for layout, total in totals.items():
+        size, used = format_bytes(total.num_bytes), _ago(total.last_used_s)
+        table.add_row(layout, ", ".join(total.codecs), str(total.num_blocks), size, str(total.num_pinned), used)
     _console().print(table)
 
 
 def verify(store: Folder) -> int:
     """Read every block; remove damaged ones and files that crashes left behind. Exit code 1 if any block was damaged or
     unreadable."""
-    found = upkeep.verify(upkeep.require_root(store))
-    for path, reason in found.removed.items():
+    result = upkeep.verify(upkeep.require_root(store))
+    for path, reason in result.removed.items():
         print(f"removed {path}: {reason}")  # noqa: T201 - the answer
-    for path, reason in found.left.items():
+    for path, reason in result.left.items():
         print(f"left {path}: {reason}")  # noqa: T201
     print(  # noqa: T201
-        f"{found.num_blocks} blocks ({format_bytes(found.num_bytes)}) are right; {len(found.removed)} damaged ones and"
-        f" {found.num_orphans} leftovers of crashes were removed"
-        + (f"; {len(found.left)} could not be read or removed" if found.left else "")
+        f"{result.num_blocks} blocks ({format_bytes(result.num_bytes)}) are right; {len(result.removed)} damaged ones"
+        f" and {result.num_orphans} leftovers of crashes were removed"
+        + (f"; {len(result.left)} could not be read or removed" if result.left else "")
     )
-    return 1 if found.removed or found.left else 0
+    return 1 if result.removed or result.left else 0
 
 
 def pin(store: Folder, prefix: Prefix = "", *, key: Key = None, cache_salt: CacheSalt = "") -> None:
     """Protect blocks from eviction. A pinned key does not expire."""
-    _say(_set_pinned(store, prefix, key, cache_salt, True), "pinned")
+    _print_count(_set_pinned(store, prefix, key, cache_salt, True), "pinned")
 
 
 def unpin(store: Folder, prefix: Prefix = "", *, key: Key = None, cache_salt: CacheSalt = "") -> None:
     """Let blocks be evicted again. A key then expires a week later."""
-    _say(_set_pinned(store, prefix, key, cache_salt, False), "no longer pinned")
+    _print_count(_set_pinned(store, prefix, key, cache_salt, False), "no longer pinned")
 
 
 def _set_pinned(store: Path, prefix: str, key: str | None, cache_salt: str, pinned: bool) -> int:
     root, prefix = upkeep.require_root(store), _checked(prefix)
     if key is None:
         return upkeep.set_pinned(root, prefix, pinned)
-    folder, found = _find_key(root, prefix, key, cache_salt)
-    return folder.set_pinned(key, found, pinned, PIN_TTL_S if pinned else StoreSettings().key_ttl_s)
+    folder, entries = _find_key(root, prefix, key, cache_salt)
+    return folder.set_pinned(key, entries, pinned, PIN_TTL_S if pinned else StoreSettings().key_ttl_s)
 
 
 def remove(
@@ -152,13 +152,15 @@ def remove(
         raise ConfigError("kvferry cache rm: give --all or --key, not both")
     root, prefix = upkeep.require_root(store), _checked(prefix)
     if key is not None:
-        folder, found = _find_key(root, prefix, key, cache_salt)
-        count, left = folder.remove(key, found, pinned_too=pinned)
-        _say(count, "removed" + (f", {left} left: they are pinned (--pinned removes them)" if left else ""))
+        folder, entries = _find_key(root, prefix, key, cache_salt)
+        count, left = folder.remove(key, entries, pinned_too=pinned)
+        _print_count(count, "removed" + (f", {left} left: they are pinned (--pinned removes them)" if left else ""))
         return
     removed = upkeep.remove(root, prefix, pinned_too=pinned)
-    kept = 0 if pinned else sum(one.is_pinned for one in upkeep.entries(root, prefix))
-    _say(removed, "removed" + (f", {kept} left: they are pinned (--pinned removes them)" if kept else ""))
+    num_pinned = 0 if pinned else sum(entry.is_pinned for entry in upkeep.entries(root, prefix))
+    _print_count(
+        removed, "removed" + (f", {num_pinned} left: they are pinned (--pinned removes them)" if num_pinned else "")
+    )
 
 
 def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")], prefix: Prefix = "") -> None:
@@ -175,7 +177,7 @@ def export(store: Folder, archive: Annotated[Path, Parameter(help="A tar file.")
         raise ConfigError(f"cannot write {archive}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    _say(written, "written" + (f", {left_out} left out: damaged or unreadable" if left_out else ""))
+    _print_count(written, "written" + (f", {left_out} left out: damaged or unreadable" if left_out else ""))
 
 
 def import_(store: Folder, archive: Annotated[Path, Parameter(help="What export wrote.")]) -> None:
@@ -210,12 +212,12 @@ def _checked(prefix: str) -> str:
     return prefix
 
 
-def _say(count: int, what: str) -> None:
+def _print_count(count: int, what: str) -> None:
     print(f"{count} blocks {what}")  # noqa: T201
 
 
-def _print_json(found: object) -> None:
-    print(msgspec.json.encode(found).decode())  # noqa: T201
+def _print_json(document: object) -> None:
+    print(msgspec.json.encode(document).decode())  # noqa: T201
 
 
 def _table(*columns: str) -> Table:

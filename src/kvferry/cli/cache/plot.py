@@ -20,17 +20,19 @@ def check_plot(path: Path) -> None:
     require_library("--plot", "matplotlib", "plot", ["matplotlib"])
 
 
-def plot(found: Comparison, path: Path) -> None:
+def plot(comparison: Comparison, path: Path) -> None:
     """Hit ratio over capacity, a line for each policy, the optimum above them and what is not bounded as a border."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    sizes = [tokens / 1e6 for tokens in found.optimal_hit_ratio]
-    for name in dict.fromkeys(row.policy for row in found.policies):
-        axes.plot(sizes, [row.hit_ratio for row in found.policies if row.policy == name], marker="o", label=name)
-    axes.plot(sizes, list(found.optimal_hit_ratio.values()), color="black", linestyle="--", marker=".", label="optimum")
-    axes.axhline(found.infinite_hit_ratio, color="grey", linestyle=":", label="infinite")
+    sizes = [tokens / 1e6 for tokens in comparison.optimal_hit_ratio]
+    for name in dict.fromkeys(row.policy for row in comparison.policies):
+        axes.plot(sizes, [row.hit_ratio for row in comparison.policies if row.policy == name], marker="o", label=name)
+    axes.plot(
+        sizes, list(comparison.optimal_hit_ratio.values()), color="black", linestyle="--", marker=".", label="optimum"
+    )
+    axes.axhline(comparison.infinite_hit_ratio, color="grey", linestyle=":", label="infinite")
     axes.set(xscale="log", xlabel="capacity, million tokens", ylabel="share of blocks found", ylim=(0, None))
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.minorticks_off()

@@ -73,24 +73,24 @@ def simulate(
         check_plot(plot_file)
     capacities = sorted({_tokens(text) for text in capacity})
     with _progress(trace) as on_read:
-        found = compare_file(
+        comparison = compare_file(
             trace, names, capacities, block_tokens=block_tokens, uses_finishes=finishes, on_read=on_read
         )
     if plot_file is not None:
-        plot(found, plot_file)
+        plot(comparison, plot_file)
     if json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(comparison)) + b"\n")
     else:
-        Console().print(_table(found, names))
+        Console().print(_table(comparison, names))
 
 
 def _tokens(text: str) -> int:
     match = _TOKENS.fullmatch(text)
     if match is None:
         raise ConfigError(f"--capacity {text!r} is not a number of tokens; write it as 500k, 3M or 3000000")
-    found = float(match[1]) * _POWERS[match[2].lower()]
-    TOKENS.require("--capacity", found)
-    return int(found)
+    number = float(match[1]) * _POWERS[match[2].lower()]
+    TOKENS.require("--capacity", number)
+    return int(number)
 
 
 @contextmanager
@@ -104,21 +104,23 @@ def _progress(trace: Path) -> Iterator[Callable[[int], None]]:
         yield lambda num: bars.advance(task, num)
 
 
-def _table(found: Comparison, names: Sequence[str]) -> Table:
+def _table(comparison: Comparison, names: Sequence[str]) -> Table:
     """Hit ratios, a row for each policy and a column for each size."""
-    about = f"{found.requests} requests, {found.blocks} blocks of {found.block_tokens} tokens"
-    title = f"Share of blocks found\n{about}, {found.different_blocks} different"
+    about = f"{comparison.requests} requests, {comparison.blocks} blocks of {comparison.block_tokens} tokens"
+    title = f"Share of blocks found\n{about}, {comparison.different_blocks} different"
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    for tokens in found.optimal_hit_ratio:
+    for tokens in comparison.optimal_hit_ratio:
         table.add_column(_label(tokens), justify="right")
     table.add_column("ops/s", justify="right")
     for name in names:
-        rows = [row for row in found.policies if row.policy == name]
+        rows = [row for row in comparison.policies if row.policy == name]
         speed = sum(row.operations for row in rows) / max(1e-9, sum(row.cpu_s for row in rows))
         table.add_row(name, *(f"{row.hit_ratio:.3f}" for row in rows), f"{speed:,.0f}")
-    table.add_row("optimum", *(f"{ratio:.3f}" for ratio in found.optimal_hit_ratio.values()), "", style="bold")
-    table.add_row("infinite", *(f"{found.infinite_hit_ratio:.3f}" for _ in found.optimal_hit_ratio), "", style="dim")
+    table.add_row("optimum", *(f"{ratio:.3f}" for ratio in comparison.optimal_hit_ratio.values()), "", style="bold")
+    table.add_row(
+        "infinite", *(f"{comparison.infinite_hit_ratio:.3f}" for _ in comparison.optimal_hit_ratio), "", style="dim"
+    )
     return table
 
 

@@ -71,7 +71,7 @@ class Warm:
 
 
 WarmFlags = Annotated[Warm, Parameter(name="*")]
-NOTHING_SAID = Warm()
+DEFAULTS = Warm()
 
 
 def warm(
@@ -85,7 +85,7 @@ def warm(
     ],
     /,
     *,
-    what: WarmFlags = NOTHING_SAID,
+    what: WarmFlags = DEFAULTS,
     json: Annotated[bool, Parameter(help="Print JSON instead of a table.", negative=())] = False,
     engine: EngineFlags = ENGINE,
     log: LogFlags = LOG,
@@ -112,10 +112,10 @@ def warm(
     warm_up = _warming(read_documents(documents), what, report)
     try:
         if what.url is not None:
-            _require_alone(what)
+            _require_no_engine_flags(what)
             run_async(warm_up(what.url))
         else:
-            run_async(run_alongside("warm", _told(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
+            run_async(run_alongside("warm", _fleet_settings(what, engine, logs), lambda urls: warm_up(urls[ENDPOINT])))
     except ConfigError:
         raise
     except KvferryError as error:
@@ -125,9 +125,9 @@ def warm(
     return report.print()
 
 
-def _require_alone(what: Warm) -> None:
-    for name, given in (("model", what.model), ("store", what.store), ("kv-transfer-config", what.kv_transfer_config)):
-        if given:
+def _require_no_engine_flags(what: Warm) -> None:
+    for name, value in (("model", what.model), ("store", what.store), ("kv-transfer-config", what.kv_transfer_config)):
+        if value:
             raise ConfigError(f"--{name} is for an engine that is started here; leave it out, or leave out --url")
 
 
@@ -155,7 +155,7 @@ def _warming(documents: Iterator[Document], what: Warm, report: _Report) -> Warm
 # An engine of its own.
 
 
-def _told(what: Warm, engine: Any, log: LogConfig) -> FleetSettings:
+def _fleet_settings(what: Warm, engine: Any, log: LogConfig) -> FleetSettings:
     if what.model is None:
         raise ConfigError("kvferry cache warm: give the --url of a running instance or router, or --model and --store")
     if bool(what.store) == (what.kv_transfer_config is not None):
@@ -209,12 +209,12 @@ class _Report:
             self._bars.stop()
 
     def print(self) -> int:
-        """Print what became of each document. Returns the exit code."""
+        """Print the outcome of each document. Return the exit code."""
         if self.as_json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(self.outcomes)) + b"\n")
         else:
             Console(file=sys.stdout).print(_table(self.outcomes))
-        return int(any(one.error is not None for one in self.outcomes))
+        return int(any(outcome.error is not None for outcome in self.outcomes))
 
     def _started(self) -> Progress:
         if self._bars is None:
@@ -230,15 +230,15 @@ def _table(outcomes: list[Outcome]) -> Table:
     for name in ("tokens", "blocks", "there before", "kept", "pinned"):
         table.add_column(name, justify="right")
     table.add_column("", overflow="fold")
-    for one in outcomes:
-        figures = (one.num_tokens, one.num_blocks, one.num_before, one.num_kept, one.num_pinned)
-        table.add_row(one.document, *map(str, figures), one.error or "; ".join(_lacking(one)))
+    for outcome in outcomes:
+        figures = (outcome.num_tokens, outcome.num_blocks, outcome.num_before, outcome.num_kept, outcome.num_pinned)
+        table.add_row(outcome.document, *map(str, figures), outcome.error or "; ".join(_missing(outcome)))
     return table
 
 
-def _lacking(one: Outcome) -> Iterator[str]:
-    for tier in one.tiers:
+def _missing(outcome: Outcome) -> Iterator[str]:
+    for tier in outcome.tiers:
         if tier.refusal is not None:
             yield tier.refusal
-        if tier.num_present < one.num_blocks:
+        if tier.num_present < outcome.num_blocks:
             yield f"tier {tier.tier} has {tier.num_present}" + ("" if tier.is_healthy else " and does not answer")

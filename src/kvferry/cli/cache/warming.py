@@ -21,12 +21,12 @@ from kvferry.http.client.origin import Origin
 from kvferry.http.client.signed_client import SignedClient
 from kvferry.http.server.response import JSON
 
-LOOK_EVERY_S = 0.25
+POLL_INTERVAL_S = 0.25
 STALLED_S = 10.0
 """After this many seconds without further blocks, no more are expected."""
 ASK_S = 60.0
 MAX_TRIES = 3
-"""How often one document is tried, if the store dropped some of its blocks."""
+"""Number of attempts for a document of which the store drops blocks."""
 MAX_ANSWER = 2**30
 
 
@@ -81,14 +81,14 @@ class Server:
             max_bytes=MAX_ANSWER,
         )
         if status != 200:
-            raise (PathNotServed if status == 404 else NotWarmed)(_said(self.url, status, content))
+            raise (PathNotServed if status == 404 else NotWarmed)(_error_message(self.url, status, content))
         try:
             return msgspec.json.decode(content, type=answer_type)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise NotWarmed(f"{self.url} gave an answer to {path} that cannot be read: {error}") from error
 
 
-def _said(url: str, status: int, content: bytes) -> str:
+def _error_message(url: str, status: int, content: bytes) -> str:
     try:
         message = msgspec.json.decode(content)["error"]["message"]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
@@ -99,23 +99,23 @@ def _said(url: str, status: int, content: bytes) -> str:
 async def find_instances(server: Server) -> list[Server]:
     """The server itself or, behind a router, its prefill instances, which can keep KV. Raises `NotWarmed`."""
     try:
-        found = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
+        reply = await server.ask("GET", "/kvferry/instances", None, dict[str, list[dict[str, Any]]])
     except PathNotServed:
         return [server]
     shown = [
-        one
-        for one in found.get("instances", [])
-        if one.get("engine") in ("kvferry", None) and one.get("role") == "prefill"
+        instance
+        for instance in reply.get("instances", [])
+        if instance.get("engine") in ("kvferry", None) and instance.get("role") == "prefill"
     ]
-    ready = [one for one in shown if one.get("alive") and not one.get("draining")]
+    ready = [instance for instance in shown if instance.get("alive") and not instance.get("draining")]
     if not ready:
         raise NotWarmed(f"the router at {server.url} has no prefill instance of kvferry's that is serving")
-    if any("url" not in one for one in ready):
+    if any("url" not in instance for instance in ready):
         raise NotWarmed(
             f"the router at {server.url} shows its instances' addresses to operators only: give --admin-key, or, if the"
             " router was started without one, the --url of a prefill instance"
         )
-    return [Server(server.client, one["url"]) for one in ready]
+    return [Server(server.client, instance["url"]) for instance in ready]
 
 
 # The work.
@@ -140,13 +140,13 @@ async def warm_all(
 
     async def work(instance: Server) -> None:
         for document in left:  # one iterator, and nothing awaited while it is asked
-            one = Warming(instance, document, cache_salt, timeout_s, on_progress)
-            on_outcome(await one.run(pin=bool(pin)))
+            warming = Warming(instance, document, cache_salt, timeout_s, on_progress)
+            on_outcome(await warming.run(pin=bool(pin)))
 
     if pin is None:
         for document in left:
             each = (Warming(instance, document, cache_salt, timeout_s, on_progress) for instance in instances)
-            on_outcome(_worst(await asyncio.gather(*(one.unpin() for one in each))))
+            on_outcome(_worst_outcome(await asyncio.gather(*(warming.unpin() for warming in each))))
         return
     tasks = [asyncio.create_task(work(instance)) for instance in instances]
     try:
@@ -174,12 +174,12 @@ class Warming:
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._tokens = await self._tokenize()
-                before = await self._look()
+                before = await self._fetch_kept()
                 if not before.num_blocks:
                     raise NotWarmed(f"it has {before.num_tokens} tokens, less than a block of KV ({before.block_size})")
-                after = before if _has_all(before) else await self._fill(before)
+                after = before if _is_complete(before) else await self._fill(before)
                 if pin and after.is_complete:
-                    after = await self._look(pin=True)
+                    after = await self._fetch_kept(pin=True)
         except TimeoutError:
             return Outcome(document=name, error=f"not kept within {self._timeout_s:g} s; raise --timeout-s")
         except KvferryError as error:
@@ -191,7 +191,7 @@ class Warming:
         try:
             async with asyncio.timeout(self._timeout_s):
                 self._tokens = await self._tokenize()
-                after = await self._look(pin=False)
+                after = await self._fetch_kept(pin=False)
         except TimeoutError:
             return Outcome(document=self._document.name, error=f"not unpinned within {self._timeout_s:g} s")
         except KvferryError as error:
@@ -208,32 +208,32 @@ class Warming:
         )
 
     async def _tokenize(self) -> list[int]:
-        given = self._document.body.get("prompt")
-        if isinstance(given, list):
-            return _token_ids(given)
+        prompt = self._document.body.get("prompt")
+        if isinstance(prompt, list):
+            return _token_ids(prompt)
         body = {key: value for key, value in self._document.body.items() if key != "cache_salt"}
         answer = await self._instance.ask("POST", "/tokenize", body, dict[str, Any])
         return _token_ids(answer.get("tokens"))
 
-    async def _look(self, *, pin: bool | None = None) -> KeptBlocks:
+    async def _fetch_kept(self, *, pin: bool | None = None) -> KeptBlocks:
         body = {"tokens": self._tokens, **({} if pin is None else {"pin": pin}), **self._salted()}
         try:
-            kept = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
+            blocks = await self._instance.ask("POST", "/kvferry/kept", body, KeptBlocks)
         except PathNotServed as error:
             raise NotWarmed(
                 f"{self._instance.url} is not an instance of kvferry's engine; only those report what they keep"
             ) from error
-        self._on_progress(self._document.name, kept.num_present, kept.num_blocks)
-        return kept
+        self._on_progress(self._document.name, blocks.num_present, blocks.num_blocks)
+        return blocks
 
-    async def _fill(self, kept: KeptBlocks) -> KeptBlocks:
+    async def _fill(self, blocks: KeptBlocks) -> KeptBlocks:
         """Compute until all tiers have it, or no more blocks arrive."""
         for _ in range(MAX_TRIES):
-            before = kept
-            kept = await self._compute()
-            if _has_all(kept) or _num_held(kept) <= _num_held(before):
+            before = blocks
+            blocks = await self._compute()
+            if _is_complete(blocks) or _num_held(blocks) <= _num_held(before):
                 break
-        return kept
+        return blocks
 
     async def _compute(self) -> KeptBlocks:
         """Compute it once. Returns when the store has all of it, or has nothing left to write, or no block of this
@@ -245,15 +245,15 @@ class Warming:
             num_held, since_s = -1, SYSTEM_CLOCK.monotonic()
             while True:
                 is_computed = computing.done()
-                kept = await self._look()
-                if not is_computed or _num_held(kept) != num_held:
-                    num_held, since_s = _num_held(kept), SYSTEM_CLOCK.monotonic()
+                blocks = await self._fetch_kept()
+                if not is_computed or _num_held(blocks) != num_held:
+                    num_held, since_s = _num_held(blocks), SYSTEM_CLOCK.monotonic()
                 if is_computed and (
-                    kept.is_settled or _has_all(kept) or SYSTEM_CLOCK.monotonic() - since_s >= STALLED_S
+                    blocks.is_settled or _is_complete(blocks) or SYSTEM_CLOCK.monotonic() - since_s >= STALLED_S
                 ):
                     computing.result()
-                    return kept
-                await asyncio.sleep(LOOK_EVERY_S)
+                    return blocks
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)
@@ -265,9 +265,9 @@ class Warming:
         num_pinned = max((tier.num_pinned for tier in after.tiers), default=0)
         error = None
         if not after.is_complete:
-            error = f"the store keeps {after.num_present} of {after.num_blocks} blocks: {_why(after)}"
+            error = f"the store keeps {after.num_present} of {after.num_blocks} blocks: {_missing_reason(after)}"
         elif pin and num_pinned < after.num_blocks:
-            error = f"the store pinned {num_pinned} of {after.num_blocks} blocks: {_why(after)}"
+            error = f"the store pinned {num_pinned} of {after.num_blocks} blocks: {_missing_reason(after)}"
         return Outcome(
             document=self._document.name,
             error=error,
@@ -280,31 +280,31 @@ class Warming:
         )
 
 
-def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+def _worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """One document's worst outcome at several instances: one that failed, or else the one with the most blocks."""
     return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
 
 
-def _token_ids(given: object) -> list[int]:
+def _token_ids(prompt: object) -> list[int]:
     try:
-        return msgspec.convert(given, list[int])
+        return msgspec.convert(prompt, list[int])
     except msgspec.ValidationError as error:
         raise NotWarmed(f"its tokens cannot be read: {error}") from error
 
 
-def _has_all(kept: KeptBlocks) -> bool:
-    """Whether each tier that answers has every block, and one does."""
-    return kept.is_complete and all(tier.num_present == kept.num_blocks for tier in kept.tiers if tier.is_healthy)
+def _is_complete(blocks: KeptBlocks) -> bool:
+    """True if at least one tier answers, and each that answers has every block."""
+    return blocks.is_complete and all(tier.num_present == blocks.num_blocks for tier in blocks.tiers if tier.is_healthy)
 
 
-def _num_held(kept: KeptBlocks) -> int:
-    return sum(tier.num_present for tier in kept.tiers)
+def _num_held(blocks: KeptBlocks) -> int:
+    return sum(tier.num_present for tier in blocks.tiers)
 
 
-def _why(kept: KeptBlocks) -> str:
-    ill = [tier.tier for tier in kept.tiers if not tier.is_healthy]
+def _missing_reason(blocks: KeptBlocks) -> str:
+    ill = [tier.tier for tier in blocks.tiers if not tier.is_healthy]
     if ill:
         return f"tier {', '.join(ill)} does not answer"
-    if refusals := [tier.refusal for tier in kept.tiers if tier.refusal is not None]:
+    if refusals := [tier.refusal for tier in blocks.tiers if tier.refusal is not None]:
         return "; ".join(refusals)
     return "it is full, or too small for the document; see the instance's log and its store's max_bytes"

@@ -54,8 +54,8 @@ PHASES = (
     ("transfer", "prefill_done", "transfer_done", "yellow"),
     ("decode", "transfer_done", "done", "green"),
 )
-"""What a request's time went into: name, from, to, colour (without colours, its first letter). The transfer is the part
-of it that follows the end of prefill."""
+"""Phases of a request: name, from, to, colour (without colours, its first letter). The transfer is its part after the
+end of prefill."""
 
 
 def demo(
@@ -67,7 +67,7 @@ def demo(
 ) -> int:
     """Serve a model with prefill and decode apart, ask it for a few completions, and show where the time went.
 
-    The completions are drawn at random, with a seed, and every token is compared with those of one plain instance.
+    The completions are drawn at random, with a seed, and every token is compared with a plain instance's.
     Ends by itself:
 
         kvferry demo
@@ -76,37 +76,37 @@ def demo(
     set_up_logging(logs, "supervisor")
     DigestCache()  # as in `run_attended`
     console = Console(highlight=False)
-    told = FleetSettings(
+    settings = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
         # float32: in bfloat16, two machines' rounding may part the ways of two equally likely tokens.
         engine=EngineConfig(model=model, dtype="float32", kv_cache_memory="256MiB"),
         instance=InstanceSpec(served_model_name=("demo",)),
-        # Without --keep, this command is the only client, and no longer waits for answers when it is told to end.
+        # Without --keep, this command is the only client, and no longer waits for answers once it is stopped.
         listen=Listen(port=port) if keep else Listen(port=port, grace_s=0.0),
         log=logs,
     )
-    check_before_start(told.engine, told.choice, told.listen, told.access)
-    return run_async(_run(told, console, keep))
+    check_before_start(settings.engine, settings.choice, settings.listen, settings.access)
+    return run_async(_run(settings, console, keep))
 
 
-async def _run(told: FleetSettings, console: Console, keep: bool) -> int:
+async def _run(settings: FleetSettings, console: Console, keep: bool) -> int:
     """Run the fleet, a plain instance and the demo's requests side by side; the first to end ends the others."""
     token = fleet_token()
-    watching = _Watching(make_display(told.log))
+    watching = _Watching(make_display(settings.log))
     forks = ForkServer()
     make_recipe = partial(local_recipe, token=token, command=serve)
     split, plain = (
-        AttendedFleet(fleet, make_recipe, display, token=token, grace_s=told.listen.grace_s, fork_server=forks)
-        for fleet, display in ((fleet_of("demo", told), watching), (_plain(told), _Beside(watching)))
+        AttendedFleet(fleet, make_recipe, display, token=token, grace_s=settings.listen.grace_s, fork_server=forks)
+        for fleet, display in ((fleet_of("demo", settings), watching), (_plain(settings), _Beside(watching)))
     )
-    serving = [asyncio.create_task(one.run()) for one in (split, plain)]
+    serving = [asyncio.create_task(endpoint.run()) for endpoint in (split, plain)]
     asking = asyncio.create_task(_ask_and_show(watching, console))
     await asyncio.wait([*serving, asking], return_when=asyncio.FIRST_COMPLETED)
     try:
         code = asking.result() if asking.done() else 1
         if code == 0 and not keep:
-            console.print(_next_step(told.engine.model), soft_wrap=True)
-        if keep and code == 0 and not any(one.done() for one in serving):
+            console.print(_next_step(settings.engine.model), soft_wrap=True)
+        if keep and code == 0 and not any(endpoint.done() for endpoint in serving):
             console.print(f"\nStill serving at [bold]{watching.urls[_ROUTER]}[/bold]; Ctrl-C ends everything.")
             await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
     except KvferryError as error:
@@ -114,16 +114,16 @@ async def _run(told: FleetSettings, console: Console, keep: bool) -> int:
         code = 1
     finally:
         asking.cancel()
-        for one in (split, plain):
-            one.stop()
+        for endpoint in (split, plain):
+            endpoint.stop()
         ended = await asyncio.gather(*serving)
         await forks.close()
     return code or max(ended)
 
 
-def _plain(told: FleetSettings) -> DesiredFleet:
+def _plain(settings: FleetSettings) -> DesiredFleet:
     """One more instance of the model, which does both phases and moves no KV, on the cores of the others."""
-    alone = replace(told, spec=FleetSpec(), listen=replace(told.listen, port=0))
+    alone = replace(settings, spec=FleetSpec(), listen=replace(settings.listen, port=0))
     return msgspec.structs.replace(fleet_of("plain", alone), role={"both": RoleSpec()})
 
 
@@ -141,7 +141,7 @@ class _Watching:
         self._inner = inner
         self.urls: dict[str, str] = {}
         self.up_beside, self.is_up = asyncio.Event(), asyncio.Event()
-        """Whether the plain instance serves, and the fleet."""
+        """True if the plain instance serves, and the fleet."""
         self._printing = False
         self._waiting: deque[tuple[str, str]] = deque(maxlen=_MAX_WAITING)
 
@@ -175,7 +175,7 @@ class _Watching:
 
 
 class _Beside:
-    """The display of the plain instance, which is not what the user has asked for."""
+    """The display of the plain instance, which the user did not ask for."""
 
     def __init__(self, watching: _Watching) -> None:
         self._watching = watching
@@ -188,7 +188,7 @@ class _Beside:
         self._watching.up_beside.set()
 
     def note(self, text: str) -> None:
-        """Ignored: the other display says the same."""
+        """Ignored: the other display shows the same."""
 
     def close(self) -> None:
         """Does nothing: the other display restores the terminal."""
@@ -298,14 +298,16 @@ def _mark(phase: str, console: Console) -> str:
 
 
 def _compare(
-    pieces: Sequence[DemoPrompt], found: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
+    pieces: Sequence[DemoPrompt], answers: Sequence[DemoAnswer], plain: Sequence[DemoAnswer], console: Console
 ) -> int:
     differing = [
-        piece.name for piece, one, other in zip(pieces, found, plain, strict=True) if one.token_ids != other.token_ids
+        piece.name
+        for piece, split_answer, plain_answer in zip(pieces, answers, plain, strict=True)
+        if split_answer.token_ids != plain_answer.token_ids
     ]
     if differing:
-        console.print(f"✗ The tokens of {', '.join(differing)} differ from those of one plain instance.", style="red")
+        console.print(f"✗ The tokens of {', '.join(differing)} differ from a plain instance's.", style="red")
         return 1
-    total = sum(len(answer.token_ids) for answer in found)
-    console.print(f"✓ All {total} tokens equal those of one plain instance.", style="bold green")
+    total = sum(len(answer.token_ids) for answer in answers)
+    console.print(f"✓ All {total} tokens equal a plain instance's.", style="bold green")
     return 0

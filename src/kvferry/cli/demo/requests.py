@@ -1,4 +1,4 @@
-"""What the demo asks its endpoints for, and the answers with the time of each token."""
+"""The demo's requests, and the answers with the time of each token."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class DemoAnswer:
     text: str = ""
     timeline: Timeline = field(default_factory=Timeline)
     kv_transfer_params: dict[str, Any] | None = None
-    """The ticket, of an instance that was asked for one."""
+    """The ticket, if one was requested."""
     asked_s: float = 0.0
     token_times_s: list[float] = field(default_factory=list)
-    """When each token arrived here, on the same monotonic clock as `asked_s`."""
+    """Arrival time of each token, on the same monotonic clock as `asked_s`."""
 
 
 @dataclass(frozen=True)

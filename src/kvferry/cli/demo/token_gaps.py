@@ -101,7 +101,7 @@ def draw_stalls(measured: Mapping[str, TokenGaps], width: int, characters: Chara
 
 
 def verdict(disaggregated: TokenGaps, plain: TokenGaps) -> tuple[str, bool]:
-    """What the two streams show in a sentence or two, and whether the first had the shorter longest gap."""
+    """The result of both streams in a sentence or two, and True if the first had the shorter longest gap."""
     split, whole = max(disaggregated.gaps_s) * 1e3, max(plain.gaps_s) * 1e3
     usual = statistics.median(disaggregated.gaps_s) * 1e3, statistics.median(plain.gaps_s) * 1e3
     figures = (

@@ -27,9 +27,9 @@ Role = Literal["prefill", "decode"]
 
 _PATH = "/kvferry/instances"
 _ASK_S = 10.0
-_LOOK_AGAIN_S = 0.5
+_POLL_INTERVAL_S = 0.5
 _KEY = (
-    "this needs an operator: set KVFERRY_AUTH_TOKEN to that of the router, or give --admin-key; if the router has"
+    "this needs an operator: set KVFERRY_AUTH_TOKEN to the router's, or give --admin-key; if the router has"
     " neither, the user who started the router is its operator, on that machine"
 )
 
@@ -107,9 +107,14 @@ def show(*, where: WhereFlags = _HERE) -> int:
     instances = ask(where, "GET", _PATH, _Listed).instances
     if not instances:
         sys.stderr.write("kvferry: the router has no instances\n")
-    for one in instances:
-        state = "drained" if one.drained else "draining" if one.draining else "up" if one.alive else "down"
-        sys.stdout.write(f"{one.name:<14} {state:<9} {one.in_flight:>5} running  {one.engine or '?':<8} {one.url}\n")
+    for instance in instances:
+        state = (
+            "drained" if instance.drained else "draining" if instance.draining else "up" if instance.alive else "down"
+        )
+        sys.stdout.write(
+            f"{instance.name:<14} {state:<9} {instance.in_flight:>5} running  {instance.engine or '?':<8}"
+            f" {instance.url}\n"
+        )
     return 0
 
 
@@ -127,7 +132,7 @@ def add(
     if bootstrap_port is not None:
         PORT.require("--bootstrap-port", bootstrap_port)
     more = {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-    return _told(ask(where, "POST", f"{_PATH}/add", _Changed, {"role": role, "url": url, **more}), "added")
+    return _print_change(ask(where, "POST", f"{_PATH}/add", _Changed, {"role": role, "url": url, **more}), "added")
 
 
 @app.command
@@ -143,12 +148,12 @@ def drain(
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
     answer = ask(where, "POST", f"{_PATH}/drain", _Changed, {"instance": instance})
     while not answer.drained and SYSTEM_CLOCK.monotonic() < deadline:
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
         try:
             answer = ask(where, "POST", f"{_PATH}/drain", _Changed, {"instance": answer.name})
         except _NotThere:
             answer.drained = True  # one that leaves by itself is forgotten as soon as it is drained
-    _told(answer, "drained" if answer.drained else "draining")
+    _print_change(answer, "drained" if answer.drained else "draining")
     return 0 if answer.drained or not wait_s else 1
 
 
@@ -160,21 +165,23 @@ def remove(
     where: WhereFlags = _HERE,
 ) -> int:
     """Remove an instance that is drained; with --force, one that is not."""
-    return _told(ask(where, "POST", f"{_PATH}/remove", _Changed, {"instance": instance, "force": force}), "removed")
+    return _print_change(
+        ask(where, "POST", f"{_PATH}/remove", _Changed, {"instance": instance, "force": force}), "removed"
+    )
 
 
 @app.command(name="role")
 def change_role(instance: Name, role: RoleArgument, *, where: WhereFlags = _HERE) -> int:
     """Make an instance that can do both prefill instead of decode, or the other way round."""
-    return _told(ask(where, "POST", f"{_PATH}/role", _Changed, {"instance": instance, "role": role}), "changed")
+    return _print_change(ask(where, "POST", f"{_PATH}/role", _Changed, {"instance": instance, "role": role}), "changed")
 
 
-def _told(answer: _Changed, what: str) -> int:
+def _print_change(answer: _Changed, what: str) -> int:
     sys.stdout.write(f"{answer.name} ({answer.url}): {what}\n")
     return 0
 
 
-def ask(where: RouterAddress, method: str, path: str, wanted: type[Answer], body: object = None) -> Answer:
+def ask(where: RouterAddress, method: str, path: str, answer_type: type[Answer], body: object = None) -> Answer:
     """The router's answer. Raises `ConfigError` if there is none, it is an error, or it is not a router's."""
     router = Origin.parse(where.router, "--router")
     try:
@@ -187,7 +194,7 @@ def ask(where: RouterAddress, method: str, path: str, wanted: type[Answer], body
         kind = _NotThere if status == 404 else ConfigError
         raise kind(f"the router answered {status}: {_KEY if status == 401 else _message(content)}")
     try:
-        return msgspec.json.decode(content, type=wanted)
+        return msgspec.json.decode(content, type=answer_type)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"what answers at {router} is no router of kvferry's: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
-from kvferry.cli.attended import leave_at_once
+from kvferry.cli.attended import exit_now
 from kvferry.cli.fleet_settings import grace_of, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -35,9 +35,9 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.models.digest_cache import DigestCache
 from kvferry.observe.logs import TEXT, set_up_logging
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 _BEGIN_S = 20.0
-"""How long a controller may take to begin."""
+"""Seconds that a controller may take to start."""
 _KILLED_S = 10.0
 """Seconds to wait for a killed controller to end."""
 _LOG = "controller.log"
@@ -63,8 +63,8 @@ def control(
 
 
 async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:
-    """Run a fleet's controller until it is told to end. If it was silent for so long that another may have taken over,
-    it begins anew, and waits for that one. `follows`: as in `Controller`; `owner`: of the members, as in
+    """Run a fleet's controller until a signal. If its heartbeat was late, so that another controller may have taken
+    over, it starts again, and waits for the other one. `follows`: as in `Controller`; `owner`: of the members, as in
     `BackendContext`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
     backend = make_backend(running_folder(ledger), fleet, owner)
@@ -85,18 +85,18 @@ async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner
         try:
             end = await controller.run()
             if isinstance(end, LeadershipLost):
-                _begin_anew()
+                _restart()
             if isinstance(end, ShutdownRequested):
                 await controller.bring_down()
         finally:
             await backend.close()
             controller.close()
     if backend.hangs:
-        leave_at_once(0)
+        exit_now(0)
     return 0
 
 
-def _begin_anew() -> NoReturn:
+def _restart() -> NoReturn:
     """Replace this process by a new start of its program. What it has asked for, and what hangs, is left behind: a
     connection to a cluster that does not answer can neither be closed in time nor used again."""
     os.execv(PROGRAM[0], [*PROGRAM, *sys.argv[1:]])
@@ -152,11 +152,11 @@ def require_controller(ledger: Ledger, name: str) -> None:
     while not ledger.has_controller:
         if process.poll() is not None and not ledger.has_controller:
             if not ledger.exists or (process.returncode == 0 and is_ending(ledger)):
-                return  # somebody has deleted the fleet, whose end takes less than a look here
-            raise ConfigError(f"the controller of {name} ended at once: {why_ended(ledger)}")
+                return  # the fleet was deleted, and ended before the next check
+            raise ConfigError(f"the controller of {name} ended at once: {controller_exit_reason(ledger)}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             raise ConfigError(f"the controller of {name} has not started; see {path}")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _private(path: str, flags: int) -> int:
@@ -174,7 +174,7 @@ def _end_hung(ledger: Ledger, name: str) -> None:
     while ledger.has_controller:
         if SYSTEM_CLOCK.monotonic() > deadline:
             raise ConfigError(f"{who} hangs, and does not end when it is killed")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def last_error(ledger: Ledger) -> str:
@@ -183,16 +183,16 @@ def last_error(ledger: Ledger) -> str:
         last = (ledger.folder / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
     except OSError:
         return ""
-    return next((one.removeprefix(ERROR_PREFIX) for one in last if one.startswith(ERROR_PREFIX)), "")
+    return next((line.removeprefix(ERROR_PREFIX) for line in last if line.startswith(ERROR_PREFIX)), "")
 
 
-def why_ended(ledger: Ledger) -> str:
+def controller_exit_reason(ledger: Ledger) -> str:
     """The last controller's final error, or where to look for it."""
     return last_error(ledger) or f"see {ledger.folder / _LOG}"
 
 
 def is_ending(ledger: Ledger) -> bool:
-    """Whether the fleet is being deleted, or has been."""
+    """True if the fleet is being deleted, or has been."""
     try:
         return not ledger.exists or ledger.wanted().deleted
     except ConfigError:  # it cannot be read, so no controller would end its members

@@ -15,14 +15,14 @@ import msgspec
 from cyclopts import Parameter
 
 from kvferry.cli.fleet.controllers import (
-    LOOK_S,
+    POLL_INTERVAL_S,
     Fleet,
     control,
+    controller_exit_reason,
     existing_ledger,
     is_ending,
     make_backend,
     require_controller,
-    why_ended,
 )
 from kvferry.cli.fleet.show import event_text, show_steps, status
 from kvferry.core.clock import SYSTEM_CLOCK
@@ -69,7 +69,7 @@ def apply(
         why = f"{what}: with max = count and roll.unavailable = 0, no roll can replace anything"
         sys.stderr.write(f"kvferry: {why}; raise one of max and roll.unavailable to be able to change settings\n")
     _wait_for_end(ledger, wait_s)
-    return _pursue(ledger, ledger.want(fleet), wait_s)
+    return _apply_and_follow(ledger, ledger.want(fleet), wait_s)
 
 
 def scale(
@@ -82,15 +82,15 @@ def scale(
     """Change how many instances of a role, or units, there are: `kvferry fleet scale chat prefill=3 decode=2`."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
-    def scaled(wanted: DesiredState) -> DesiredFleet:
-        fleet = wanted.fleet
+    def scaled(desired: DesiredState) -> DesiredFleet:
+        fleet = desired.fleet
         if fleet.scale is not None and not fleet.scale.recommend:
             why = "has a table [scale], which decides about its counts; change min and max in its spec"
             raise ConfigError(f"{name} {why}")
-        for one in counts:
-            what, _, number = one.partition("=")
+        for count in counts:
+            what, _, number = count.partition("=")
             if not (number.isascii() and number.isdecimal()):
-                raise ConfigError(f"{one!r} is not a role and a number; write it as prefill=3")
+                raise ConfigError(f"{count!r} is not a role and a number; write it as prefill=3")
             fleet = _scaled(fleet, what, read_value(what, number, Number))
         return check_fleet(fleet)
 
@@ -110,11 +110,11 @@ def rollback(
     to: Annotated[str | None, Parameter(help="Revision, as `status` shows it. Default: the one before.")] = None,
     wait_s: Wait = 600.0,
 ) -> int:
-    """Return a fleet to its settings before its last change of revision, or to those of revision --to."""
+    """Return a fleet to its settings before its last change of revision, or to the settings of revision --to."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
 
-    def before(wanted: DesiredState) -> DesiredFleet:
-        earlier = {one.revision: one for one in wanted.earlier}
+    def before(desired: DesiredState) -> DesiredFleet:
+        earlier = {past.revision: past for past in desired.earlier}
         if not earlier:
             raise ConfigError(f"{name} has no earlier revision to roll back to")
         revision = to or next(iter(earlier))
@@ -150,8 +150,8 @@ def delete(name: Fleet, *, wait_s: Wait = 600.0) -> int:
 
 
 def _set_pause(name: str, *, pause: bool, wait_s: float = 0.0) -> int:
-    def set_pause(wanted: DesiredState) -> DesiredFleet:
-        return msgspec.structs.replace(wanted.fleet, roll=msgspec.structs.replace(wanted.fleet.roll, pause=pause))
+    def set_pause(desired: DesiredState) -> DesiredFleet:
+        return msgspec.structs.replace(desired.fleet, roll=msgspec.structs.replace(desired.fleet.roll, pause=pause))
 
     return _change(name, set_pause, wait_s)
 
@@ -161,7 +161,7 @@ def _scaled(fleet: DesiredFleet, what: str, number: int) -> DesiredFleet:
         if what != "unit":
             raise ConfigError(f"{fleet.name} is in replica mode, where units are scaled: unit={number}")
         return msgspec.structs.replace(fleet, unit=msgspec.structs.replace(fleet.unit, count=number))
-    role = next((one for name, one in fleet.role.items() if name == what), None)
+    role = next((role_spec for name, role_spec in fleet.role.items() if name == what), None)
     if role is None:
         raise ConfigError(unknown_key(repr(what[:40]), what, fleet.role, "role"))
     return msgspec.structs.replace(fleet, role={**fleet.role, what: msgspec.structs.replace(role, count=number)})
@@ -170,19 +170,19 @@ def _scaled(fleet: DesiredFleet, what: str, number: int) -> DesiredFleet:
 def _change(name: str, how: Callable[[DesiredState], DesiredFleet], wait_s: float) -> int:
     ledger = existing_ledger(name)
     _require_not_followed(ledger)
-    return _pursue(ledger, ledger.change(how), wait_s)
+    return _apply_and_follow(ledger, ledger.change(how), wait_s)
 
 
-def _pursue(ledger: Ledger, wanted: DesiredState, wait_s: float) -> int:
+def _apply_and_follow(ledger: Ledger, desired: DesiredState, wait_s: float) -> int:
     """Have a controller carry it out."""
-    name, begun = wanted.fleet.name, SYSTEM_CLOCK.wall()
+    name, begun = desired.fleet.name, SYSTEM_CLOCK.wall()
     try:
         require_controller(ledger, name)
-        if wanted.fleet.roll.pause:  # what is wanted will not be, however long anybody waits
+        if desired.fleet.roll.pause:  # what is wanted will not be, however long anybody waits
             until = f"until `kvferry fleet resume {name}`"
             sys.stdout.write(f"{name} is paused: nothing is started, stopped or replaced {until}\n")
             return 0
-        return _follow(ledger, wanted, begun, wait_s) if wait_s else 0
+        return _follow(ledger, desired, begun, wait_s) if wait_s else 0
     except KeyboardInterrupt:
         sys.stderr.write(f"kvferry: {name} goes on without being watched: kvferry fleet status {name}\n")
         return 130
@@ -192,15 +192,15 @@ def _pursue(ledger: Ledger, wanted: DesiredState, wait_s: float) -> int:
 
 
 def _require_not_followed(ledger: Ledger) -> None:
-    """What a controller has from a file, it would go back to. Raises `ConfigError`."""
+    """Raise `ConfigError` if a controller follows a file, to which it would revert any change."""
     try:
-        wanted = ledger.wanted()
+        desired = ledger.wanted()
     except ConfigError:
         return
-    if wanted.source and (holder := ledger.controller) is not None and holder.follows:
-        name = wanted.fleet.name
+    if desired.source and (holder := ledger.controller) is not None and holder.follows:
+        name = desired.fleet.name
         raise ConfigError(
-            f"`kvferry fleet run` keeps {name} as {wanted.source} says: change that file, or end it first"
+            f"`kvferry fleet run` keeps {name} as {desired.source} says: change that file, or end it first"
         )
 
 
@@ -208,7 +208,7 @@ def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
     """A fleet stays where it is: elsewhere, no controller would find its members. Raises `ConfigError`."""
     try:
         before = ledger.wanted()
-    except ConfigError:  # there is none, or nobody can read what it was to be
+    except ConfigError:  # it does not exist, or its state cannot be read
         return
     for what, was, is_to_be in (
         ("kind", before.fleet.backend.kind, fleet.backend.kind),
@@ -231,31 +231,31 @@ def _wait_for_end(ledger: Ledger, wait_s: float) -> None:
     while ledger.has_controller and is_ending(ledger):
         if SYSTEM_CLOCK.monotonic() >= deadline:
             raise ConfigError(f"{ledger.folder.name} is ending; apply its spec once it has ended")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 # What becomes of it.
 
 
-def _follow(ledger: Ledger, wanted: DesiredState, begun: float, wait_s: float) -> int:
+def _follow(ledger: Ledger, desired: DesiredState, begun: float, wait_s: float) -> int:
     """Show what is done from `begun` on, until the fleet has reached its desired state; exit code 1 if that takes too
     long or is impossible."""
-    deadline, fleet = SYSTEM_CLOCK.monotonic() + wait_s, wanted.fleet
+    deadline, fleet = SYSTEM_CLOCK.monotonic() + wait_s, desired.fleet
     shown, trouble = 0, tuple[str, ...]()
     while True:
-        events = [one for one in ledger.history() if one.at >= begun]
+        events = [recent for recent in ledger.history() if recent.at >= begun]
         for event in events[shown:]:
             sys.stderr.write(f"kvferry: {event_text(event)}\n")
         shown = len(events)
         seen = ledger.current_status()
-        if seen is not None and seen.number >= wanted.number:
+        if seen is not None and seen.number >= desired.number:
             if seen.settled:
                 sys.stdout.write(f"{fleet.name} is up: {seen.url}\n")
                 return 0
             if seen.passing and seen.trouble != trouble:
                 sys.stderr.write(f"kvferry: waiting: {seen.trouble[0]}\n")
             trouble = seen.trouble
-            if trouble and not seen.passing and not any(one.phase == "starting" for one in seen.members):
+            if trouble and not seen.passing and not any(recent.phase == "starting" for recent in seen.members):
                 _complain(trouble)
                 return 1
         if (holder := ledger.controller) is not None and holder.hangs:
@@ -263,11 +263,11 @@ def _follow(ledger: Ledger, wanted: DesiredState, begun: float, wait_s: float) -
         if not ledger.has_controller:
             if is_ending(ledger):
                 raise ConfigError(f"{fleet.name} has been deleted meanwhile")
-            raise ConfigError(f"the controller of {fleet.name} has ended: {why_ended(ledger)}")
+            raise ConfigError(f"the controller of {fleet.name} has ended: {controller_exit_reason(ledger)}")
         if SYSTEM_CLOCK.monotonic() > deadline:
             _complain([f"{fleet.name} is not as it is to be after {wait_s:g} s; it goes on"])
             return 1
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _complain(lines: Sequence[str]) -> None:
@@ -276,14 +276,14 @@ def _complain(lines: Sequence[str]) -> None:
 
 
 def _see_end(ledger: Ledger, name: str, wait_s: float) -> int:
-    """Whoever deletes a fleet at the same time may be the one that sees it end."""
+    """Wait for the end of a fleet, which another process may be deleting at the same time."""
     deadline = SYSTEM_CLOCK.monotonic() + wait_s
     require_controller(ledger, name)
     while ledger.exists and ledger.has_controller:
         if SYSTEM_CLOCK.monotonic() >= deadline:
             sys.stderr.write(f"kvferry: {name} is ending; `kvferry fleet status {name}` shows what is left\n")
             return 1 if wait_s else 0
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         if (holder := ledger.controller) is not None and holder.hangs:
             require_controller(ledger, name)
     if ledger.exists and not ledger.forget(running_path(ledger)):

@@ -41,10 +41,10 @@ def recommend(
 
     `kvferry fleet render` writes a Deployment of it. Nothing is started or stopped; SIGTERM ends the command.
     """
-    for one in router:
-        Origin.parse(one, "--router")
+    for url in router:
+        Origin.parse(url, "--router")
     set_up_logging(TEXT, "recommender")
-    run_async(_recommend(SpecFile(spec, read_recommended), tuple(one.rstrip("/") for one in router)))
+    run_async(_recommend(SpecFile(spec, read_recommended), tuple(url.rstrip("/") for url in router)))
     return 0
 
 
@@ -61,10 +61,10 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
         who = "another process" if other is None else f"process {other.pid}"
         raise ConfigError(f"{who} recommends for {spec.fleet.name} on this machine already; end it first")
     with closing(lease):
-        await _until_told_to_end(spec, routers, ledger)
+        await _run_until_signal(spec, routers, ledger)
 
 
-async def _until_told_to_end(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
+async def _run_until_signal(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
     async with RouterClient(http_secret()) as front:
         running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
         for number in shutdown_signals():

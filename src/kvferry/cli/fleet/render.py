@@ -69,13 +69,13 @@ def render(
 
     fleet = read_fleet(spec)
     check(fleet)
-    write = _how_to_write(fleet, controller, autoscaler, prometheus and _url("--prometheus", prometheus))
+    write = _select_renderer(fleet, controller, autoscaler, prometheus and _url("--prometheus", prometheus))
     if chart is not None:
         try:
             files = write_chart(fleet, chart, lambda values: write(values, ""))
         except OSError as error:
             raise ConfigError(f"--chart {chart}: {error.strerror or error}") from error
-        sys.stdout.write("".join(f"{one}\n" for one in files))
+        sys.stdout.write("".join(f"{file}\n" for file in files))
         return 0
     token = shared_token("the Secret") if os.environ.get(AUTH_TOKEN) else ""
     values = Values()
@@ -85,11 +85,11 @@ def render(
     return 0
 
 
-def _how_to_write(
+def _select_renderer(
     fleet: DesiredFleet, controller: str | None, autoscaler: Kind | None, prometheus: str | None
 ) -> Callable[[Values, str], list[Object]]:
-    """What gives the objects, for values and a token. Raises `ConfigError` for flags that contradict each other, and
-    for what cannot be done so."""
+    """The function that renders the objects, from values and a token. Raises `ConfigError` for contradictory flags, and
+    for unsupported ones."""
     from kvferry.fleet.backends.kubernetes.manifests.autoscaling import Autoscaling, chosen
     from kvferry.fleet.backends.kubernetes.manifests.controller_objects import (
         key_needing_controller,
@@ -112,7 +112,7 @@ def _how_to_write(
         sys.stderr.write(f"kvferry: kvferry's controller makes the pods{why}\n")
         return lambda values, token: render_controller(fleet, values, token)
     autoscaling = Autoscaling(chosen(fleet, autoscaler, prometheus or ""), prometheus or "")
-    _say_what_scales(fleet, autoscaling)
+    _warn_of_scaling(fleet, autoscaling)
     return lambda values, token: render(fleet, values, token, autoscaling)
 
 
@@ -127,7 +127,7 @@ def _url(flag: str, url: str) -> str:
     return url
 
 
-def _say_what_scales(fleet: DesiredFleet, autoscaling: Autoscaling) -> None:
+def _warn_of_scaling(fleet: DesiredFleet, autoscaling: Autoscaling) -> None:
     from kvferry.fleet.backends.kubernetes.manifests.autoscaling import why_not
 
     kubernetes = fleet.backend.kubernetes

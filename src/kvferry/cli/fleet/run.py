@@ -24,8 +24,8 @@ from kvferry.observe.logs import TEXT, set_up_logging
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-"""How often the file is looked at."""
+_POLL_INTERVAL_S = 1.0
+"""Seconds between two checks of the file."""
 
 
 def add_to(fleet: App) -> None:
@@ -57,7 +57,7 @@ def run(
 
 async def _run(followed: _Followed, owner: str) -> None:
     async with asyncio.TaskGroup() as group:
-        following = group.create_task(followed.keep_looking())
+        following = group.create_task(followed.watch())
         await reconcile(followed.ledger, waits=True, follows=True, owner=owner)
         following.cancel()
 
@@ -68,7 +68,7 @@ class _Followed:
     def __init__(self, path: Path, owner: str) -> None:
         """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
         self._source, self._owner = str(path.absolute()), owner  # a link changes with what it points to
-        self._file = SpecFile(path, before=self._followed_before())
+        self._file = SpecFile(path, before=self._last_followed())
         self._fleet = self._file.fleet
         self.ledger = ledger_of(self._fleet.name)
         try:
@@ -78,19 +78,19 @@ class _Followed:
                 raise
             logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
-    def _followed_before(self) -> DesiredFleet | None:
-        """What this file said when it was followed last."""
+    def _last_followed(self) -> DesiredFleet | None:
+        """The content of this file when it was last followed."""
         for name in fleet_names():
             with suppress(ConfigError):  # another fleet's, which cannot be read
-                wanted = ledger_of(name).wanted()
-                if wanted.source == self._source and not wanted.deleted:
-                    return wanted.fleet
+                desired = ledger_of(name).wanted()
+                if desired.source == self._source and not desired.deleted:
+                    return desired.fleet
         return None
 
-    async def keep_looking(self) -> None:
+    async def watch(self) -> None:
         """Follow the file whenever it changes, until this is cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
             fleet = await self._file.follow()
             if fleet is self._fleet and not self._is_overruled():
                 continue
@@ -101,14 +101,14 @@ class _Followed:
                 logger.error("the change is refused, and what was wanted before stays in force: %s", error)
 
     def _is_overruled(self) -> bool:
-        """Whether this process acts, and a command has changed the fleet while it was waiting for another one to
+        """True if this process leads, and a command has changed the fleet while it waited for another controller to
         end."""
         holder = self.ledger.controller
         if holder is None or holder.pid != os.getpid():
             return False
         with suppress(ConfigError):  # it is gone, or cannot be read
-            wanted = self.ledger.wanted()
-            return wanted.source != self._source and not wanted.deleted
+            desired = self.ledger.wanted()
+            return desired.source != self._source and not desired.deleted
         return False
 
     def _want(self, fleet: DesiredFleet) -> None:

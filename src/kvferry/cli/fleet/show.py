@@ -1,4 +1,4 @@
-"""What a fleet is, and which steps a change would take, as text."""
+"""Shows a fleet's status, and the steps of a change, as text."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def status(
     if not names:
         sys.stderr.write("kvferry: there are no fleets; `kvferry fleet apply SPEC` makes one\n")
     are_current = True
-    for one in names:
-        ledger = existing_ledger(one)
+    for fleet_name in names:
+        ledger = existing_ledger(fleet_name)
         is_current = ledger.current_status() is not None
         are_current &= is_current
         if json:
@@ -54,13 +54,13 @@ def status(
             events = {"history": list(ledger.history())} if history else {}
             sys.stdout.buffer.write(msgspec.json.encode({**shown, **events}) + b"\n")
             continue
-        for line in _history(ledger) if history else _overview(one, ledger):
+        for line in _history(ledger) if history else _overview(fleet_name, ledger):
             sys.stdout.write(line + "\n")
     return 0 if history or are_current else 1
 
 
 def _history(ledger: Ledger) -> list[str]:
-    return [f"{_when(one.at)} {event_text(one)}" for one in ledger.history()]
+    return [f"{_when(event.at)} {event_text(event)}" for event in ledger.history()]
 
 
 def _when(at: float) -> str:
@@ -76,12 +76,12 @@ def event_text(event: Event) -> str:
 
 
 def _overview(name: str, ledger: Ledger) -> list[str]:
-    wanted, seen = ledger.wanted(), ledger.status()
-    fleet = wanted.fleet
+    desired, seen = ledger.wanted(), ledger.status()
+    fleet = desired.fleet
     head = f"{name}  {fleet.model}  {fleet.mode}  revision {fleet.revision}"
-    lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if wanted.deleted else "")]
+    lines = [head + ("  paused" if fleet.roll.pause else "") + ("  ending" if desired.deleted else "")]
     if not ledger.has_controller:
-        then = f"{'delete' if wanted.deleted else 'resume'} {name}"
+        then = f"{'delete' if desired.deleted else 'resume'} {name}"
         why = f" ({last})" if (last := last_error(ledger)) else ""
         lines.append(f"  no controller looks after it{why}; `kvferry fleet {then}` starts one")
     elif (holder := ledger.controller) is not None and holder.hangs:
@@ -93,14 +93,14 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
         lines.append(f"  as of {_when(seen.at)}, when it changed last; whether it is still so is not known:")
     if seen.url:
         lines.append(f"  {seen.url}")
-    of_roles = {f"{role}: {one.failed}" for role, one in seen.roles.items()}  # which are in the table
-    lines += [f"  {one}" for one in seen.trouble if one not in of_roles]
+    of_roles = {f"{role}: {status.failed}" for role, status in seen.roles.items()}  # which are in the table
+    lines += [f"  {trouble}" for trouble in seen.trouble if trouble not in of_roles]
     if seen.decided:
         lines.append(f"  {'would be ' if fleet.scale and fleet.scale.recommend else ''}scaled: {seen.decided}")
     lines.append(f"  {'role':<9} {'wanted':>6} {'ready':>6} {'current':>8} {'starting':>9} {'draining':>9}")
-    for role, one in seen.roles.items():
-        figures = f"{one.desired:>6} {one.ready:>6} {one.updated:>8} {one.starting:>9} {one.draining:>9}"
-        lines.append(f"  {role:<9} {figures}" + (f"  failed: {one.failed}" if one.failed else ""))
+    for role, status in seen.roles.items():
+        figures = f"{status.desired:>6} {status.ready:>6} {status.updated:>8} {status.starting:>9} {status.draining:>9}"
+        lines.append(f"  {role:<9} {figures}" + (f"  failed: {status.failed}" if status.failed else ""))
     for member in seen.members:
         detail = f"  {member.detail}" if member.detail else ""
         unit = f"  {member.unit}" if member.unit else ""
@@ -113,7 +113,7 @@ def _overview(name: str, ledger: Ledger) -> list[str]:
 def show_steps(ledger: Ledger, fleet: DesiredFleet) -> int:
     """Print the steps that it would take to make the fleet this; change nothing. Raises `ConfigError`."""
     seen = ledger.current_status()
-    members = [_observed(one) for one in ([] if seen is None else seen.members) if one.role != "router"]
+    members = [_observed(member) for member in ([] if seen is None else seen.members) if member.role != "router"]
     steps = dry_run_steps(fleet, members)
     for step in steps:
         sys.stdout.write(f"{_step(step)}\n")

@@ -38,7 +38,7 @@ from kvferry.router.config import RouterConfig
 from kvferry.sim.times import MachineTimes, MediumTimes, write_times
 
 HANDED_OVER = 64
-"""During a calibration, prompts of at least this many tokens are handed off; shorter ones show what a router costs."""
+"""During a calibration, prompts of at least this many tokens are handed off; shorter ones show a router's cost."""
 ROUNDS = Bounds(1, 1000)
 UNKNOWN_START_S = 5.0
 """Assumed for an instance that was already running, whose start could not be measured."""
@@ -83,24 +83,24 @@ def calibrate(
     set_up_logging(logs, "calibrate")
     try:
         if model.startswith(("http://", "https://")):
-            found = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
+            times = run_async(_running(model.rstrip("/"), complete(EngineConfig, engine, model=model), seed, rounds))
         else:
-            found = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
-            found = msgspec.structs.replace(found, store=run_async(measure_stores(found.kv, folder)))
+            times = _started(complete(EngineConfig, engine, model=model), logs, seed, rounds)
+            times = msgspec.structs.replace(times, store=run_async(measure_stores(times.kv, folder)))
     except ConfigError:
         raise
     except KvferryError as error:
         raise ConfigError(str(error)) from error
-    write_times(write, found)
-    Console(highlight=False).print(in_words(found, write), soft_wrap=True)
+    write_times(write, times)
+    Console(highlight=False).print(in_words(times, write), soft_wrap=True)
     return 0
 
 
-def in_words(found: MachineTimes, path: Path) -> str:
-    """What was measured, for people."""
-    step, transfer, error = found.step, found.transfer, found.step_error
+def in_words(times: MachineTimes, path: Path) -> str:
+    """The measurements as text."""
+    step, transfer, error = times.step, times.transfer, times.step_error
     return (
-        f"{found.model} on {found.machine}\n"
+        f"{times.model} on {times.machine}\n"
         f"step: {step.base_s * 1e3:.3f} ms, {step.prefill_token_s * 1e6:.2f} µs a token of prefill,"
         f" {step.decode_sequence_s * 1e6:.1f} µs a sequence that decodes, {step.context_token_s * 1e9:.1f} ns a token"
         f" of context, {step.prefill_pair_s * 1e9:.2f} ns a pair of tokens in prefill\n"
@@ -108,8 +108,8 @@ def in_words(found: MachineTimes, path: Path) -> str:
         f" {transfer.token_s * 1e3:.2f} ms of CPU time a token\n"
         f"transfer: {transfer.bandwidth / 1e9:.2f} GB/s, {transfer.peer_s * 1e3:.2f} ms a message,"
         f" {transfer.wake_s * 1e3:.2f} ms from engine to connector;"
-        f" start: {found.start_s:.1f} s\n"
-        f"{_of_medium('files', found.store.file)}; {_of_medium('shared memory', found.store.memory)}\n"
+        f" start: {times.start_s:.1f} s\n"
+        f"{_of_medium('files', times.store.file)}; {_of_medium('shared memory', times.store.memory)}\n"
         f"fit of {error.num_samples} measured steps: off by {error.p50:.1%} (median), {error.p90:.1%} (P90),"
         f" {error.largest:.1%} at most\n"
         f"written to {path}"
@@ -124,8 +124,8 @@ def _of_medium(name: str, times: MediumTimes) -> str:
 
 
 def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> MachineTimes:
-    """Measure P and D that are started for this."""
-    told = FleetSettings(
+    """Start P and D, and measure them."""
+    settings = FleetSettings(
         spec=FleetSpec(prefill=1, decode=1),
         engine=engine,
         instance=InstanceSpec(served_model_name=(_NAME,)),
@@ -133,32 +133,34 @@ def _started(engine: EngineConfig, log: LogConfig, seed: int, rounds: int) -> Ma
         listen=Listen(port=0, grace_s=0.0),  # the only client is this command, which no longer waits for answers
         log=log,
     )
-    check_before_start(told.engine, told.choice, told.listen, told.access, told.spec, told.router)
+    check_before_start(
+        settings.engine, settings.choice, settings.listen, settings.access, settings.spec, settings.router
+    )
     begun = SYSTEM_CLOCK.monotonic()
-    found: list[MachineTimes] = []
+    times: list[MachineTimes] = []
 
     async def job(urls: Mapping[str, str]) -> None:
         start_s = SYSTEM_CLOCK.monotonic() - begun
         prefill, decode = (
-            next(url for name, url in urls.items() if name.startswith(one)) for one in ("prefill", "decode")
+            next(url for name, url in urls.items() if name.startswith(role)) for role in ("prefill", "decode")
         )
-        found.append(await _measured(decode, prefill, urls[ENDPOINT], engine, seed, rounds, start_s))
+        times.append(await _measured(decode, prefill, urls[ENDPOINT], engine, seed, rounds, start_s))
 
-    run_async(run_alongside(_NAME, told, job))
-    return found[0]
+    run_async(run_alongside(_NAME, settings, job))
+    return times[0]
 
 
 def _cpu_of_routers() -> Callable[[], float]:
-    """Returns what says how many CPU seconds this process and the routers that it has started have taken."""
+    """Return a function that measures the CPU seconds of this process and of the routers that it has started."""
     own = psutil.Process()
-    counted = [own, *(one for one in own.children(recursive=True) if "router" in one.cmdline()[:8])]
+    counted = [own, *(child for child in own.children(recursive=True) if "router" in child.cmdline()[:8])]
 
     def cpu_s() -> float:
         try:
             times = [process.cpu_times() for process in counted]
         except psutil.NoSuchProcess as error:
             raise Unavailable("the router ended; its last log lines give the reason") from error
-        return float(sum(one.user + one.system for one in times))
+        return float(sum(cpu.user + cpu.system for cpu in times))
 
     return cpu_s
 

@@ -1,4 +1,4 @@
-"""Times of a real engine, measured over HTTP with short requests: what `kvferry calibrate` does.
+"""Times of a real engine, measured over HTTP with short requests, for `kvferry calibrate`.
 
 Steps that decode are timed by the gaps between tokens of streams that run side by side; those that prefill, by the
 stamps of an instance's timeline. So the cost of a step is all that passes until the next one: what Python and HTTP take
@@ -37,14 +37,14 @@ TOKENS = 24
 PAUSE_S = 0.2
 """Before each measurement. A processor that was idle a moment ago is slower than one that has been busy for long, by a
 third on some machines; and so it is under most traffic."""
-_FEW_STREAMS = 4
+_MAX_STREAMS = 4
 """With more, a router and a client read several tokens at a time, as they seldom do."""
 _TEXTS = ("tarfile.py", "typing.py", "subprocess.py", "pickle.py", "inspect.py", "argparse.py")
 
 
 @dataclass(frozen=True)
 class InstanceLimits:
-    """What an instance can do, as it says of itself."""
+    """The limits that an instance reports."""
 
     facts: InstanceFacts
     max_num_seqs: int
@@ -60,10 +60,10 @@ class InstanceLimits:
 
     def prompts(self) -> list[int]:
         """Lengths of prompts that fit."""
-        return [one for one in PROMPTS if self._fits(one + 2, 1)]
+        return [length for length in PROMPTS if self._fits(length + 2, 1)]
 
     def num_steps(self, length: int) -> int:
-        """In how many steps a prompt is prefilled."""
+        """Number of steps in which a prompt is prefilled."""
         return max(1, -(-length // self.max_num_batched_tokens))
 
     def _fits(self, length: int, number: int) -> bool:
@@ -79,7 +79,7 @@ class PromptGenerator:
 
     @classmethod
     async def read(cls, endpoint: Endpoint, max_model_len: int, seed: int) -> PromptGenerator:
-        """Have the texts made tokens by the model's own tokenizer, in pieces that it takes."""
+        """Tokenize the texts with the model's own tokenizer, in pieces that it accepts."""
         token_ids: list[int] = []
         for name in _TEXTS:
             text = (Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
@@ -154,12 +154,12 @@ class Calibration:
         prompts = [self.texts.prompt(context) for _ in range(number)]
         await asyncio.sleep(PAUSE_S)
         before = self.cpu_s() if self.cpu_s is not None else 0.0
-        answers = await asyncio.gather(*(endpoint.ask(one, tokens) for one in prompts))
-        if self.cpu_s is not None and number <= _FEW_STREAMS:
+        answers = await asyncio.gather(*(endpoint.ask(prompt, tokens) for prompt in prompts))
+        if self.cpu_s is not None and number <= _MAX_STREAMS:
             self.read_s.append((self.cpu_s() - before, number * tokens))
-        begins = max(one.token_times_s[0] for one in answers)
-        ends = min(one.token_times_s[-1] for one in answers)
-        gaps = [later - one for one, later in _pairs(answers[0]) if begins < one and later < ends]
+        begins = max(prompt.token_times_s[0] for prompt in answers)
+        ends = min(prompt.token_times_s[-1] for prompt in answers)
+        gaps = [later - prompt for prompt, later in _pairs(answers[0]) if begins < prompt and later < ends]
         if len(gaps) >= TOKENS // 3:
             self.steps[StepWork(0, 0.0, number, number * (context + tokens // 2))] += gaps
 
@@ -168,8 +168,8 @@ class Calibration:
         await asyncio.sleep(PAUSE_S)
         answer = await (self.router or self.instance).ask(self.texts.prompt(length), 2)
         ends = (
-            min(length, (place + 1) * self.limits.max_num_batched_tokens)
-            for place in range(self.limits.num_steps(length))
+            min(length, (index + 1) * self.limits.max_num_batched_tokens)
+            for index in range(self.limits.num_steps(length))
         )
         work = StepWork(length, length * (length + 1) / 2, 0, sum(ends))  # the context is read in each step
         self.steps[work].append(_span(answer, "prefill_started", "prefill_done"))
@@ -194,29 +194,29 @@ class Calibration:
         streams = [
             asyncio.create_task(self.instance.ask(self.texts.prompt(context), 3 * TOKENS)) for _ in range(number)
         ]
-        asked = SYSTEM_CLOCK.monotonic()
-        late = asyncio.create_task(self._after(asked, length))
-        answers = [await one for one in streams]
+        sent_at = SYSTEM_CLOCK.monotonic()
+        late = asyncio.create_task(self._after(sent_at, length))
+        answers = [await stream for stream in streams]
         span = _span(await late, "prefill_started", "prefill_done")
-        longest = max((later - one for one, later in _pairs(answers[0])), default=0.0)
+        longest = max((later - stream for stream, later in _pairs(answers[0])), default=0.0)
         if span <= longest < 3 * span:
             work = StepWork(length, length * (length + 1) / 2, number, length + number * (context + TOKENS))
             self.steps[work].append(longest)
 
-    async def _after(self, asked: float, length: int) -> DemoAnswer:
+    async def _after(self, sent_at: float, length: int) -> DemoAnswer:
         """Ask in the middle of the streams: when a third of their time, as measured so far, is over."""
         so_far = [statistics.median(seconds) for work, seconds in self.steps.items() if work.decode_sequences == 4]
-        await asyncio.sleep(asked + TOKENS * (so_far[0] if so_far else 0.01) - SYSTEM_CLOCK.monotonic())
+        await asyncio.sleep(sent_at + TOKENS * (so_far[0] if so_far else 0.01) - SYSTEM_CLOCK.monotonic())
         return await self.instance.ask(self.texts.prompt(length), 1)
 
     async def _overheads(self) -> None:
-        """What a short request takes besides its prefill, of an instance alone and with what a router adds to it."""
-        for endpoint, found in ((self.instance, self.alone_s), (self.router, self.routed_s)):
+        """Measure the overhead of a short request besides its prefill, of an instance alone and behind a router."""
+        for endpoint, durations in ((self.instance, self.alone_s), (self.router, self.routed_s)):
             if endpoint is not None:
                 await asyncio.sleep(PAUSE_S)
                 answer = await endpoint.ask(self.texts.prompt(PROMPTS[0]), 1)
                 ttft_s = answer.token_times_s[0] - answer.asked_s
-                found.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))
+                durations.append(ttft_s - _span(answer, "prefill_started", "prefill_done"))
 
     @property
     def token_bytes(self) -> int:
@@ -239,7 +239,7 @@ class Calibration:
         return TransferTimes(hop_s, peer_s, wake_s, read_s / num_read, bandwidth, samples)
 
     def times(self, model: str, day: str, start_s: float, settings: dict[str, str]) -> MachineTimes:
-        """What was measured on this day. Raises `ConfigError` if it was too little."""
+        """The measurements as machine times. Raises `ConfigError` if there are too few."""
         facts = self.limits.facts
         samples = [
             StepSample(work, statistics.median(seconds), self.limits.num_steps(work.prefill_tokens))
@@ -275,11 +275,13 @@ def token_bytes(layout: KVLayout | None) -> int:
     """Bytes of the KV of one token in all layers. Raises `ConfigError` if the layout is not known."""
     if layout is None:
         raise ConfigError("the instance does not say how its KV is laid out; give it a connector")
-    return sum(one.whole_kv_heads * (one.key_dim + one.value_dim) * DTYPE_BYTES[layout.dtype] for one in layout.layers)
+    return sum(
+        layer.whole_kv_heads * (layer.key_dim + layer.value_dim) * DTYPE_BYTES[layout.dtype] for layer in layout.layers
+    )
 
 
 async def facts_of(server: Server) -> InstanceFacts:
-    """What an instance says about itself. Raises `KvferryError`."""
+    """Fetch the facts of an instance. Raises `KvferryError`."""
     return await server.ask("GET", "/kvferry/instance", None, InstanceFacts)
 
 

@@ -53,8 +53,8 @@ _MAX_MEMORY = 2**40
 """Bytes of a store that may be in the memory of one machine."""
 _MODEL_COMMENT = '# Put the model that it is to serve in the place of "assumed", or give --model.\n'
 _STORE_COMMENT = """
-# The store: memory: is shared by the instances of one machine; file: by those that share the directory, valkey:// and
-# mooncake:// by those of several machines.
+# The store: memory: is shared by the instances of one machine; file: by instances that share the directory; valkey://
+# and mooncake:// by instances on several machines.
 """
 
 
@@ -65,7 +65,7 @@ def plan(
     budget: Annotated[int, Parameter(help="Most instances.")] = 8,
     share: Annotated[float, Parameter(help="Share of the requests that is to be within the targets.")] = 0.99,
     times: TimesFlag = None,
-    model: Annotated[str | None, Parameter(help="The model in the spec. Default: that of --times.")] = None,
+    model: Annotated[str | None, Parameter(help="The model in the spec. Default: the model of --times.")] = None,
     write: Annotated[Path | None, Parameter(help="Write the fleet's spec (TOML), for `kvferry fleet apply`.")] = None,
     plot_file: Annotated[
         Path | None,
@@ -112,38 +112,40 @@ def plan(
             chosen,
             measured,
             targets,
-            lambda one: _world(one, chosen, measured, model),
+            lambda candidate: _world(candidate, chosen, measured, model),
             share=share,
             seed=seed,
             on_progress=lambda what, done: on_progress(done, what),
         )
-        found = planner.search(budget)
-        one = found.chosen.candidate
-        kv = plan_kv(arrivals, measured, one.chunk, one.prefill or one.both, is_split=one.is_split)
+        result = planner.search(budget)
+        candidate = result.chosen.candidate
+        kv = plan_kv(
+            arrivals, measured, candidate.chunk, candidate.prefill or candidate.both, is_split=candidate.is_split
+        )
         if kv.store is not None:
-            found = planner.with_store(found, kv.store.num_bytes)
-    if not found.chosen.candidate.store_bytes:
-        kv = replace(kv, way="P2P" if one.is_split else "nothing", store=None)
-    spec = to_toml(spec_of(found.chosen.candidate, measured, model, write))
+            result = planner.with_store(result, kv.store.num_bytes)
+    if not result.chosen.candidate.store_bytes:
+        kv = replace(kv, way="P2P" if candidate.is_split else "nothing", store=None)
+    spec = to_toml(spec_of(result.chosen.candidate, measured, model, write))
     spec += _STORE_COMMENT if kv.store is not None else ""
     if model is None and times is None:
         spec = _MODEL_COMMENT + spec
     if json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(found, kv, spec))) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(_as_json(result, kv, spec))) + b"\n")
     else:
-        _show(found, kv, arrivals, chosen, first_s, measured, "" if write is not None else spec, budget)
+        _show(result, kv, arrivals, chosen, first_s, measured, "" if write is not None else spec, budget)
         sys.stdout.flush()  # a file that cannot be written is to lose no figures
     if write is not None:
         _write(write, spec)
         sys.stdout.write("" if json else f"\nwritten to {write}\n")
     if plot_file is not None:
-        plot_grid(found, plot_file)
-    return 0 if found.holds else 1
+        plot_grid(result, plot_file)
+    return 0 if result.holds else 1
 
 
 def _world(candidate: Candidate, arrivals: list[Arrival], times: MachineTimes, model: str | None) -> WorldSpec:
     """A deployment in the simulator. Its store is no larger than all that it gets: the index of one costs memory."""
-    tokens = sum(one.prompt_tokens + one.answer_tokens + times.kv.block_size for one in arrivals)
+    tokens = sum(arrival.prompt_tokens + arrival.answer_tokens + times.kv.block_size for arrival in arrivals)
     room = 1 << (tokens * times.kv.token_bytes).bit_length()
     smaller = replace(candidate, store_bytes=min(candidate.store_bytes, room))
     return world_of(fleet_from(spec_of(smaller, times, model)), times)
@@ -155,7 +157,7 @@ def spec_of(
     """A deployment as a fleet's spec, with the settings of the engine that was measured. `path`: its file, after which
     it is named: applied, a fleet replaces the one of the same name."""
     store = {"kv_transfer_config": _with_store(candidate)} if candidate.store_bytes else {}
-    kept = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
+    flags = [f"--{name.replace('_', '-')}={times.settings[name]}" for name in _KEPT if name in times.settings]
     chunk = [f"--max-num-batched-tokens={candidate.chunk}"]
     counts = {"prefill": candidate.prefill, "decode": candidate.decode, "both": candidate.both}
     ranks = {} if times.tensor_parallel_size == 1 else {"tensor_parallel_size": times.tensor_parallel_size}
@@ -164,7 +166,7 @@ def spec_of(
         "name": "planned" if path is None else _name(path),
         "model": model or times.model,
         "mode": "pooling",
-        **({"engine": {**({"args": kept} if kept else {}), **store}} if kept or store else {}),
+        **({"engine": {**({"args": flags} if flags else {}), **store}} if flags or store else {}),
         **({"router": {"args": candidate.router.flags()}} if candidate.router.flags() else {}),
         "role": roles,
     }
@@ -192,26 +194,28 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"--write {path}: {error.strerror or error}") from error
 
 
-def _as_json(found: SearchResult, kv: KVPlan, spec: str) -> dict[str, Any]:
+def _as_json(result: SearchResult, kv: KVPlan, spec: str) -> dict[str, Any]:
     return {
-        "holds": found.holds,
-        "reason": found.reason(),
-        "router": found.router_reason(),
+        "holds": result.holds,
+        "reason": result.reason(),
+        "router": result.router_reason(),
         "kv": kv,
-        "store": found.store_reason(),
-        "unreachable": found.unreachable(),
+        "store": result.store_reason(),
+        "unreachable": result.unreachable(),
         "spec": spec,
-        "tried": [{"deployment": str(one.candidate), "figures": one.figures} for one in found.tried],
+        "tried": [
+            {"deployment": str(deployment.candidate), "figures": deployment.figures} for deployment in result.tried
+        ],
         "grid": [
             {"ttft": ttft, "itl": itl, "plain": plain, "split": split}
-            for ttft, row in found.grid()
+            for ttft, row in result.grid()
             for itl, plain, split in row
         ],
     }
 
 
 def _show(
-    found: SearchResult,
+    result: SearchResult,
     kv: KVPlan,
     arrivals: list[Arrival],
     chosen: list[Arrival],
@@ -227,21 +231,21 @@ def _show(
             f" {chosen[-1].at_s:.0f} s.",
             soft_wrap=True,
         )
-    console.print(_table(found))
-    if found.plain is not None and found.split is not None:
-        console.print(_grid(found))
-    if not found.holds:
-        console.print(f"No deployment of up to {budget} instances keeps {100 * found.share:g}%.", style="yellow")
-        if found.unreachable():
-            console.print(found.unreachable(), soft_wrap=True)
-    console.print(f"\n[bold]{found.reason()}[/bold]", soft_wrap=True)
-    if found.router_reason():
-        console.print(found.router_reason(), soft_wrap=True)
+    console.print(_table(result))
+    if result.plain is not None and result.split is not None:
+        console.print(_grid(result))
+    if not result.holds:
+        console.print(f"No deployment of up to {budget} instances keeps {100 * result.share:g}%.", style="yellow")
+        if result.unreachable():
+            console.print(result.unreachable(), soft_wrap=True)
+    console.print(f"\n[bold]{result.reason()}[/bold]", soft_wrap=True)
+    if result.router_reason():
+        console.print(result.router_reason(), soft_wrap=True)
     console.print(f"KV: {_in_words(kv)}", soft_wrap=True)
-    if found.store_reason():
-        console.print(found.store_reason(), soft_wrap=True)
+    if result.store_reason():
+        console.print(result.store_reason(), soft_wrap=True)
     if kv.hand_offs:
-        console.print(_ways(kv, found.chosen.candidate.prefill))
+        console.print(_ways(kv, result.chosen.candidate.prefill))
     if kv.stores:
         console.print(_stores(kv))
         console.print(_break_even(kv.stores[-1], times), soft_wrap=True)
@@ -249,34 +253,34 @@ def _show(
         console.print(f"\n{spec}", soft_wrap=True, markup=False)
 
 
-def _table(found: SearchResult) -> Table:
-    title = f"Goodput (requests/s, and for each instance) within {found.targets}; P99 of TTFT and ITL in ms"
+def _table(result: SearchResult) -> Table:
+    title = f"Goodput (requests/s, and for each instance) within {result.targets}; P99 of TTFT and ITL in ms"
     table = Table(title=title, title_justify="left")
     table.add_column("deployment", min_width=18)
     for name in ("within", "goodput", "each", "TTFT", "ITL", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found.tried:
-        figures, number = one.figures, one.candidate.num_instances
+    for deployment in result.tried:
+        figures, number = deployment.figures, deployment.candidate.num_instances
         table.add_row(
-            str(one.candidate),
+            str(deployment.candidate),
             f"{percent(figures.within)}%",
             f"{figures.goodput:.2f}",
             f"{figures.goodput / number:.2f}",
             f"{figures.ttft.p99 * 1e3:.0f}",
             f"{figures.itl.p99 * 1e3:.1f}",
             f"{max(role.busy for role in figures.roles.values()):.0%}",
-            style="bold" if one is found.chosen else "",
+            style="bold" if deployment is result.chosen else "",
         )
     return table
 
 
-def _grid(found: SearchResult) -> Table:
+def _grid(result: SearchResult) -> Table:
     """Shares within multiples of the targets: plain, then split."""
-    assert found.plain is not None
-    assert found.split is not None
-    title = f"Share within multiples of the targets: {found.plain.candidate} / {found.split.candidate}"
+    assert result.plain is not None
+    assert result.split is not None
+    title = f"Share within multiples of the targets: {result.plain.candidate} / {result.split.candidate}"
     table = Table(title=title, title_justify="left")
-    rows = list(found.grid())
+    rows = list(result.grid())
     table.add_column("TTFT, ITL:")
     for itl, _, _ in rows[0][1]:
         table.add_column(f"x {itl:g}", justify="right")
@@ -286,8 +290,8 @@ def _grid(found: SearchResult) -> Table:
 
 
 def _in_words(kv: KVPlan) -> str:
-    told = kv.way if kv.store is None else f"{kv.way} of {to_size(kv.store.num_bytes)}"
-    return f"{told}: {kv.why}"
+    description = kv.way if kv.store is None else f"{kv.way} of {to_size(kv.store.num_bytes)}"
+    return f"{description}: {kv.why}"
 
 
 def _ways(kv: KVPlan, num_prefill: int) -> Table:
@@ -297,7 +301,7 @@ def _ways(kv: KVPlan, num_prefill: int) -> Table:
         table.add_column(name, justify="right")
     for way, p2p, reads, writes in kv.bandwidths():
         rates = (p2p, p2p / num_prefill, reads, writes)
-        table.add_row(way, *(_rate(one) if one else "" for one in rates), style="bold" if way == kv.way else "")
+        table.add_row(way, *(_rate(rate) if rate else "" for rate in rates), style="bold" if way == kv.way else "")
     return table
 
 
@@ -310,18 +314,24 @@ def _stores(kv: KVPlan) -> Table:
     if kv.caches is not None:
         name = f"prefix caches, {to_size(kv.caches.num_bytes)}"
         table.add_row(name, f"{kv.caches.found:.0%}", "", "", f"{kv.caches.saves:.2f}")
-    for one in kv.stores:
-        row = (to_size(one.num_bytes), f"{one.found:.0%}", _rate(one.reads), _rate(one.writes), f"{one.saves:.2f}")
-        table.add_row(*row, style="bold" if one is kv.store else "")
+    for store in kv.stores:
+        row = (
+            to_size(store.num_bytes),
+            f"{store.found:.0%}",
+            _rate(store.reads),
+            _rate(store.writes),
+            f"{store.saves:.2f}",
+        )
+        table.add_row(*row, style="bold" if store is kv.store else "")
     return table
 
 
 def _break_even(store: StoreUse, times: MachineTimes) -> str:
-    known = "were measured" if times.measured else "are assumed"
-    least = _rate(store.min_bandwidth)
+    basis = "were measured" if times.measured else "are assumed"
+    min_rate = _rate(store.min_bandwidth)
     return (
-        f"A store helps an instance only if it reads faster than {least}, which is how fast KV is computed; hand-offs"
-        f" {known} at {_rate(times.transfer.bandwidth)}."
+        f"A store helps an instance only if it reads faster than {min_rate}, which is how fast KV is computed;"
+        f" hand-offs {basis} at {_rate(times.transfer.bandwidth)}."
     )
 
 

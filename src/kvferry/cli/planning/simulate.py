@@ -32,7 +32,7 @@ SEED = Bounds(0, 2**63 - 1)
 CORES = Bounds(0, 4096)
 
 TraceFile = Annotated[
-    Path, Parameter(help="Recorded requests: JSON lines in Mooncake's format, or CSV in that of Azure's traces.")
+    Path, Parameter(help="Recorded requests: JSON lines in Mooncake's format, or CSV in the format of Azure's traces.")
 ]
 _SLO = (
     "Targets, such as ttft=2s,itl=50ms: time to the first token, mean time between two tokens of an answer, and e2e,"
@@ -54,7 +54,7 @@ def simulate(
     *,
     trace: TraceFile,
     slo: Annotated[
-        str | None, Parameter(help=f"{_SLO} Default: those of the spec's [scale]; without it, {DEFAULT_SLO}.")
+        str | None, Parameter(help=f"{_SLO} Default: the targets of the spec's [scale]; without it, {DEFAULT_SLO}.")
     ] = None,
     times: TimesFlag = None,
     seed: SeedFlag = 0,
@@ -99,8 +99,8 @@ def simulate(
     console = Console(highlight=False)
     console.print(_latencies(figures, targets))
     console.print(_roles(figures))
-    for one in figures.decisions:
-        console.print(f"{one.at:7.0f} s  {one.what}: {one.why}", soft_wrap=True)
+    for decision in figures.decisions:
+        console.print(f"{decision.at:7.0f} s  {decision.what}: {decision.why}", soft_wrap=True)
     console.print(in_words(figures), soft_wrap=True)
     return 0
 
@@ -181,10 +181,17 @@ def _roles(figures: ReplayFigures) -> Table:
     table = Table()
     for name in ("role", "instances", "busy", "KV in use, mean", "most", "prefix found", "preempted"):
         table.add_column(name, justify="left" if name == "role" else "right")
-    for role, one in figures.roles.items():
-        shares = (f"{share:.1%}" for share in (one.busy, one.kv_mean, one.kv_peak, one.prefix_hits))
-        number = str(one.instances) if one.fewest == one.instances else f"{one.fewest} to {one.instances}"
-        table.add_row(role, number, *shares, str(one.preemptions))
+    for role, role_figures in figures.roles.items():
+        shares = (
+            f"{share:.1%}"
+            for share in (role_figures.busy, role_figures.kv_mean, role_figures.kv_peak, role_figures.prefix_hits)
+        )
+        number = (
+            str(role_figures.instances)
+            if role_figures.fewest == role_figures.instances
+            else f"{role_figures.fewest} to {role_figures.instances}"
+        )
+        table.add_row(role, number, *shares, str(role_figures.preemptions))
     return table
 
 
@@ -193,14 +200,14 @@ def in_words(figures: ReplayFigures) -> str:
     answered = f"{figures.complete} of {figures.requests} requests answered"
     failed = "".join(f"\n  {number} x {reason}" for reason, number in figures.reasons.items())
     stores = ", ".join(f"{number} {what}" for what, number in figures.stores.items())
-    kept = f"; blocks of stores: {stores}" if any(figures.stores.values()) else ""
+    stored = f"; blocks of stores: {stores}" if any(figures.stores.values()) else ""
     scaled = ""
     if figures.decisions:
-        by_role = ", ".join(f"{one.instance_s:.0f} {role}" for role, one in figures.roles.items())
+        by_role = ", ".join(f"{role_figures.instance_s:.0f} {role}" for role, role_figures in figures.roles.items())
         fixed_s = figures.most_instances * figures.duration_s
         scaled = f" ({by_role}; {fixed_s:.0f} with {figures.most_instances} instances all the time)"
     wrong = "".join(f"\nkvferry logged an error: {line}" for line in figures.errors)
     return (
         f"{answered} in {figures.duration_s:.0f} s, {figures.goodput:.2f} a second within the targets;"
-        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds{scaled}{kept}{failed}{wrong}"
+        f" {figures.hand_offs} hand-offs, {figures.instance_s:.0f} instance-seconds{scaled}{stored}{failed}{wrong}"
     )

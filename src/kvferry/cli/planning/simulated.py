@@ -29,9 +29,9 @@ from kvferry.store.media.memory import MemoryStore
 from kvferry.store.table import StoreSpec
 
 _STORES = ("KVStoreConnector", "SharedStorageConnector", "OffloadingConnector")
-_NO_TLS = "TLS is not simulated: leave out {}; the figures are then those of the fleet without it"
+_NO_TLS = "TLS is not simulated: leave out {}; the figures then apply to the fleet without it"
 _NOT_SIMULATED = ("prefill_url", "decode_url", "instances_file", "registration", "declared", "workers", "tenants_file")
-"""Settings of a router that say where its instances are and how many processes it has, or name files."""
+"""Settings of a router about its instances' addresses, its processes or files, which are not simulated."""
 
 ASSUMED = MachineTimes(
     model="assumed",
@@ -41,7 +41,7 @@ ASSUMED = MachineTimes(
     step_error=FitError(0, 0.0, 0.0, 0.0),
     kv=KVSize(num_layers=2, token_bytes=131072, num_tokens=524288),
 )
-"""The default times, which are those of no real machine."""
+"""The default times, which no real machine has."""
 
 
 _TOKENS_AT_ONCE = 16
@@ -53,10 +53,11 @@ MAX_ALL_BLOCKS = 2**26
 
 
 def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
-    """The deployment that a spec describes, with these times. Raises `ConfigError` for what is not simulated."""
+    """The deployment that a spec describes, with these times. Raises `ConfigError` for settings that are not
+    simulated."""
     _require_simulated(fleet, times)
-    told = flags_of_fleet(fleet, serve)
-    if complete(HttpAccess, told["access"]).tls_cert is not None:
+    settings = flags_of_fleet(fleet, serve)
+    if complete(HttpAccess, settings["access"]).tls_cert is not None:
         raise ConfigError(_NO_TLS.format("--tls-cert"))
     counts = _counts(fleet)
     roles = [role for role, number in counts.items() if number or fleet.scale is not None]
@@ -68,12 +69,12 @@ def world_of(fleet: DesiredFleet, times: MachineTimes) -> WorldSpec:
             f"the KV caches of all instances have {num_blocks} blocks, of which at most {MAX_ALL_BLOCKS} are simulated;"
             " use fewer instances, less --kv-cache-memory or a larger --block-size"
         )
-    router = complete(RouterConfig, told["router"])
+    router = complete(RouterConfig, settings["router"])
     default = RouterConfig()
     changed = {
-        one.name: getattr(router, one.name)
-        for one in fields(RouterConfig)
-        if one.name not in _NOT_SIMULATED and getattr(router, one.name) != getattr(default, one.name)
+        field.name: getattr(router, field.name)
+        for field in fields(RouterConfig)
+        if field.name not in _NOT_SIMULATED and getattr(router, field.name) != getattr(default, field.name)
     }
     transfer = times.transfer
     network = NetworkSpec(transfer.latency_s, transfer.peer_s, 0.0, transfer.bandwidth, late_share=0.0)
@@ -95,7 +96,7 @@ def _counts(fleet: DesiredFleet) -> dict[Role, int]:
     if fleet.unit is not None:
         counts = {role: number * fleet.unit.count for role, number in fleet.unit.members.items()}
     else:
-        counts = {role: one.count for role, one in fleet.role.items() if role != "router"}
+        counts = {role: role_spec.count for role, role_spec in fleet.role.items() if role != "router"}
     if not (sum(counts.values()) or fleet.scale is not None):
         raise ConfigError("the spec has no instance")
     return counts
@@ -107,7 +108,7 @@ def _require_few(num_instances: int) -> None:
 
 
 def _require_simulated(fleet: DesiredFleet, times: MachineTimes) -> None:
-    """Raise `ConfigError` for what the simulator does not have."""
+    """Raise `ConfigError` for settings that are not simulated."""
     if fleet.engine.kind != "kvferry":
         raise ConfigError(f'engine.kind = "{fleet.engine.kind}" is not simulated; the simulator runs kvferry\'s engine')
     if fleet.scale is not None and fleet.roll.pause:
@@ -122,14 +123,14 @@ def _require_simulated(fleet: DesiredFleet, times: MachineTimes) -> None:
 def _transfer(fleet: DesiredFleet, layout: SimLayout) -> dict[str, Any]:
     """The connector's configuration, with what the simulator replaces. Raises `ConfigError`."""
     text = fleet.engine.kv_transfer_config or connectors_json(fleet.engine.connectors)
-    given = read_transfer_json(text)
+    transfer = read_transfer_json(text)
     config = parse_transfer_config(text)
-    found = _simulated(config, layout, fleet.backend.kind)
+    simulated = _simulated(config, layout, fleet.backend.kind)
     if config.kv_connector == "MultiConnector":
-        children = zip(given["kv_connector_extra_config"]["connectors"], child_configs(config), strict=True)
+        children = zip(transfer["kv_connector_extra_config"]["connectors"], child_configs(config), strict=True)
         listed = [{**raw, **_simulated(child, layout, fleet.backend.kind)} for raw, child in children]
-        found["kv_connector_extra_config"] = {"connectors": listed}
-    return found
+        simulated["kv_connector_extra_config"] = {"connectors": listed}
+    return simulated
 
 
 def _simulated(config: KVTransferConfig, layout: SimLayout, backend: str) -> dict[str, Any]:
@@ -152,9 +153,9 @@ def _store_settings(config: KVTransferConfig, layout: SimLayout, backend: str) -
     settings = read_options(StoreSettings, find_connector(config).completed(config).kv_connector_extra_config)
     if settings.load != "async":
         raise ConfigError(f"kv_connector_extra_config.load {settings.load} is not simulated, only async")
-    kept = ("write", "load_policy", "prefetch", "timeout_s")
+    names = ("write", "load_policy", "prefetch", "timeout_s")
     urls = [_store_url(spec, layout, backend) for spec in settings.specs(layout.block_size)]
-    return {"store": urls, **{name: getattr(settings, name) for name in kept}}
+    return {"store": urls, **{name: getattr(settings, name) for name in names}}
 
 
 def _store_url(spec: StoreSpec, layout: SimLayout, backend: str) -> str:
@@ -218,5 +219,5 @@ def _instance(fleet: DesiredFleet, engine: EngineConfig, times: MachineTimes, ro
             "itl_target_s": engine.itl_target_s,
         },
     )
-    found = _transfer(fleet, plain.layout())
-    return replace(plain, connector=found["kv_connector"], options=found["kv_connector_extra_config"])
+    transfer = _transfer(fleet, plain.layout())
+    return replace(plain, connector=transfer["kv_connector"], options=transfer["kv_connector_extra_config"])

@@ -1,5 +1,5 @@
-"""How long the stores of this machine take for a model's blocks: what `kvferry calibrate` measures of them, with the
-stores themselves."""
+"""Times of this machine's stores for a model's blocks, as `kvferry calibrate` measures them with the stores
+themselves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def _measure(url: Callable[[int], str], kv: KVSize, *, threads: int) -> Me
     """`threads`: how many read a batch at the same time."""
     half = max(1, kv.token_bytes // kv.num_layers // 4)
     batch = max(1, min(BATCH_BLOCKS, MAX_BYTES // 2 // (kv.token_bytes * kv.block_size)))
-    tiny = await _opened(url(2 * BATCH_BLOCKS), kv, 1, lambda store: _times(store, ROUNDS, BATCH_BLOCKS))
-    whole = await _opened(url(2 * batch), kv, half, lambda store: _times(store, ROUNDS, batch))
+    tiny = await _with_store(url(2 * BATCH_BLOCKS), kv, 1, lambda store: _times(store, ROUNDS, BATCH_BLOCKS))
+    whole = await _with_store(url(2 * batch), kv, half, lambda store: _times(store, ROUNDS, batch))
     latency_s = statistics.mean(tiny) / BATCH_BLOCKS
     num_bytes = batch * kv.token_bytes * kv.block_size
     written_s, read_s = whole
@@ -47,7 +47,7 @@ async def _measure(url: Callable[[int], str], kv: KVSize, *, threads: int) -> Me
     )
 
 
-async def _opened(
+async def _with_store(
     url: str, kv: KVSize, half: int, use: Callable[[KVStore], Awaitable[tuple[float, float]]]
 ) -> tuple[float, float]:
     layers = (LayerLayout(1, half, half),) * kv.num_layers
@@ -64,13 +64,15 @@ async def _times(store: KVStore, rounds: int, batch: int) -> tuple[float, float]
     """Seconds to put a batch of new blocks, and to get them: medians, without the first round."""
     layout = store.layout
     views = [memoryview(bytearray(layout.span_bytes(layer))) for layer in range(layout.num_layers)]
-    found: list[tuple[float, float]] = []
+    samples: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         names = [entropy.token_bytes(32) for _ in range(batch)]
         begun = SYSTEM_CLOCK.monotonic()
         await store.put([Block(name, views) for name in names])
         put = SYSTEM_CLOCK.monotonic()
         await store.get([Read(name, views) for name in names])
-        found.append((put - begun, SYSTEM_CLOCK.monotonic() - put))
+        samples.append((put - begun, SYSTEM_CLOCK.monotonic() - put))
         await store.delete(names)
-    return statistics.median(one for one, _ in found[1:]), statistics.median(one for _, one in found[1:])
+    return statistics.median(sample for sample, _ in samples[1:]), statistics.median(
+        sample for _, sample in samples[1:]
+    )

@@ -67,45 +67,47 @@ def why(
         raise ConfigError("--slo: give ttft and itl, as in ttft=2s,itl=50ms")
     Origin.parse(url, "URL")
     router = RouterAddress(router=url, admin_key=admin_key, tls_ca=tls_ca)
-    used = [one for one in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if one.alive]
+    used = [instance for instance in ask(router, "GET", "/kvferry/instances", _AllUsed).instances if instance.alive]
     report = ask(router, "GET", f"{TRAFFIC_PATH}?seconds={seconds}", TrafficReport)
-    counts = Counts(sum(one.role == "prefill" for one in used), sum(one.role == "decode" for one in used))
-    facts = [one.facts for one in used if one.role == "decode" and one.facts is not None]
-    room = DecodeCapacity.least((one.num_kv_tokens, one.max_num_seqs) for one in facts)
-    found = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, room)
-    if found is None:
-        done = sum(one.state == "done" for one in report.requests)
+    counts = Counts(
+        sum(instance.role == "prefill" for instance in used), sum(instance.role == "decode" for instance in used)
+    )
+    facts = [instance.facts for instance in used if instance.role == "decode" and instance.facts is not None]
+    room = DecodeCapacity.least((instance.num_kv_tokens, instance.max_num_seqs) for instance in facts)
+    verdict = judge(report, counts, LatencyTargets(targets.ttft, targets.itl), goal, room)
+    if verdict is None:
+        done = sum(instance.state == "done" for instance in report.requests)
         raise ConfigError(
             f"too little is known: {done} requests have ended in the last {seconds} s, and it takes {MIN_REQUESTS},"
             " with streamed answers among them; ask again when there was more traffic"
         )
-    for line in _lines(found):
+    for line in _lines(verdict):
         sys.stdout.write(line + "\n")
     return 0
 
 
-def _lines(found: Verdict) -> list[str]:
-    workload, times, stall = found.workload, found.times, found.stall_s
-    measured = "" if found.measured is None else f"; measured: {percent(found.measured)} % within the targets"
+def _lines(verdict: Verdict) -> list[str]:
+    workload, times, stall = verdict.workload, verdict.times, verdict.stall_s
+    measured = "" if verdict.measured is None else f"; measured: {percent(verdict.measured)} % within the targets"
     lines = [
-        f"{found.num_requests} requests, {workload.rate:.2f} a second, prompts of {workload.prompt_tokens.mean():.0f}"
+        f"{verdict.num_requests} requests, {workload.rate:.2f} a second, prompts of {workload.prompt_tokens.mean():.0f}"
         f" tokens to compute, answers of {workload.output_tokens.mean() + 1:.0f}{measured}",
         f"prefill {1000 * times.prefill_base_s:.1f} ms + {1000 * times.prefill_token_s:.3f} ms a token; a decode step"
         f" {1000 * times.decode_base_s:.1f} ms + {1000 * times.decode_sequence_s:.2f} ms an answer",
         f"on one instance, a prompt stops the answers beside it for {1000 * stall[0]:.0f} ms, one in a hundred for"
         f" {1000 * stall[1]:.0f} ms",
         f"{'':<24} {'within both':>12} {'TTFT':>8} {'ITL':>8} {'busiest':>8}",
-        _row("as it is", found.now),
-        *([] if found.split is None else [_row("the best with P and D", found.split)]),
-        _row("for both phases", found.whole),
+        _row("as it is", verdict.now),
+        *([] if verdict.split is None else [_row("the best with P and D", verdict.split)]),
+        _row("for both phases", verdict.whole),
     ]
-    for what, least in (("P and D", found.least_split), ("for both phases", found.least_whole)):
-        enough = f"{least.counts}" if least is not None else f"not with {found.most_tried} instances"
-        lines.append(f"for {100 * found.goal:g} %, {what}: {enough}")
-    return [*lines, "", found.sentence()]
+    for what, smallest in (("P and D", verdict.least_split), ("for both phases", verdict.least_whole)):
+        enough = f"{smallest.counts}" if smallest is not None else f"not with {verdict.most_tried} instances"
+        lines.append(f"for {100 * verdict.goal:g} %, {what}: {enough}")
+    return [*lines, "", verdict.sentence()]
 
 
 def _row(what: str, form: Arrangement) -> str:
-    one = form.expected
-    figures = f"{percent(one.attained):>10} % {percent(one.ttft):>6} % {percent(one.itl):>6} %"
-    return f"{what:<24} {figures} {100 * min(one.busiest, 9.99):>6.0f} %  {form.counts}"
+    expected = form.expected
+    figures = f"{percent(expected.attained):>10} % {percent(expected.ttft):>6} % {percent(expected.itl):>6} %"
+    return f"{what:<24} {figures} {100 * min(expected.busiest, 9.99):>6.0f} %  {form.counts}"
