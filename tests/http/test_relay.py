@@ -27,8 +27,8 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 
+from .client.test_http_client import CHUNKED, Script, peer, small_socket
 from .running import Seen, opened, request, running, wire
-from .test_client import CHUNKED, Script, peer, small_socket
 
 MARKS = Pattern(MARK, "first line", (LAST_MARK,))
 EVENTS = Pattern(b"data: ", "all", (b"[DONE]", b'"finish_reason":"'))

@@ -24,7 +24,7 @@ from kvferry.core.errors import Unavailable
 from kvferry.core.messages.instance_facts import InstanceFacts
 from kvferry.core.request import EngineOutput, Request
 from router.peers import routing
-from router.test_continuation import CHAT, TEXT, Failing, timeless
+from router.request.test_delivery import CHAT, TEXT, Failing, timeless
 from support.ports import free_port
 
 NUM_REQUESTS = int(os.environ.get("KVFERRY_FAKE_REQUESTS", "300"))

@@ -36,9 +36,9 @@ LONG_FILES = (
     "engine/test_store_exactness.py",
     "end_to_end/test_failure_table.py",
     "engine/test_hand_off_bfloat16.py",
-    "router/test_workers.py",
+    "router/test_siblings.py",
     "engine/model/test_batch_invariance.py",
-    "router/test_continuation.py",
+    "router/request/test_delivery.py",
     "engine/test_cache_beside_hand_off.py",
     "transport/fabric/test_nixl_and_mooncake.py",
 )

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from kvferry.cli.main import main
 from router.peers import Peer, event, instances, routing
 from router.request.test_hand_off import BODY, a_decode, a_prefill, post
-from router.test_seen import telling
+from router.request.test_record import telling
 
 
 async def at_length(peer: Peer, request: Request, body: Any) -> Response:

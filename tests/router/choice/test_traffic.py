@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse, Response
 from kvferry.core.messages.traffic import Decided, FleetPlan, TrafficReport
 from kvferry.http.client.signed_client import bearer
 from kvferry.http.server.config import HttpConfig
+from router.edge.test_admin import KEY, SOON, Fields, declare, declared
 from router.instances.test_membership import post as post_here
 from router.peers import CONCURRENT, DECODE, Peer, answer, answer_when_told, failing, instances, routing, ticket_for
 from router.request.test_hand_off import BODY, a_decode, a_prefill, get, post
-from router.test_declaring import KEY, SOON, Fields, declare, declared
-from router.test_seen import telling
+from router.request.test_record import telling
 
 HTTP = HttpConfig(shutdown_grace_s=1, admin_key=(KEY,))
 

@@ -16,7 +16,7 @@ from kvferry.core.errors import ConfigError
 from kvferry.http.server import connection, http_server
 from kvferry.http.server.listen import listen
 
-from .running import Handlers, Wire, request, running, wire
+from ..running import Handlers, Wire, request, running, wire
 
 
 async def test_running_requests_may_end_and_idle_connections_are_closed() -> None:

@@ -16,7 +16,7 @@ import pytest
 from router.instances.test_registrations import Sender, a_decode, registering, registrar
 from router.peers import CONCURRENT, DECODE, Peer, answer, instances, signed, ticket
 from router.request.test_next_turn import keeping, told
-from router.test_workers import Workers, complete, until, workers
+from router.test_siblings import Workers, complete, until, workers
 
 LEASE_S = 1.0
 

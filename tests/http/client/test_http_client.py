@@ -20,7 +20,7 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 
-from .running import Handlers, Seen, opened, request, running, wire
+from ..running import Handlers, Seen, opened, request, running, wire
 
 KEEPING = {"idle_s": 60.0}
 """Free connections are kept, however long the test stands still."""

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from .running import Handlers, request, running, wire
+from ..running import Handlers, request, running, wire
 
 POST = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
 SMUGGLED = b"GET /ok HTTP/1.1\r\nHost: smuggled\r\n\r\n"

@@ -26,8 +26,8 @@ from kvferry.http.server.request import HttpRequest
 from kvferry.http.server.response import Response
 from kvferry.http.server.routes import Route, Routes
 
-from .running import Seen, opened, request, running, wire
-from .test_client import answering, peer
+from ..client.test_http_client import answering, peer
+from ..running import Seen, opened, request, running, wire
 
 NUM_CASES = 1500
 NEEDS_COMPILER = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

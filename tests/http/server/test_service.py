@@ -14,7 +14,7 @@ import pytest
 from kvferry.http.server.listen import listen
 from kvferry.observe.logs import JsonFormatter
 
-from .running import Handlers, request, running, wire
+from ..running import Handlers, request, running, wire
 
 NO_LINGER = struct.pack("ii", 1, 0)
 
