@@ -282,7 +282,7 @@ class Warming:
 
 def _worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     """One document's worst outcome at several instances: one that failed, or else the one with the most blocks."""
-    return max(outcomes, key=lambda one: (one.error is not None, one.num_kept))
+    return max(outcomes, key=lambda outcome: (outcome.error is not None, outcome.num_kept))
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -101,7 +101,7 @@ def roll(name: Fleet, *, wait_s: Wait = 600.0) -> int:
     """Replace every instance and router by a new one of the same settings, a few at a time."""
     SECONDS_OR_ZERO.require("--wait-s", wait_s)
     stamp = f"{SYSTEM_CLOCK.wall():.3f}"
-    return _change(name, lambda wanted: msgspec.structs.replace(wanted.fleet, stamp=stamp), wait_s)
+    return _change(name, lambda desired: msgspec.structs.replace(desired.fleet, stamp=stamp), wait_s)
 
 
 def rollback(

@@ -64,7 +64,7 @@ def _require_feed(origin: Origin, status: int) -> None:
 
 
 def candidates() -> list[str]:
-    """The URLs of this user's fleets, then those of this machine's usual ports."""
+    """The URLs of this user's fleets, then of this machine's usual ports."""
     urls = []
     for name in fleet_names():
         status = ledger_of(name).status()

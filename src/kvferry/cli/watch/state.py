@@ -16,7 +16,7 @@ _LOOK_BACK = 15
 
 
 class WatchedState:
-    """What a page would show. Changed by `apply` only."""
+    """The data that a page would show. Changed by `apply` only."""
 
     def __init__(self) -> None:
         self.kind, self.now = "router", 0.0
