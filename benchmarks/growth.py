@@ -57,7 +57,7 @@ def filled(num_waiting: int) -> tuple[SequenceQueues, list[Sequence]]:
     ]
     for sequence in sequences:
         queues.enqueue(sequence)
-        queues.expect(sequence, 1e9 + sequence.order)
+        queues.add_deadline(sequence, 1e9 + sequence.order)
     return queues, sequences
 
 
@@ -68,7 +68,7 @@ def abort_us(num_waiting: int) -> float:
         queues, sequences = filled(num_waiting)
         num_calls = min(CALLS, num_waiting // 2)
         gone = random.Random(seed).sample(sequences, num_calls)
-        rounds.append(per_call_us(lambda: queues.leave(gone.pop()), num_calls))  # noqa: B023 - called at once
+        rounds.append(per_call_us(lambda: queues.remove(gone.pop()), num_calls))  # noqa: B023 - called at once
     return statistics.median(rounds)
 
 

@@ -110,9 +110,9 @@ def client(port: int, streams: int, path: str, body: dict[str, Any], turn: Conne
 async def measure(path: str, streams: int, tokens: int, rounds: int, profile: bool) -> Sequence[float]:
     """Microseconds of the event loop's thread for each token, by round; the first round is left out."""
     tokenizer = AutoTokenizer.from_pretrained(resolve("kvferry/tiny-python"))
-    front = AsyncEngine(IdleEngine(tokenizer), ["model"])  # type: ignore[arg-type]
-    server = build_app(front, ServerConfig(port=0, shutdown_grace_s=0.0)).server()
-    front.start()
+    engine_client = AsyncEngine(IdleEngine(tokenizer), ["model"])  # type: ignore[arg-type]
+    server = build_app(engine_client, ServerConfig(port=0, shutdown_grace_s=0.0)).server()
+    engine_client.start()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(server.run(lambda _, real: port.set_result(real)))
     ours, theirs = multiprocessing.Pipe()
@@ -137,7 +137,7 @@ async def measure(path: str, streams: int, tokens: int, rounds: int, profile: bo
     ours.send(False)
     server.stop()
     await serving
-    await front.close()
+    await engine_client.close()
     reader.join()
     return costs[1:]
 

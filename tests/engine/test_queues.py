@@ -37,7 +37,7 @@ def test_who_is_put_back_keeps_its_place() -> None:
     queues, first, second = SequenceQueues(), sequence("first", 1), sequence("second", 2)
     queues.enqueue(first)
     queues.enqueue(second)
-    queues.put_back([queues.next_waiting()])
+    queues.requeue([queues.next_waiting()])
     assert queues.next_waiting() is first
 
 
@@ -46,7 +46,7 @@ def test_the_least_urgent_is_neither_scheduled_nor_written_to() -> None:
     for one in running:
         queues.start(one)
     running[2].load.meeting = LoadMeetingPoint(4, 8)
-    assert queues.least_urgent({"3"}) is running[1]
+    assert queues.select_victim({"3"}) is running[1]
 
 
 @pytest.mark.parametrize("status", list(Status))
@@ -57,7 +57,7 @@ def test_who_leaves_is_in_no_queue(status: Status) -> None:
     elif status is Status.RUNNING:
         queues.start(one)
     one.status = status
-    queues.leave(one)
+    queues.remove(one)
     queues.check()
     assert (queues.num_waiting, queues.num_running) == (0, 0)
 
@@ -75,12 +75,12 @@ def test_whoever_leaves_the_others_keep_their_order(seed: int) -> None:
     waiting = [sequence(str(order), order, priority=rng.randrange(3)) for order in range(300)]
     for number, added in enumerate(waiting):
         queues.enqueue(added)
-        queues.expect(added, float(rng.randrange(50)))
+        queues.add_deadline(added, float(rng.randrange(50)))
         if number % 3 == 2:
-            queues.put_back([queues.next_waiting()])
+            queues.requeue([queues.next_waiting()])
     gone = rng.sample(waiting, rng.randrange(300))
     for left in gone:
-        queues.leave(left)
+        queues.remove(left)
         left.status = Status.FINISHED
     stay = sorted((one for one in waiting if one not in gone), key=lambda one: one.rank)
     assert queues.num_waiting == len(stay)
@@ -95,7 +95,7 @@ def test_what_is_left_behind_of_those_who_left_is_bounded() -> None:
         added = sequence(str(order), order)
         heap.push(float(order), added)
         heap.remove(added)
-        assert heap.num_entries <= heap.MIN_LEFT_BEHIND + 1
+        assert heap.num_entries <= heap.MIN_STALE + 1
     assert len(heap) == 0
     assert heap.first_key() is None
 
@@ -103,10 +103,10 @@ def test_what_is_left_behind_of_those_who_left_is_bounded() -> None:
 def test_deadlines_pass_in_their_order_wherever_the_sequence_is() -> None:
     queues, [waits, runs, loads, ended] = SequenceQueues(), [sequence(str(order), order) for order in range(4)]
     for one, deadline in ((waits, 3.0), (runs, 1.0), (loads, 2.0), (ended, 0.5)):
-        queues.expect(one, deadline)
+        queues.add_deadline(one, deadline)
     queues.enqueue(waits)
     queues.start(runs)
-    queues.leave(ended)
+    queues.remove(ended)
     assert queues.take_expired(0.9) == []
     assert queues.take_expired(2.0) == [runs, loads]
     assert queues.take_expired(2.0) == []

@@ -117,7 +117,7 @@ async def test_a_rank_lost_while_nothing_runs_ends_the_engine_too(model_maker: A
 async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
     model_maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_process, "ASK_EVERY_S", 0.5)
+    monkeypatch.setattr(rank_process, "PING_INTERVAL_S", 0.5)
     monkeypatch.setattr("kvferry.engine.executor.ranks.END_S", 1.0)
     engine = AsyncEngine(two_ranks(model_maker("llama")), ["m"])
     engine.start()
@@ -127,7 +127,7 @@ async def test_a_rank_that_hangs_while_nothing_runs_ends_the_engine_too(
     os.kill(pid, signal.SIGSTOP)
     await engine.failed()
     assert not engine.healthy
-    with pytest.raises(Unavailable, match=r"the engine failed: rank 1 .* hangs: it was asked 6 times"):
+    with pytest.raises(Unavailable, match=r"the engine failed: rank 1 .* hangs: it did not answer 6 pings"):
         await anext(engine.generate(request("b")))
     await engine.close()
     assert not is_running(pid)

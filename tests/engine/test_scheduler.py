@@ -515,7 +515,7 @@ def test_fewer_tokens_may_come_than_were_to_be_met(comes_at: str, num_loaded: in
     bench.scheduler.transferred([Loaded("a", num_loaded)])
     if comes_at == "before the meeting":
         bench.step()
-    assert (sequence.num_computed_tokens, sequence.names.num_published) == (first_after, first_after // BLOCK)
+    assert (sequence.num_computed_tokens, sequence.hash_chain.num_published) == (first_after, first_after // BLOCK)
     assert bench.step().chunks[0].start == first_after
     bench.run()
     assert bench.tokens("a") == expected_answer(list(range(20)), 4)

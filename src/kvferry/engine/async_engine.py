@@ -12,7 +12,7 @@ from kvferry.engine.stepped import SteppedEngine
 
 log = logging.getLogger(__name__)
 JOIN_S = 10.0
-"""Most seconds that `close` waits for a step to end."""
+"""Max seconds that `close` waits for a step to end."""
 
 
 class AsyncEngine(SteppedEngine):
@@ -20,7 +20,7 @@ class AsyncEngine(SteppedEngine):
 
     def __init__(self, engine: Engine, model_names: Sequence[str]) -> None:
         super().__init__(engine, model_names)
-        self._news = threading.Event()
+        self._wakeup = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
 
     def start(self) -> None:
@@ -30,7 +30,8 @@ class AsyncEngine(SteppedEngine):
         self._thread.start()
 
     async def close(self) -> None:
-        """End all requests, the thread and the engine; without the engine if its thread does not return from a step."""
+        """End all requests, the thread and the engine. The engine stays open if its thread does not return from a
+        step."""
         self._closing = True
         self.wake()
         await asyncio.to_thread(self._thread.join, JOIN_S)
@@ -41,22 +42,22 @@ class AsyncEngine(SteppedEngine):
 
     @property
     def is_stepping(self) -> bool:
-        """True if the thread lives."""
+        """True if the thread is alive."""
         return self._thread.is_alive()
 
     def wake(self) -> None:
-        """End the rest between two steps."""
-        self._news.set()
+        """Wake the thread if it waits between two steps."""
+        self._wakeup.set()
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._news.clear()
+                self._wakeup.clear()
                 self._serve_calls()
-                self._hand_over(self.engine.step())
-                if (rest_s := self._rest_s()) != 0.0:
-                    self._news.wait(rest_s)
-        except BaseException as failure:  # noqa: BLE001 - the thread's outermost edge: everyone who waits must be woken
-            self._has_failed(failure)
+                self._deliver(self.engine.step())
+                if (rest_s := self._idle_timeout_s()) != 0.0:
+                    self._wakeup.wait(rest_s)
+        except BaseException as failure:  # noqa: BLE001 - the thread's outermost edge: all waiters must be woken
+            self._on_failure(failure)
         finally:
-            self._has_ended()
+            self._on_end()

@@ -1,4 +1,4 @@
-"""Settings of one engine. Frozen: what is found at run time (block count, chosen dtype) is state, kept elsewhere.
+"""Settings of one engine. Frozen: values found at run time (block count, chosen dtype) are state, kept elsewhere.
 
 The command line's flags, the TOML table `[engine]` and the environment are generated from this class: a field's
 docstring is its flag's help.
@@ -39,12 +39,12 @@ class EngineConfig:
 
     tensor_parallel_size: Count = field(default=1, metadata={"alias": "tp"})
     """Number of ranks that share the weights, the KV cache and the work of the model. Each is a process on this
-    machine (unless --ranks-at is given), with a GPU of its own where there are GPUs."""
+    machine (unless --ranks-at is set), with a GPU of its own if there are GPUs."""
 
     ranks_at: str | None = None
     """HOST:PORT of this machine at which the other ranks connect, each of them started by `kvferry rank HOST:PORT`, on
-    any machine and with the same KVFERRY_AUTH_TOKEN. The model must have the same path there. What ranks say to each
-    other is not encrypted. Default: this process starts them itself, on this machine."""
+    any machine and with the same KVFERRY_AUTH_TOKEN. The model must have the same path there. Traffic between
+    ranks is not encrypted. Default: this process starts them itself, on this machine."""
 
     num_threads: Count | None = None
     """CPU threads of the model on all ranks together. Default: OMP_NUM_THREADS, or all cores that this process may
@@ -68,8 +68,8 @@ class EngineConfig:
 
     mix_kernels: bool = False
     """In bfloat16 and float16, hand off to and share stores with instances whose kernels round otherwise: another kind
-    of processor, a missing compiler, another number of ranks. Their answers may then be those of neither instance. Set
-    it on all instances. In float32, kernels may always be mixed."""
+    of processor, a missing compiler, another number of ranks. Their answers may then differ from both instances' own.
+    Set it on all instances. In float32, kernels may always be mixed."""
 
     seed: Seed | None = None
     """Seed for requests that have none. Default: a new random seed for each request."""
@@ -84,20 +84,20 @@ class EngineConfig:
     """Keep the blocks of finished requests, and reuse them for prompts with the same prefix."""
 
     prefix_cache_eviction: str = "lru"
-    """Which blocks the prefix cache gives up first: lru, or any other eviction policy of the stores, such as reuse,
-    which learns what kind of blocks come back. Of one prompt, lru and reuse give up the last block first; the others
-    begin with the first, without which the rest cannot be found."""
+    """Eviction policy of the prefix cache: lru, or any other eviction policy of the stores, such as reuse, which learns
+    what kind of blocks are reused. Within one prompt, lru and reuse evict the last block first; the others begin with
+    the first, without which the rest cannot be found."""
 
     kv_events: str | None = None
-    """Publish which blocks the prefix cache stores and evicts, as vLLM does, at this ZeroMQ address:
-    tcp://127.0.0.1:5557, or with port * for any free one, which routers find out by themselves. Anyone who can connect
-    can read the tokens of prompts. Needs kvferry[events]."""
+    """Publish the blocks that the prefix cache stores and evicts, as vLLM does, at this ZeroMQ address:
+    tcp://127.0.0.1:5557, or with port * for any free one, which routers discover. Any client that can connect can read
+    the tokens of prompts. Needs kvferry[events]."""
 
     kv_events_replay: str | None = None
     """ZeroMQ address at which followers request events that they missed. Default: a free port of the same host."""
 
     max_num_seqs: Count = field(default=128, metadata={"heading": "kvferry's engine: scheduler"})
-    """Most sequences that run at the same time."""
+    """Max number of sequences that run at the same time."""
 
     max_num_batched_tokens: Count = 2048
     """Token budget of one step. A longer prefill is split into chunks."""
@@ -108,7 +108,7 @@ class EngineConfig:
     bounds a step; in a fleet with [scale], decode instances have its `itl`."""
 
     max_waiting: Count = 1024
-    """Most requests that wait; further ones are answered with 429."""
+    """Max number of waiting requests; further ones are answered with 429."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

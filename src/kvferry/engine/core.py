@@ -1,8 +1,8 @@
-"""The engine around an executor that is ready: schedule → run → postprocess, one step at a time. Synchronous; used from
-one thread. No tensors.
+"""The engine around a ready executor: schedule → run → postprocess, one step at a time. Synchronous; used from one
+thread. No tensors.
 
-Owns the scheduler, the connector's scheduler side and the executor, and closes them. It does not know where the model
-runs, nor on how many ranks: the executor does. `engine.Engine` loads the model first.
+Owns the scheduler, the connector's scheduler side and the executor, and closes them. It does not know on which device
+or how many ranks the model runs: the executor does. `engine.Engine` loads the model first.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from kvferry.store.machine import MACHINE, Machine
 
 log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 8
-"""After this many consecutive failed steps that no single request caused, the next one ends the engine."""
+"""Max number of consecutive failed steps that no single request caused; then the engine ends."""
 MAX_PLANS = 64
-"""Attempts to begin a plan before it is given up; the connector then never learns what became of its requests."""
+"""Max number of plans that have not been started; then the connector is lost."""
 
 
 class EngineCore:
@@ -89,7 +89,7 @@ class EngineCore:
     # Requests.
 
     def add(self, request: Request) -> None:
-        """Take a request in. Raises `RequestError` when it cannot be served."""
+        """Add a request. Raises `RequestError` when it cannot be served."""
         try:
             self._add(request)
         except RequestError:
@@ -148,25 +148,25 @@ class EngineCore:
         return side is not None and isinstance(side, KeepsBlocks) and side.keeps_keys()
 
     def release(self, transfer_id: str) -> bool:
-        """End the lease of a ticket that nobody will fetch. True when there was one."""
+        """End the lease of a ticket that will not be fetched. Returns True if there was one."""
         return self.hands_off is not None and self.hands_off.release(transfer_id)
 
     def prefill_refused(self, transfer_id: str) -> None:
-        """A prefill for another instance was refused before it became a request: notify the instance that waits for its
-        KV."""
+        """Notify the instance that waits for the KV of a prefill that this instance refused before it became a
+        request."""
         if self.hands_off is not None:
             self.hands_off.refused(transfer_id)
 
     def kept(self, hashes: Sequence[BlockHash], *, pin: bool | None) -> Sequence[Future[list[TierShare]]]:
         """Call `KeepsBlocks.kept`. Raises `InvalidRequest` where no connector keeps KV."""
         side = self.scheduler_side
-        looks = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
-        if not looks:
+        lookups = side.kept(hashes, pin=pin) if side is not None and isinstance(side, KeepsBlocks) else ()
+        if not lookups:
             raise InvalidRequest(
                 "this instance has no connector that keeps KV; start it with --kv-transfer-config and a"
                 " KVStoreConnector"
             )
-        return looks
+        return lookups
 
     # The step.
 
@@ -183,7 +183,7 @@ class EngineCore:
             while True:
                 try:
                     result = self.executor.execute(chunks, self.plans)
-                except Exception as error:  # noqa: BLE001 - the edge between scheduling and the ranks: see `_execute`
+                except Exception as error:  # noqa: BLE001 - the boundary between scheduling and the ranks: see `_execute`
                     chunks = stepping.throw(error)
                 else:
                     chunks = stepping.send(result)
@@ -192,16 +192,16 @@ class EngineCore:
             return outputs
 
     def stepping(self) -> Generator[list[Chunk], StepResult, list[EngineOutput]]:
-        """A step in parts, for callers that do something else while the ranks compute: yields what the executor has to
-        execute with `plans`, and receives its result by `send` or its error by `throw`. Returns and raises as `step`;
-        nothing else of the engine may be called until it has ended."""
+        """A step in parts, for callers that do other work while the ranks compute: yields the chunks that the executor
+        has to execute with `plans`, and receives its result by `send` or its error by `throw`. Returns and raises as
+        `step`; no other method of the engine may be called until it has ended."""
         num_faults = self.scheduler.num_faults
         try:
             yield from self._step()
             self._num_failed_steps = 0
         except (RankLost, ConnectorLost, LeakError):
             raise
-        except Exception as error:  # noqa: BLE001 - the edge between one step and the next: see `_step_failed`
+        except Exception as error:  # noqa: BLE001 - the boundary between two steps: see `_step_failed`
             self._step_failed(error)
         if self.scheduler.num_faults != num_faults:
             self.scheduler.audit()
@@ -230,15 +230,15 @@ class EngineCore:
         self.idle = not step.chunks and step.plan is None and not result.report
 
     def _execute(self, chunks: list[Chunk]) -> Generator[list[Chunk], StepResult, StepResult]:
-        """Have the chunks and the waiting plans run. A step that fails as a whole ends its requests, since it is
-        unknown which of them caused it. Plans that were not started are started with the next step."""
+        """Run the chunks and the waiting plans. A step that fails as a whole ends its requests, since the cause may be
+        any of them. Plans that were not started are started with the next step."""
         if len(self.plans.waiting) > MAX_PLANS:
             raise ConnectorLost(f"the transfers of {MAX_PLANS} steps could not be started")
         try:
             result = yield chunks
         except (RankLost, ConnectorLost):
             raise
-        except Exception as error:  # noqa: BLE001 - the edge between this step's requests and all others
+        except Exception as error:  # noqa: BLE001 - the boundary between this step's requests and all others
             self.scheduler.fail_step(chunks, error)
             return StepResult({}, [])
         report = self.scheduler.settled(chunks, result.report)
@@ -246,8 +246,8 @@ class EngineCore:
         return StepResult(result.sampled, report, result.failed)
 
     def _transferred(self) -> None:
-        """Give the scheduler the report of transfers; if that raises, event by event, so that one event does not affect
-        another's request."""
+        """Pass the report of transfers to the scheduler; if that raises, event by event, so that an event does not
+        affect other requests."""
         report = self._report
         try:
             self.scheduler.transferred(report)
@@ -261,8 +261,8 @@ class EngineCore:
         self._report = []
 
     def _step_failed(self, error: Exception) -> None:
-        """Handle an error that belongs to no request. The first one ends nothing, since it may not recur; the next ones
-        end all requests; after `MAX_FAILED_STEPS` consecutive ones, the engine ends."""
+        """Handle an error that belongs to no request. The first one is only logged, since it may not recur; the next
+        ones end all requests; after `MAX_FAILED_STEPS` consecutive ones, the engine ends."""
         self._num_failed_steps += 1
         log.exception("a step failed outside of any request's part, %d in a row", self._num_failed_steps)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
@@ -271,7 +271,7 @@ class EngineCore:
             self.scheduler.fail_all(error)
 
     idle = True
-    """True if the last step found nothing to do: everything waits, for requests or for transfers."""
+    """True if the last step had nothing to do: the engine waits for requests or transfers."""
 
     @property
     def has_work(self) -> bool:
@@ -279,7 +279,8 @@ class EngineCore:
         return self.scheduler.has_work or bool(self.plans.waiting or self._report)
 
     def on_transfer(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when a transfer has made progress that a step should handle."""
+        """Register `wake`, which is called from any thread when a transfer has made progress that a step should
+        handle."""
         self.executor.on_report(wake)
         if self.scheduler_side is not None:
             self.scheduler_side.on_answer(wake)
@@ -287,7 +288,7 @@ class EngineCore:
     # Insight and end.
 
     def statistics(self) -> EngineSnapshot:
-        """A snapshot."""
+        """A snapshot of gauges and counters."""
         connector = statistics_of(self.scheduler_side) | self.executor.statistics()
         return EngineSnapshot(
             scheduler=self.scheduler.statistics(),
@@ -305,13 +306,13 @@ class EngineCore:
         return gauges_of(type(self.scheduler_side)) | gauges_of(find_connector(self.transfer).worker_class())
 
     def check(self) -> None:
-        """Raise `LeakError` when no request is left, yet something is still kept."""
+        """Raise `LeakError` if no request is left, but a resource is still held."""
         self.scheduler.check()
         if self.scheduler.is_empty:
             self.executor.check()
 
     def close(self) -> None:
-        """End every transfer and give the memory back. Raises the first error of a part, once all are closed."""
+        """End every transfer and free the memory. Raises the first error of a part, after all are closed."""
         parts = (self.events, self.executor, self.scheduler_side)
         close_all(*(part.close for part in parts if part is not None))
 

@@ -27,7 +27,7 @@ class Engine(EngineCore):
     ) -> None:
         """Load everything; may take long. Raises `ConfigError` or `UnsupportedModel`."""
         clock = clock or SYSTEM_CLOCK
-        # Addresses and folders that cannot be had are found now, and not when the model is loaded.
+        # Unusable addresses and folders are errors now, and not after the model is loaded.
         if transfer is not None:
             find_connector(transfer).check_here(transfer, known=bool(auth_token))
         events = _publish_events(config, clock)

@@ -1,7 +1,8 @@
-"""KV that is loaded from outside the engine, or held for a peer: all that the scheduler does with the connector.
+"""KV that is loaded from outside the engine, or held for a peer: the scheduler's interface to the connector.
 
-Owns which requests wait for a load, which blocks are held for peers, and what the connector has yet to be told. It does
-not know the queues, the token budget or the order of requests: it answers the scheduler, which acts on the answer.
+Owns the requests that wait for a load, the blocks held for peers, and the preemptions that the connector does not know
+yet. It does not know the queues, the token budget or the order of requests: it answers the scheduler, which acts on the
+answer.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class ExternalKVStatistics:
 
 
 class ExternalKV:
-    """Talks to the connector on the scheduler's behalf; without a connector there is nothing to load or to hold.
+    """Calls the connector for the scheduler; without a connector there is nothing to load or to hold.
 
-    What the connector raises passes through, except where a docstring says otherwise: the scheduler knows whose request
-    it was. `fail_on_lost_hand_off`: the failure policy is `fail`.
+    The connector's exceptions pass through, except where a docstring says otherwise: the scheduler knows the request.
+    `fail_on_lost_hand_off`: the failure policy is `fail`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ExternalKV:
     # Before a request runs.
 
     def promised_result(self, sequence: Sequence) -> PrefillResult | None:
-        """What the producer sampled, if the ticket is trusted and is for this prompt and not a prefix of it."""
+        """The producer's result, if the ticket is trusted and is for exactly this prompt."""
         hand_off = sequence.hand_off
         if not isinstance(hand_off, Consume) or not hand_off.ticket.is_of(sequence.prompt_token_ids, sequence.salt):
             return None
@@ -91,11 +92,11 @@ class ExternalKV:
             self._connector.arrived(sequence)
 
     def match(self, sequence: Sequence, num_cached_tokens: int) -> Match:
-        """Ask how much can be loaded beyond the first `num_cached_tokens` of the prompt (vLLM's
-        `get_num_new_matched_tokens`). After a `Miss` the connector is not asked again."""
+        """The KV that can be loaded beyond the first `num_cached_tokens` of the prompt (vLLM's
+        `get_num_new_matched_tokens`). After a `Miss` the connector is not called again."""
         if self._connector is None or sequence.load.is_settled or not sequence.reuses_prefix:
             return Miss()
-        if not sequence.can_use_offered():
+        if not sequence.can_use_remote_kv():
             sequence.load.is_settled = True
             return Miss()
         match = self._connector.match(sequence, num_cached_tokens)
@@ -115,16 +116,16 @@ class ExternalKV:
         return HandOffFailed(f"the KV of this request could not be loaded: {error}")
 
     def make_room(self, num_blocks: int) -> None:
-        """A request waits for `num_blocks` more free blocks. What the connector releases for it becomes free some steps
-        later."""
+        """Have the connector release held blocks, because a request waits for `num_blocks` more. They become free some
+        steps later."""
         if self._hands_off is not None:
             self._hands_off.make_room(num_blocks)
 
     # Loads.
 
     def begin_load(self, sequence: Sequence, num_cached: int, hit: Hit) -> bool:
-        """Begin to load a hit, for which the sequence has blocks now. True: the sequence runs at once, because it loads
-        layer by layer or computes what comes before a meeting; False: it waits for its KV."""
+        """Begin to load a hit into the sequence's blocks. Returns True if the sequence runs at once, because it loads
+        layer by layer or computes the tokens before a meeting point; False if it waits for its KV."""
         assert self._connector is not None, "only a connector has hits"
         self._connector.allocated(sequence, tuple(sequence.block_ids), num_cached, hit)
         self._counters.num_external_hits += hit.num_tokens - hit.num_computed_meanwhile
@@ -144,8 +145,8 @@ class ExternalKV:
         return hit.layerwise or sequence.load.meeting is not None
 
     def meet(self, sequence: Sequence) -> int | None:
-        """Check whether everything before the meeting point is computed and everything behind it loaded. If so, return
-        how many tokens have their KV; else None, and a sequence that has computed its part waits for the load."""
+        """The number of tokens with KV if everything before the meeting point is computed and everything behind it
+        loaded; else None, and a sequence that has computed its part waits for the load."""
         meeting = sequence.load.meeting
         assert meeting is not None, "only before a meeting"
         if sequence.num_computed_tokens < meeting.first:
@@ -158,8 +159,8 @@ class ExternalKV:
         return None
 
     def end_load(self, sequence: Sequence, num_tokens: int | None) -> int | None:
-        """Record that a load brought the KV of the first `num_tokens` (None: all that was promised). Returns how many
-        tokens have their KV now; None: the sequence did not wait for the load, and runs on."""
+        """Record that a load brought the KV of the first `num_tokens` (None: all promised ones). Returns the number
+        of tokens with KV; None: the sequence did not wait for the load, and continues to run."""
         sequence.request.timeline.stamp("transfer_done", self._clock.wall())
         if (meeting := sequence.load.meeting) is not None:
             sequence.load.is_settled = meeting.is_loaded = True
@@ -171,35 +172,36 @@ class ExternalKV:
 
     @staticmethod
     def settled(chunks: Iterable[Chunk], report: TransferReport) -> TransferReport:
-        """Report a layerwise load of this step as failed if it is incomplete, or missing in the report: the step has
-        used its KV. All other events stay as they are."""
+        """The report with layerwise loads of this step marked as failed if they are incomplete or missing: the step has
+        used their KV. All other events stay unchanged."""
         promised = {
             chunk.sequence.request_id: chunk.start for chunk in chunks if chunk.sequence.load.layerwise_base is not None
         }
-        settled = [_whole_or_failed(event, promised) for event in report]
+        settled = [_complete_or_failed(event, promised) for event in report]
         reported = {event.request_id for event in settled if isinstance(event, Loaded | Failed)}
         missing = TransferError("the connector did not report a layerwise load with its step")
         return [*settled, *(Failed(request_id, missing) for request_id in promised if request_id not in reported)]
 
     def abandon_load(self, sequence: Sequence) -> None:
-        """End a load that failed or is not wanted any more: the sequence has the KV again that it had before."""
+        """End a failed or cancelled load: the sequence is back at the KV that it had before."""
         sequence.load.is_settled, sequence.load.meeting = True, None
         self._loading.pop(sequence.request_id, None)
         if sequence.load.layerwise_base is not None:
             sequence.num_computed_tokens, sequence.load.layerwise_base = sequence.load.layerwise_base, None
 
-    def keep_aside(self, sequence: Sequence, name: str) -> None:
-        """Hold the blocks of a sequence whose load does not end, until the connector has `Released` this name."""
+    def hold_blocks(self, sequence: Sequence, name: str) -> None:
+        """Hold the blocks of a sequence whose load does not end, until the connector reports `Released` for this
+        name."""
         self._held[name], sequence.block_ids = sequence.block_ids, []
 
     # Plans and reports.
 
     def preempted(self, sequence: Sequence) -> None:
-        """Record that the sequence's blocks go to others; the connector learns of it with the next plan."""
+        """Record that the sequence's blocks were released; the connector gets it with the next plan."""
         self._preempted.append(sequence)
 
     def plan(self, chunks: Iterable[Chunk]) -> StepPlan | None:
-        """Have the connector plan what its worker sides do in the next step. None: there is no connector."""
+        """The connector's plan for its worker sides in the next step. None: there is no connector."""
         plan = None
         if self._connector is not None:
             views = [self._view(chunk) for chunk in chunks]
@@ -208,8 +210,8 @@ class ExternalKV:
         return plan
 
     def plan_between_steps(self) -> StepPlan | None:
-        """Plan what the worker sides do at once because blocks are newly held, so that a consumer need not wait for
-        another step. None: nothing. A plan that fails is logged; the next step plans as always."""
+        """The plan for newly held blocks, which the worker sides execute at once, so that a consumer need not wait for
+        another step. None: nothing to do. A plan that fails is logged; the next step plans as always."""
         if self._connector is None or not self._has_new_hold:
             return None
         self._has_new_hold = False
@@ -229,14 +231,13 @@ class ExternalKV:
             self._connector.completed(report)
 
     def finish(self, sequence: Sequence) -> Finish:
-        """Take the blocks of a sequence that has ended: they are released, or held for as long as the connector
-        says."""
+        """Release the blocks of a finished sequence, or hold them for the connector."""
         self._loading.pop(sequence.request_id, None)
         blocks, sequence.block_ids = sequence.block_ids, []
         if self._connector is None:
             self._pool.release(blocks)
             return Release()
-        answer = self._ask_finish(self._connector, sequence, tuple(blocks))
+        answer = self._finish_with_retry(self._connector, sequence, tuple(blocks))
         if isinstance(answer, Hold):
             self._held[sequence.request_id] = blocks
             self._has_new_hold = True
@@ -245,8 +246,8 @@ class ExternalKV:
         return answer
 
     @staticmethod
-    def _ask_finish(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
-        """Ask the connector whether the blocks are held. If it raises twice, they are held for good, because somebody
+    def _finish_with_retry(connector: SchedulerSide[StepPlan], sequence: Sequence, blocks: tuple[int, ...]) -> Finish:
+        """The connector's `finish`, retried once. If it raises twice, the blocks are held for good, because a transfer
         may still read or write them."""
         try:
             return connector.finish(sequence, blocks)
@@ -275,7 +276,7 @@ class ExternalKV:
 
     @property
     def num_loading(self) -> int:
-        """How many requests wait for their KV."""
+        """Number of requests that wait for their KV."""
         return len(self._loading)
 
     def holds(self, request_id: str) -> bool:
@@ -295,14 +296,14 @@ class ExternalKV:
         )
 
     def check(self) -> None:
-        """Raise `LeakError` when something is still kept. For when no request is left."""
+        """Raise `LeakError` if a resource is still held. Call it when no request is left."""
         if self._loading:
             raise LeakError(f"{len(self._loading)} requests that have ended still wait for their KV")
         if not self._held:
             check_side(self._connector)
 
 
-def _whole_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> TransferEvent:
+def _complete_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> TransferEvent:
     if not isinstance(event, Loaded) or event.num_tokens is None:
         return event
     num_promised = promised.get(event.request_id, 0)
@@ -315,6 +316,6 @@ def _whole_or_failed(event: TransferEvent, promised: Mapping[str, int]) -> Trans
 
 
 def _reached(num_computed: int, num_tokens: int | None, num_promised: int) -> int:
-    """How many tokens have their KV after a load to sequences with `num_computed`, if it brought the first `num_tokens`
-    (None: all that was promised). There are no blocks for more than was promised."""
+    """Number of tokens with KV after a load that brought the first `num_tokens` (None: all promised ones), for a
+    sequence with `num_computed`. There are no blocks for more than `num_promised`."""
     return num_promised if num_tokens is None else max(num_computed, min(num_tokens, num_promised))

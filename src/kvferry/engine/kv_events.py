@@ -1,4 +1,4 @@
-"""Reports which blocks the prefix cache stored and evicted in a step (`kv_events`).
+"""Reports the blocks that the prefix cache stored and evicted in a step (`kv_events`).
 
 Owns the events of the current step, and the publisher. Prompts with a `cache_salt` and sequences beyond the trained
 context are not reported, because their blocks cannot be found by their tokens alone.
@@ -14,7 +14,7 @@ from kvferry.kv_events.publisher import EventAddresses, KVEventPublisher
 
 
 class BlockEvents:
-    """Used from the engine's thread."""
+    """Collects and publishes the events. Used from the engine's thread."""
 
     def __init__(self, publisher: KVEventPublisher, block_size: int) -> None:
         self._publisher, self._block_size = publisher, block_size
@@ -26,7 +26,7 @@ class BlockEvents:
         return self._publisher.addresses
 
     def stored(self, name: BlockHash, parent: BlockHash | None, token_ids: Sequence[int]) -> None:
-        """A block can now be found in the prefix cache. Consecutive blocks are published as one event."""
+        """Record that a block is now in the prefix cache. Consecutive blocks are published as one event."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(name)
@@ -43,7 +43,7 @@ class BlockEvents:
         self._events.append(event)
 
     def removed(self, name: BlockHash) -> None:
-        """Publish that a block can no longer be found in the prefix cache."""
+        """Record that a block is no longer in the prefix cache."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(name)

@@ -38,9 +38,9 @@ def run_instance(
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
-    `on_ready` gets the URL and what the instance reports about itself (`InstanceFacts`) once requests are accepted; the
-    instance is then registered at the routers that `registrar` names, until the end. Main thread only.
-    Raises `ConfigError` and `UnsupportedModel` for what the user can correct.
+    `on_ready` gets the URL and the instance's `InstanceFacts` once requests are accepted; the instance is then
+    registered at the routers that `registrar` names, until the end. Main thread only.
+    Raises `ConfigError` and `UnsupportedModel` for errors that the user can correct.
     """
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
@@ -50,30 +50,30 @@ def run_instance(
 
 
 def _freeze() -> None:
-    """Leave what has been loaded out of garbage collection, as what has been imported is: a collection of all of it,
-    which any large request can cause, stops every thread for 0.2 s."""
+    """Exempt all loaded objects from garbage collection, as imported ones are: a full collection, which any large
+    request can cause, stops every thread for 0.2 s."""
     gc.collect()
     gc.freeze()
 
 
 async def _serve(
-    front: AsyncEngine,
+    engine_client: AsyncEngine,
     server: ServerConfig,
     on_ready: Callable[[dict[str, Any]], None],
     registrar: RegistrarConfig | None,
     limit: ShutdownDeadline,
 ) -> int:
-    about = front.describe()
+    about = engine_client.describe()
     if registrar is not None:
         registrar = replace(registrar, engine_id=about.engine_id)
 
     def listening(host: str, port: int) -> None:
         on_ready({"url": f"{server.scheme}://{authority(host, port)}", **msgspec.to_builtins(about)})
 
-    front.start()
+    engine_client.start()
     try:
-        failed = asyncio.create_task(front.failed())
-        serving = asyncio.create_task(serve(front, server, on_listening=listening, registrar=registrar))
+        failed = asyncio.create_task(engine_client.failed())
+        serving = asyncio.create_task(serve(engine_client, server, on_listening=listening, registrar=registrar))
         await asyncio.wait([failed, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.error("the engine failed; this instance ends")
@@ -82,7 +82,7 @@ async def _serve(
         await asyncio.gather(failed, serving, return_exceptions=True)
         if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
             raise error
-        return 0 if front.healthy else 1
+        return 0 if engine_client.healthy else 1
     finally:
         limit.begin()
-        await front.close()
+        await engine_client.close()

@@ -1,4 +1,4 @@
-"""The bounds of a scheduler: which requests they rule out, and where an answer ends."""
+"""The bounds of a scheduler: they refuse requests that can never run, and end answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SchedulerLimits:
     trained_context: int | None = None
 
     def require_runnable(self, request: Request, capacity: int) -> None:
-        """Raise `InvalidRequest` when a request can never run, however long it waits. `capacity`: of the KV cache, in
+        """Raise `InvalidRequest` when a request can never run, however long it waits. `capacity`: the KV cache's, in
         tokens."""
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
@@ -45,12 +45,12 @@ class SchedulerLimits:
         if longest > capacity:
             raise InvalidRequest(
                 f"prompt and answer may reach {longest} tokens, the KV cache holds {capacity};"
-                " ask for less, or serve with a larger --kv-cache-memory",
+                " request fewer tokens, or serve with a larger --kv-cache-memory",
                 param="max_tokens",
             )
 
     def end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        """Whether an answer ends with `token_id`, which it has already: the finish reason, and the stop token if the
+        """The finish reason of an answer that ends with its last token `token_id`, or None; and the stop token if the
         client named it."""
         sampling, num_output = sequence.request.sampling, sequence.num_output_tokens
         if num_output >= sampling.min_tokens:

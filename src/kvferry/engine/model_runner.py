@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
-    """What the model must know of a step: plain numbers, the same on every rank.
+    """The model's inputs in a step: plain numbers, the same on every rank.
 
     `token_ids` has the tokens of all chunks end to end. One entry per chunk is in `query_lens` (tokens computed in this
     step), `context_lens` (tokens with KV after this step; vLLM's `seq_lens`), `known_lens` (tokens of the sequence,
-    computed or not) and `block_tables`. `places` are indices into `token_ids`: the tokens whose logits are wanted.
+    computed or not) and `block_tables`. `logits_indices` are indices into `token_ids`: the tokens whose logits are
+    needed.
     """
 
     token_ids: list[int]
@@ -35,12 +36,12 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     context_lens: list[int]
     known_lens: list[int]
     block_tables: list[list[int]]
-    places: list[int]
+    logits_indices: list[int]
 
 
 @dataclass
 class SamplerOutput:
-    """What sampling gave, by request id: the next token, or the error because of which there is none."""
+    """The results of sampling, by request id: the next token, or the error."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
@@ -48,13 +49,13 @@ class SamplerOutput:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Which of a step's tokens need logits (`places`, as in `StepInputs`), and what for."""
+    """The tokens of a step that need logits (`logits_indices`, as in `StepInputs`), and the use of the logits."""
 
-    places: list[int]
+    logits_indices: list[int]
     sampled: list[tuple[int, Sequence]]
-    """(index into places, sequence) of those whose next token is drawn."""
+    """(index into `logits_indices`, sequence) for each sequence whose next token is sampled."""
     prompt: list[tuple[int, Sequence, int]]
-    """(index into places, sequence, the prompt position that the row predicts)."""
+    """(index into `logits_indices`, sequence, the prompt position that the row predicts)."""
 
 
 class ModelRunner:
@@ -65,8 +66,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
-        """Compute a step and write its KV; returns float32 logits `[len(places), vocab]`, the whole vocabulary on every
-        rank. Without places there is one row nonetheless, which means nothing."""
+        """Compute a step and write its KV; returns float32 logits `[len(logits_indices), vocab]`, the whole vocabulary
+        on every rank. Without indices there is one meaningless row."""
         device = self._kv_cache.device
         batch = AttentionBatch.build(
             inputs.query_lens,
@@ -75,8 +76,8 @@ class ModelRunner:
             block_size=self._kv_cache.layout.block_size,
             device=device,
         )
-        # A row that nobody reads keeps the shape of the output plain when no chunk is at its end.
-        kept = torch.tensor(inputs.places or [0], device=device)
+        # An unused row keeps the shape of the output plain when no chunk is at its end.
+        logits_to_keep = torch.tensor(inputs.logits_indices or [0], device=device)
         context = PagedContext(
             batch, self._kv_cache.layers, self._model.windows, self._long_tokens(inputs, device), self._hooks
         )
@@ -85,47 +86,47 @@ class ModelRunner:
                 input_ids=torch.tensor([inputs.token_ids], device=device),
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=kept,
+                logits_to_keep=logits_to_keep,
             )
         logits: Tensor = output.logits[0]
         return logits.float()
 
     def _long_tokens(self, inputs: StepInputs, device: torch.device) -> Tensor | None:
-        """Bool `[num_tokens]`: which tokens are of sequences beyond the trained context. None: the model makes no
-        difference between them."""
+        """Bool `[num_tokens]`: true for tokens of sequences beyond the trained context. None: the model has no such
+        limit."""
         border = self._model.trained_context
         if border is None:
             return None
-        is_long = torch.tensor([known > border for known in inputs.known_lens])
+        is_long = torch.tensor([length > border for length in inputs.known_lens])
         return is_long.repeat_interleave(torch.tensor(inputs.query_lens)).to(device)
 
 
 class TokenByToken(ModelRunner):
     """Computes every token of a step by itself: the same call for the same token, whatever the step, so the same bits.
 
-    For where products are left to a library that rounds differently from shape to shape (see `model.batch_invariance`).
+    For products of a library that rounds differently from shape to shape (see `model.batch_invariance`).
     """
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """The same as `ModelRunner.forward`. For each layer, the hooks' `wait_layer` is called before the first token
         and `save_layer` after the last."""
-        hooks, places, rows = self._hooks, inputs.places or [0], {}
+        hooks, logits_indices, rows = self._hooks, inputs.logits_indices or [0], {}
         last = len(inputs.token_ids) - 1
         try:
-            for place, step in enumerate(_single_tokens(inputs)):
+            for position, step in enumerate(_single_tokens(inputs)):
                 if hooks is not None:
-                    self._hooks = _Ends(hooks, is_first=place == 0, is_last=place == last)
+                    self._hooks = _Ends(hooks, is_first=position == 0, is_last=position == last)
                 logits = super().forward(step)
-                if place in places:
-                    rows[place] = logits
+                if position in logits_indices:
+                    rows[position] = logits
         finally:
             self._hooks = hooks
-        return torch.cat([rows[place] for place in places])
+        return torch.cat([rows[position] for position in logits_indices])
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """Passes on what the first of several forwards waits for, and what the last one saves."""
+    """Forwards `wait_layer` in the first of several passes, and `save_layer` in the last one."""
 
     hooks: LayerHooks
     is_first: bool
@@ -146,61 +147,61 @@ def _single_tokens(inputs: StepInputs) -> Iterator[StepInputs]:
     """A step of one token for each token of `inputs`, in their order."""
     ids = iter(inputs.token_ids)
     columns = (inputs.query_lens, inputs.context_lens, inputs.known_lens, inputs.block_tables)
-    for length, context, known, table in zip(*columns, strict=True):
+    for length, context, num_known, table in zip(*columns, strict=True):
         for end in range(context - length + 1, context + 1):
-            yield StepInputs([next(ids)], [1], [end], [known], [table], [0])
+            yield StepInputs([next(ids)], [1], [end], [num_known], [table], [0])
 
 
-def lay_out(chunks: Rows[Chunk], places: list[int]) -> StepInputs:
-    """Write the chunks down as numbers; `places` as `choose_logit_rows` chose them."""
+def lay_out(chunks: Rows[Chunk], logits_indices: list[int]) -> StepInputs:
+    """The inputs of these chunks, with the logits indices from `choose_logit_rows`."""
     return StepInputs(
         [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.num_tokens]],
         [chunk.num_tokens for chunk in chunks],
         [chunk.start + chunk.num_tokens for chunk in chunks],
         [len(chunk.sequence.tokens) for chunk in chunks],
         [chunk.sequence.block_ids for chunk in chunks],
-        places,
+        logits_indices,
     )
 
 
 @torch.inference_mode()
 def draw(logits: Tensor, rows: LogitRows, eos_token_ids: frozenset[int]) -> SamplerOutput:
     """Sample the next token of each of `rows.sampled`, and append prompt log-probabilities to the sequences of
-    `rows.prompt`. `logits` `[len(rows.places), vocab]`, float32."""
+    `rows.prompt`. `logits` `[len(rows.logits_indices), vocab]`, float32."""
     drawn = SamplerOutput()
     for index, sequence, position in rows.prompt:
         try:
             sequence.prompt_logprobs.append(
                 token_logprobs(logits[index], sequence.tokens[position], sequence.request.sampling.prompt_logprobs)
             )
-        except Exception as error:  # noqa: BLE001 - the edge between one row and the others
+        except Exception as error:  # noqa: BLE001 - the boundary between one row and the others
             drawn.failed[sequence.request_id] = error
     _draw_rows(logits, rows.sampled, eos_token_ids, drawn)
     return drawn
 
 
 def _draw_rows(
-    logits: Tensor, wanted: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: SamplerOutput
+    logits: Tensor, rows: Rows[tuple[int, Sequence]], eos_token_ids: frozenset[int], drawn: SamplerOutput
 ) -> None:
-    """All rows at once; if that fails, row by row, so that only the row that caused it is without a token."""
-    if not wanted:
+    """Sample all rows at once; if that fails, row by row, so that only the failing row has no token."""
+    if not rows:
         return
-    drawing = [sequence for _, sequence in wanted]
+    drawing = [sequence for _, sequence in rows]
     try:
-        tokens = sample(logits[[index for index, _ in wanted]], drawing, eos_token_ids)
+        tokens = sample(logits[[index for index, _ in rows]], drawing, eos_token_ids)
     except Exception as error:
-        if len(wanted) == 1:
+        if len(rows) == 1:
             drawn.failed[drawing[0].request_id] = error
             return
-        log.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(wanted))
-        for one in wanted:
-            _draw_rows(logits, [one], eos_token_ids, drawn)
+        log.exception("tokens of %d requests could not be sampled together; sampling them one by one", len(rows))
+        for row in rows:
+            _draw_rows(logits, [row], eos_token_ids, drawn)
     else:
         drawn.sampled |= {sequence.request_id: token for sequence, token in zip(drawing, tokens, strict=True)}
 
 
 def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
-    """Choose the last token of each chunk that samples, and all tokens of prompts whose log-probabilities are wanted.
+    """Choose the last token of each chunk that samples, and all tokens of prompts with log-probabilities.
 
     Empties the list of a prompt's log-probabilities when the prompt begins (again).
     """
@@ -211,8 +212,8 @@ def choose_logit_rows(chunks: Rows[Chunk]) -> LogitRows:
         if sequence.request.sampling.prompt_logprobs is not None:
             _add_prompt_rows(rows, chunk, first)
         if chunk.samples:
-            rows.sampled.append((len(rows.places), sequence))
-            rows.places.append(first + chunk.num_tokens - 1)
+            rows.sampled.append((len(rows.logits_indices), sequence))
+            rows.logits_indices.append(first + chunk.num_tokens - 1)
         first += chunk.num_tokens
     return rows
 
@@ -224,5 +225,5 @@ def _add_prompt_rows(rows: LogitRows, chunk: Chunk, first: int) -> None:
     for offset in range(chunk.num_tokens):
         predicted = chunk.start + offset + 1
         if predicted < sequence.num_prompt_tokens:
-            rows.prompt.append((len(rows.places), sequence, predicted))
-            rows.places.append(first + offset)
+            rows.prompt.append((len(rows.logits_indices), sequence, predicted))
+            rows.logits_indices.append(first + offset)

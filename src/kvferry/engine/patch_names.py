@@ -20,8 +20,7 @@ DEFAULT_PATCHES = ("cpu_kernels",)
 
 
 def require_known_patches(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for an unknown name or malformed options, as far as that can be seen without importing
-    anything."""
+    """Raise `ConfigError` for an unknown name or malformed options, as far as they can be checked without imports."""
     for text in names:
         name, _ = split_patch(text)
         MODEL_PATCHES.require_known(name)

@@ -1,4 +1,4 @@
-"""Which sequences wait for their turn, which run, and whose deadline is next.
+"""The waiting and the running sequences, and their deadlines.
 
 Owns both queues, and with them the statuses WAITING and RUNNING. It does not know blocks, budgets or connectors; a
 sequence that waits for its KV is in neither queue.
@@ -17,15 +17,15 @@ Key = TypeVar("Key", tuple[int, int], float)
 
 
 class RemovableHeap(Generic[Key]):
-    """Sequences by a key, the lowest first. To remove one takes no search: its entry is left behind, and dropped when
-    it comes to the top, or with all others when most entries have been left behind."""
+    """Sequences by a key, the lowest first. Removal takes no search: the entry becomes stale, and is dropped when it
+    comes to the top, or together with all others when most entries are stale."""
 
-    MIN_LEFT_BEHIND = 64
-    """Number of entries that may always be left behind."""
+    MIN_STALE = 64
+    """Number of stale entries that is always allowed."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Key, int]] = []
-        """Keys, and `Sequence.order`: what is left behind keeps no sequence in memory."""
+        """Keys, and `Sequence.order`: stale entries keep no sequence in memory."""
         self._members: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -33,16 +33,16 @@ class RemovableHeap(Generic[Key]):
 
     @property
     def num_entries(self) -> int:
-        """Number of entries in memory, those of removed sequences included."""
+        """Number of entries in memory, stale ones included."""
         return len(self._entries)
 
     def push(self, key: Key, sequence: Sequence) -> None:
-        """Add a sequence that is not in it. Of equal keys, the request that came first is first."""
+        """Add a sequence that is not in the heap. For equal keys, the older request is first."""
         self._members[sequence.order] = sequence
         heapq.heappush(self._entries, (key, sequence.order))
 
     def pop(self) -> Sequence:
-        """Take out the first sequence. There must be one."""
+        """Remove and return the first sequence. There must be one."""
         while True:
             _, order = heapq.heappop(self._entries)
             if (sequence := self._members.pop(order, None)) is not None:
@@ -55,10 +55,10 @@ class RemovableHeap(Generic[Key]):
         return self._entries[0][0] if self._entries else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence for good, if it is there: it must not be pushed again."""
+        """Remove a sequence if it is in the heap; it must not be pushed again."""
         if self._members.pop(sequence.order, None) is None:
             return
-        if len(self._entries) - len(self._members) > len(self._members) + self.MIN_LEFT_BEHIND:
+        if len(self._entries) - len(self._members) > len(self._members) + self.MIN_STALE:
             self._entries = [entry for entry in self._entries if entry[1] in self._members]
             heapq.heapify(self._entries)
 
@@ -73,7 +73,7 @@ class SequenceQueues:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for their turn."""
+        """Number of waiting sequences."""
         return len(self._waiting)
 
     @property
@@ -82,16 +82,16 @@ class SequenceQueues:
         return len(self._running)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Append the sequence to the queue of those that wait to be scheduled."""
+        """Append the sequence to the waiting queue."""
         sequence.status = Status.WAITING
-        self.put_back([sequence])
+        self.requeue([sequence])
 
     def next_waiting(self) -> Sequence:
-        """Take the most urgent waiting sequence out of its queue. There must be one."""
+        """Remove and return the most urgent waiting sequence. There must be one."""
         return self._waiting.pop()
 
-    def put_back(self, sequences: Iterable[Sequence]) -> None:
-        """Put sequences back that `next_waiting` took out and that still wait."""
+    def requeue(self, sequences: Iterable[Sequence]) -> None:
+        """Put sequences from `next_waiting` that still wait back into the queue."""
         for sequence in sequences:
             self._waiting.push(sequence.rank, sequence)
 
@@ -105,20 +105,24 @@ class SequenceQueues:
         self._running.sort(key=lambda sequence: sequence.rank)
         return list(self._running)
 
-    def least_urgent(self, scheduled: Collection[str]) -> Sequence:
-        """The running sequence to preempt: not one of the request ids in `scheduled`, nor one that a load writes to.
-        There must be one."""
+    def select_victim(self, scheduled: Collection[str]) -> Sequence:
+        """The least urgent running sequence, to preempt it: not one of the request ids in `scheduled`, nor one with a
+        load in progress. There must be one."""
         return max(
-            (one for one in self._running if one.request_id not in scheduled and not one.is_written_to),
-            key=lambda one: one.rank,
+            (
+                sequence
+                for sequence in self._running
+                if sequence.request_id not in scheduled and not sequence.has_load_in_progress
+            ),
+            key=lambda sequence: sequence.rank,
         )
 
     def stop(self, sequence: Sequence) -> None:
-        """Take it out of the running sequences, if it is one of them. The caller sets its status."""
+        """Remove a sequence from the running ones, if it runs. The caller sets its status."""
         self._running = [other for other in self._running if other is not sequence]
 
-    def leave(self, sequence: Sequence) -> None:
-        """Take a sequence that is about to end out of the queue that it is in, if any, and forget its deadline."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is about to end from its queue, if any, and its deadline."""
         self._deadlines.remove(sequence)
         match sequence.status:
             case Status.RUNNING:
@@ -128,18 +132,18 @@ class SequenceQueues:
 
     # Deadlines.
 
-    def expect(self, sequence: Sequence, deadline: float) -> None:
-        """Note until when (s, monotonic) a new sequence may take, wherever it is."""
+    def add_deadline(self, sequence: Sequence, deadline: float) -> None:
+        """Set the deadline (s, monotonic) of a new sequence, which holds in any status."""
         self._deadlines.push(deadline, sequence)
 
     def take_expired(self, now: float) -> list[Sequence]:
-        """Sequences whose deadline has passed, each once."""
+        """Remove and return the sequences whose deadline has passed."""
         expired: list[Sequence] = []
         while (deadline := self._deadlines.first_key()) is not None and deadline <= now:
             expired.append(self._deadlines.pop())
         return expired
 
     def check(self) -> None:
-        """Raise `LeakError` if a queue is not empty. To be called when no request is left."""
+        """Raise `LeakError` if a queue is not empty. Call it when no request is left."""
         if self._waiting or self._running or self._deadlines:
             raise LeakError("the queues hold sequences that have ended")

@@ -3,8 +3,8 @@
 Greedy sampling takes the most likely token. Otherwise one uniform random number, a function of (seed, position) only,
 picks from the cumulative distribution in token order. So the token does not depend on the other sequences of the
 batch, on preemption, or on which instance samples it. Order of adjustments (vLLM's): bias, minimum length, penalties,
-temperature, min_p, top_k, top_p. Log-probabilities are those of the logits before adjustment. At the extremes that the
-API accepts, each of temperature, min_p, top_k and top_p leaves the most likely token.
+temperature, min_p, top_k, top_p. Log-probabilities are computed before these adjustments. At the extremes that the API
+accepts, each of temperature, min_p, top_k and top_p leaves the most likely token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ infinitely far apart long before."""
 
 
 def sample(logits: Tensor, sequences: Rows[Sequence], eos_token_ids: frozenset[int]) -> list[SampledToken]:
-    """One token for each row of logits [R, vocab], float32. `sequences[r]`: the settings and tokens of row r.
+    """One token for each row of logits [R, vocab], float32. `sequences[r]`: the sequence of row r.
 
     Raises `LogitsNotFinite` if a row has no usable logits, `InvalidRequest` if the settings leave no token.
     """
@@ -63,8 +63,8 @@ def _require_choice(adjusted: Tensor) -> None:
 
 
 def token_logprobs(logits: Tensor, token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities are
-    wanted); logits [vocab]. Raises `LogitsNotFinite`."""
+    """The log-probabilities of one position, with the `num_top` most likely tokens (None: no log-probabilities);
+    logits [vocab]. Raises `LogitsNotFinite`."""
     if num_top is None:
         return None
     require_finite(logits)
@@ -96,8 +96,10 @@ def adjust_logits(logits: Tensor, sequence: Sequence, eos_token_ids: frozenset[i
         logits[[token for token in banned if 0 <= token < len(logits)]] = float("-inf")
     if sampling.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(sequence.tokens)), device=logits.device)
-        kept = logits[seen]
-        logits[seen] = torch.where(kept > 0, kept / sampling.repetition_penalty, kept * sampling.repetition_penalty)
+        seen_logits = logits[seen]
+        logits[seen] = torch.where(
+            seen_logits > 0, seen_logits / sampling.repetition_penalty, seen_logits * sampling.repetition_penalty
+        )
     if sampling.presence_penalty or sampling.frequency_penalty:
         answer = torch.tensor(sequence.tokens[sequence.num_prompt_tokens :], device=logits.device, dtype=torch.long)
         ids, counts = answer.unique(return_counts=True)

@@ -1,11 +1,11 @@
 """Decides, step by step, which tokens of which sequences are computed. No tensors, no clock of its own.
 
-Owns the sequences. `SequenceQueues` keeps their order, `SequenceBlocks` gives them blocks, and `ExternalKV`, its only
-way to a connector, knows what is loaded from elsewhere or held for peers. It does not know how tokens are computed.
+Owns the sequences. `SequenceQueues` keeps their order, `SequenceBlocks` allocates their blocks, and `ExternalKV`, its
+only interface to a connector, tracks loads and blocks held for peers. It does not know how tokens are computed.
 
-A step gives each running sequence the tokens that have no KV yet (one while decoding, a chunk while prefilling), the
-most urgent sequence first, within the token budget. What is left of the budget admits waiting sequences. When blocks
-run out, the least urgent running sequence gives up its blocks and begins again later (preemption by recompute).
+A step schedules the tokens of each running sequence that have no KV yet (one while decoding, a chunk while prefilling),
+the most urgent sequence first, within the token budget. The rest of the budget admits waiting sequences. When blocks
+run out, the least urgent running sequence is preempted: its blocks are released, and it is recomputed later.
 
 An exception in one request's part of a step ends that request (`_isolated`) and no other.
 """
@@ -61,25 +61,25 @@ NONE_FAILED: Mapping[str, KvferryError] = {}
 
 @dataclass
 class SchedulerStatistics:
-    """Gauges, and counters since the start. Prefix cache figures are in tokens."""
+    """Gauges, and counters since the start. Prefix cache counters are in tokens."""
 
     num_running: int = gauge("vllm:num_requests_running", "Requests being computed.")
     num_waiting: int = 0
-    """Requests in the queue; those that wait for their KV are `ExternalKVStatistics.num_loading`."""
+    """Requests in the queue; requests that wait for their KV are in `ExternalKVStatistics.num_loading`."""
     num_preemptions: int = counter("vllm:num_preemptions", "Requests that were preempted because blocks ran out.")
     num_recomputed: int = counter(
         "kvferry:num_recomputed", "Requests that grew beyond the trained context and were computed again."
     )
     num_tokens_not_adopted: int = counter(
         "kvferry:first_tokens_not_adopted",
-        "Hand-offs whose first token was drawn again here: another model or other sampling parameters had drawn it.",
+        "Hand-offs whose first token was sampled again by D: another model or other sampling parameters had drawn it.",
     )
-    num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.")
+    num_prefix_queries: int = counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
     num_prefix_hits: int = counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
 
 
 class _Isolated:
-    """Ends one sequence, and no other, if the body raises. A class, as it is entered for each chunk of each step."""
+    """Ends only one sequence if the body raises. A class, because it is entered for each chunk of each step."""
 
     __slots__ = ("_scheduler", "_sequence")
 
@@ -92,7 +92,7 @@ class _Isolated:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._scheduler.failed_unexpectedly(self._sequence, error)
+        self._scheduler.fail_unexpected(self._sequence, error)
         return True
 
 
@@ -124,7 +124,7 @@ class Scheduler:
         self.num_faults = 0
         """Number of unexpected exceptions; the engine calls `audit` after a step that had one."""
 
-    # Requests come and go.
+    # Adding and aborting requests.
 
     def add(self, request: Request) -> None:
         """Put a request into the queue. Raises `InvalidRequest` if it can never run or its id is in use, `QueueFull` at
@@ -138,11 +138,11 @@ class Scheduler:
         sequence = self._sequence(request, self._order)
         self._sequences[request.request_id] = sequence
         if request.deadline is not None:
-            self._queues.expect(sequence, request.deadline)
+            self._queues.add_deadline(sequence, request.deadline)
         with self._isolated(sequence):
             self._begin(sequence)
 
-    def block_names(self, request: Request) -> list[BlockHash]:
+    def prompt_block_hashes(self, request: Request) -> list[BlockHash]:
         """The hashes of the full blocks of a prompt. From any thread. Raises `InvalidRequest` if the request can never
         run."""
         self.limits.require_runnable(request, self.pool.num_blocks * self.limits.block_size)
@@ -189,7 +189,7 @@ class Scheduler:
         chunks = [chunk for chunk in chunks if chunk.sequence.status is Status.RUNNING]
         try:
             return Step(chunks, self.external.plan(chunks))
-        except Exception as error:  # noqa: BLE001 - the connector's error: this step is not made, the next one may be
+        except Exception as error:  # noqa: BLE001 - the connector's error: this step is dropped, the next one may work
             self.fail_step(chunks, error)
             return Step([])
 
@@ -208,13 +208,17 @@ class Scheduler:
             self.budget.measured(num_decoding, num_prompt_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
-        """All running sequences, if each has one token to compute and no request waits for its turn: until something
-        happens, the next steps are alike, which a simulation makes use of. Else none."""
+        """All running sequences, if each has one token to compute and no request waits, else none: until the next
+        event, all steps are the same, which a simulation exploits."""
         running = [] if self._queues.num_waiting else self._queues.running()
-        return running if all(one.num_missing_tokens == 1 and one.load.meeting is None for one in running) else []
+        return (
+            running
+            if all(sequence.num_missing_tokens == 1 and sequence.load.meeting is None for sequence in running)
+            else []
+        )
 
     def plan_between_steps(self) -> StepPlan | None:
-        """The plan that the worker sides carry out after `update`, before the next step; None: nothing."""
+        """The plan that the worker sides execute after `update`, before the next step; None: nothing."""
         return self.external.plan_between_steps()
 
     def settled(self, chunks: list[Chunk], report: TransferReport) -> TransferReport:
@@ -224,8 +228,8 @@ class Scheduler:
     def update(
         self, step: Step, sampled: dict[str, SampledToken], failed: Mapping[str, KvferryError] = NONE_FAILED
     ) -> None:
-        """Note what the step computed and sampled. `failed`: requests whose load failed during the step; the report
-        with these failures is given to `transferred` afterwards."""
+        """Record the computed and sampled tokens of a step. `failed`: requests whose load failed during the step; their
+        failures are also in the report for `transferred`, which is called afterwards."""
         for chunk in step.chunks:
             if chunk.sequence.status is Status.RUNNING:
                 with self._isolated(chunk.sequence):
@@ -250,7 +254,7 @@ class Scheduler:
             self.fail(request_id, error)
 
     def transferred(self, report: TransferReport) -> None:
-        """Act on a report of the connector's worker sides. An event that comes twice has no further effect."""
+        """Handle a report of the connector's worker sides. A repeated event has no further effect."""
         for event in report:
             sequence = self._sequences.get(event.request_id)
             if isinstance(event, Released):
@@ -259,15 +263,15 @@ class Scheduler:
                     self._outputs.append(delayed)
             elif sequence is not None and not isinstance(event, Saved):
                 with self._isolated(sequence):
-                    self._hand_off_moved(sequence, event)
+                    self._on_transfer_event(sequence, event)
         self.external.completed(report)
 
-    def _hand_off_moved(self, sequence: Sequence, event: TransferEvent) -> None:
+    def _on_transfer_event(self, sequence: Sequence, event: TransferEvent) -> None:
         match event:
             case Loaded(num_tokens=num_tokens):
-                self._loaded(sequence, num_tokens)
+                self._on_loaded(sequence, num_tokens)
             case Failed(error=error, kept_as=kept_as):
-                self._load_failed(sequence, error, kept_as)
+                self._on_load_failed(sequence, error, kept_as)
             case Prefilled(result=result) if sequence.prefill_result is None and not sequence.refuses_result:
                 self._adopt(sequence, result)
 
@@ -286,7 +290,7 @@ class Scheduler:
         return not (self._sequences or self.external.held_blocks)
 
     def check(self) -> None:
-        """Raise `LeakError` if no request is left, but something is still kept."""
+        """Raise `LeakError` if no request is left, but a resource is still held."""
         if self._sequences:
             return
         self._queues.check()
@@ -297,8 +301,8 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Start waiting sequences while the budget, the blocks and `max_num_seqs` allow it. Sequences whose match is
-        `Pending` are passed over."""
-        passed_over: list[Sequence] = []
+        `Pending` are skipped."""
+        skipped: list[Sequence] = []
         while self._queues.num_waiting and budget > 0:
             if self._queues.num_running + self.external.num_loading >= self.limits.max_num_seqs:
                 break
@@ -306,19 +310,21 @@ class Scheduler:
             with self._isolated(sequence):
                 match = self._try_admission(sequence)
                 if isinstance(match, Pending):
-                    passed_over.append(sequence)
+                    skipped.append(sequence)
                 elif match is None:
-                    passed_over.append(sequence)
+                    skipped.append(sequence)
                     break
                 elif sequence.status is Status.RUNNING:
-                    budget -= self._give_chunk(sequence, chunks, budget)
-        self._queues.put_back(passed_over)
+                    budget -= self._schedule_chunk(sequence, chunks, budget)
+        self._queues.requeue(skipped)
 
     def _try_admission(self, sequence: Sequence) -> Match | None:
         """The connector's match. Unless it is `Pending`, the sequence now runs, loads or has ended. None: there are not
         enough blocks."""
         cached, match = self._match(sequence)
-        if isinstance(match, Pending) or sequence.finish_reason is not None:  # its hand-off is lost, the policy `fail`
+        if (
+            isinstance(match, Pending) or sequence.finish_reason is not None
+        ):  # its hand-off failed, and the policy is `fail`
             return match
         return match if self._reserve(sequence, cached, match) else None
 
@@ -326,21 +332,21 @@ class Scheduler:
         """True if blocks may be reserved for KV that is not computed yet (`ConnectorContext.has_room`)."""
         limits = self.limits
         longest = min(-(-limits.max_model_len // limits.block_size), self.pool.num_blocks)
-        num_places = limits.max_num_seqs - self._queues.num_running - self.external.num_loading
-        return num_places > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
+        num_slots = limits.max_num_seqs - self._queues.num_running - self.external.num_loading
+        return num_slots > 1 and self.pool.num_free - num_blocks >= max(longest, self.pool.num_blocks // 2)
 
     def _match(self, sequence: Sequence) -> tuple[list[int], Match]:
-        """The prompt's blocks in the prefix cache, and what the connector has beyond them."""
+        """The prompt's blocks in the prefix cache, and the connector's match beyond them."""
         cached = self._blocks.cached(sequence)
         match = self.external.match(sequence, len(cached) * self.limits.block_size)
         if isinstance(match, Miss) and match.error is not None:
-            self._hand_off_lost(sequence, match.error)
+            self._on_hand_off_failed(sequence, match.error)
         return cached, match
 
     def _reserve(self, sequence: Sequence, cached: list[int], match: Match) -> bool:
         """Reserve blocks, and begin to run or to load. False: there are not enough blocks now."""
         if not self._blocks.reserve(sequence, cached):
-            self.external.make_room(self._blocks.num_short(sequence, cached))
+            self.external.make_room(self._blocks.num_blocks_missing(sequence, cached))
             return False
         num_cached = sequence.num_computed_tokens
         self._count_prefix(sequence, num_cached)
@@ -355,8 +361,8 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached
 
     def _count_loaded(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens whose KV a store or an earlier turn has supplied as cached, as vLLM does. Not those of a
-        hand-off: P has computed them, and its result says how many of them were cached there."""
+        """Count tokens whose KV came from a store or an earlier turn as cached, as vLLM does. Tokens of a hand-off do
+        not count: P has computed them, and its result has its own number of cached tokens."""
         if sequence.num_restarts == 0 and sequence.prefill_result is None and not sequence.consumes:
             num_cached = sequence.num_cached_tokens + num_tokens
             sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
@@ -375,25 +381,26 @@ class Scheduler:
                 break
             if sequence.status is Status.RUNNING:
                 with self._isolated(sequence):
-                    budget -= self._give_chunk(sequence, chunks, budget)
+                    budget -= self._schedule_chunk(sequence, chunks, budget)
         return budget
 
-    def _give_chunk(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> int:
+    def _schedule_chunk(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> int:
         """Schedule as many tokens of a sequence as the budget and the blocks allow. Returns their number."""
         num_tokens = min(sequence.num_missing_tokens, budget)
-        lacking = self._blocks.num_lacking(sequence, num_tokens)
-        if lacking > 0:
-            if not self._make_room(sequence, lacking, chunks):
+        num_needed = self._blocks.num_blocks_needed(sequence, num_tokens)
+        if num_needed > 0:
+            if not self._preempt_for(sequence, num_needed, chunks):
                 return 0
-            self._blocks.extend(sequence, lacking)
+            self._blocks.extend(sequence, num_needed)
         chunks.append(Chunk(sequence, sequence.num_computed_tokens, num_tokens))
         return num_tokens
 
-    def _make_room(self, sequence: Sequence, lacking: int, chunks: list[Chunk]) -> bool:
-        """Preempt the least urgent sequences until `lacking` blocks are free. False: `sequence` was one of them."""
+    def _preempt_for(self, sequence: Sequence, num_blocks: int, chunks: list[Chunk]) -> bool:
+        """Preempt the least urgent sequences until `num_blocks` blocks are free. Returns False if `sequence` was one of
+        them."""
         scheduled = {chunk.sequence.request_id for chunk in chunks}
-        while lacking > self.pool.num_free:
-            victim = self._queues.least_urgent(scheduled)
+        while num_blocks > self.pool.num_free:
+            victim = self._queues.select_victim(scheduled)
             self._preempt(victim)
             self._counters.num_preemptions += 1
             if victim is sequence:
@@ -401,9 +408,9 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks away; it goes back to the queue and begins again."""
+        """Release the sequence's blocks and put it back into the queue; it will be recomputed."""
         self._queues.stop(sequence)
-        self._blocks.give_up(sequence)
+        self._blocks.release_all(sequence)
         sequence.load.layerwise_base = sequence.load.meeting = None
         sequence.num_restarts += 1
         sequence.prompt_logprobs.clear()
@@ -416,7 +423,7 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.load.layerwise_base is not None:
             if sequence.request_id in failed:
-                return  # `_load_failed` takes the sequence back to the tokens that it had before the load
+                return  # `_on_load_failed` resets the sequence to the tokens before the load
             self._count_loaded(sequence, chunk.start - sequence.load.layerwise_base)
             sequence.load.layerwise_base = None
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -460,7 +467,7 @@ class Scheduler:
 
     def _leave_trained_context(self, sequence: Sequence) -> None:
         """Preempt a sequence that has just grown beyond the trained context: all its KV must be computed again."""
-        is_new = sequence.is_long and not sequence.names.is_long(len(sequence.tokens) - 1)
+        is_new = sequence.is_long and not sequence.hash_chain.is_long(len(sequence.tokens) - 1)
         if is_new and sequence.status is Status.RUNNING:
             self._preempt(sequence)
             self._counters.num_recomputed += 1
@@ -472,30 +479,30 @@ class Scheduler:
         output: EngineOutput | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """End a sequence. Its blocks go back to the pool, or are held for as long as the connector says."""
-        self._queues.leave(sequence)
+        """End a sequence. Its blocks are released, or held for the connector."""
+        self._queues.remove(sequence)
         sequence.status, sequence.finish_reason = Status.FINISHED, reason
         del self._sequences[sequence.request_id]
         output = output or EngineOutput(request_id=sequence.request_id)
         output.finish_reason, output.error = reason, error
         self._outputs.append(output)  # first, so that the request has an answer whatever fails below
-        verdict = self.external.finish(sequence)
-        output.kv_transfer_params = verdict.ticket
-        if isinstance(verdict, Hold) and verdict.delays_answer and reason in ("stop", "length"):
+        outcome = self.external.finish(sequence)
+        output.kv_transfer_params = outcome.ticket
+        if isinstance(outcome, Hold) and outcome.delays_answer and reason in ("stop", "length"):
             self._delayed[sequence.request_id] = self._outputs.pop()
-        if reason in ("stop", "length") and not sequence.produces:  # then all of the answer was computed here
+        if reason in ("stop", "length") and not sequence.produces:  # this instance computed all of the answer
             self.pool.finished(sequence.block_hashes, sequence.num_output_tokens)
         sequence.request.timeline.stamp("done", self._clock.wall())
         output.timeline = sequence.request.timeline
         output.num_cached_tokens = sequence.num_cached_tokens
 
-    # When something breaks.
+    # Failures.
 
     def _isolated(self, sequence: Sequence) -> _Isolated:
         return _Isolated(self, sequence)
 
-    def failed_unexpectedly(self, sequence: Sequence, error: Exception) -> None:
-        """An exception in this sequence's part of a step: end it, and no other."""
+    def fail_unexpected(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence, and no other, because of an exception in its part of a step."""
         log.error("request %s failed unexpectedly", sequence.request_id, exc_info=error)
         self._fail(sequence, error)
 
@@ -509,8 +516,8 @@ class Scheduler:
         self._finish(sequence, "error", error=named)
 
     def audit(self) -> None:
-        """Raise `LeakError` unless the blocks in use are exactly those that sequences have or that are held, and all
-        tokens of their published blocks are computed."""
+        """Raise `LeakError` unless the blocks in use are exactly the sequences' and the held ones, and all tokens of
+        published blocks are computed."""
         used = {block for sequence in self._sequences.values() for block in sequence.block_ids}
         self.pool.check(num_held=len(used | self.external.held_blocks))
         for sequence in self._sequences.values():
@@ -521,7 +528,7 @@ class Scheduler:
     def _adopt(self, sequence: Sequence, result: PrefillResult) -> None:
         """Use the prefill instance's first token as the first of the answer, before the KV has arrived. A token that
         another model or other sampling parameters drew, or whose id is outside of the vocabulary, is ignored, and the
-        token is sampled here."""
+        token is sampled by this instance."""
         if result.drawn_by != self._drawn_by(sequence):
             self._refuse_token(sequence)
             return
@@ -539,7 +546,7 @@ class Scheduler:
         if self._counters.num_tokens_not_adopted == 1:
             log.warning(
                 "request %s: another model, or other sampling parameters, drew the first token of its hand-off; it is"
-                " drawn again here, as others will be (kvferry:first_tokens_not_adopted). Give all instances the same"
+                " sampled again, as others will be (kvferry:first_tokens_not_adopted). Give all instances the same"
                 " checkpoint with the same generation_config.json, and both legs the same request",
                 sequence.request_id,
             )
@@ -547,44 +554,44 @@ class Scheduler:
     def _drawn_by(self, sequence: Sequence) -> str:
         return drawn_by(self._model, sequence.request.sampling, self.limits.eos_token_ids)
 
-    def _loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
+    def _on_loaded(self, sequence: Sequence, num_tokens: int | None) -> None:
         loaded = self.external.end_load(sequence, num_tokens)
         if loaded is None:
             return
-        if not sequence.can_use_offered(num_tokens):
+        if not sequence.can_use_remote_kv(num_tokens):
             self._start_running(sequence)
             self._preempt(sequence)
             self._counters.num_recomputed += 1
             return
         # Without the producer's token the last prompt token is computed once more, for its logits.
-        self._has_kv(sequence, loaded)
+        self._on_kv_available(sequence, loaded)
         self._start_running(sequence)
 
     def _meet(self, sequence: Sequence) -> None:
-        """If everything before the meeting is computed, continue after the loaded tokens, or wait for them."""
+        """Continue after the loaded tokens, or wait for them, if everything before the meeting point is computed."""
         reached = self.external.meet(sequence)
         if sequence.status is Status.LOADING:
             self._queues.stop(sequence)
         elif reached is not None:
-            self._has_kv(sequence, reached)
+            self._on_kv_available(sequence, reached)
 
-    def _has_kv(self, sequence: Sequence, num_tokens: int) -> None:
-        """A load has brought the KV of the first `num_tokens`."""
+    def _on_kv_available(self, sequence: Sequence, num_tokens: int) -> None:
+        """Record that a load has brought the KV of the first `num_tokens`."""
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens = min(num_tokens, len(sequence.tokens) - 1)
         self._count_loaded(sequence, sequence.num_computed_tokens - before)
         self._blocks.publish(sequence)
 
-    def _load_failed(self, sequence: Sequence, error: KvferryError, kept_as: str) -> None:
+    def _on_load_failed(self, sequence: Sequence, error: KvferryError, kept_as: str) -> None:
         self.external.abandon_load(sequence)
         if kept_as:
-            self.external.keep_aside(sequence, kept_as)
+            self.external.hold_blocks(sequence, kept_as)
             self._preempt(sequence)
-        self._hand_off_lost(sequence, error)
+        self._on_hand_off_failed(sequence, error)
         if sequence.status is Status.LOADING:
             self._start_running(sequence)
 
-    def _hand_off_lost(self, sequence: Sequence, error: KvferryError) -> None:
+    def _on_hand_off_failed(self, sequence: Sequence, error: KvferryError) -> None:
         if (failure := self.external.failure_of(sequence, error)) is not None:
             self._finish(sequence, "error", error=failure)
 

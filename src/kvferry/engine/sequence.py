@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks and how far it has come. No tensors."""
+"""One request inside the engine: its tokens, its blocks and its progress. No tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.core.request import FinishReason, Request
 
 
 class Status(Enum):
-    """Where a sequence stands. Only RUNNING ones are given tokens to compute."""
+    """The status of a sequence. Only RUNNING ones are scheduled."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -23,7 +23,7 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class LoadMeetingPoint:
-    """KV of tokens `[first, last)` is loaded while those before are computed. `is_loaded`: it has arrived."""
+    """KV of tokens `[first, last)` is loaded while the tokens before are computed. `is_loaded`: it has arrived."""
 
     first: int
     last: int
@@ -32,10 +32,10 @@ class LoadMeetingPoint:
 
 @dataclass(slots=True)
 class LoadState:
-    """What a sequence gets through the connector. `is_settled`: nothing (more) will be loaded, and what is missing is
-    computed here. `target`: while LOADING, how many tokens will have their KV once it has arrived. `layerwise_base`:
-    while a layerwise load is under way, the computed tokens to fall back to if it fails. `meeting`: set while the
-    sequence's end is loaded and its beginning computed."""
+    """The state of a sequence's load through the connector. `is_settled`: nothing (more) will be loaded, and missing KV
+    is computed. `target`: while LOADING, the number of tokens with KV once it has arrived. `layerwise_base`: during a
+    layerwise load, the computed tokens to fall back to if it fails. `meeting`: set while the sequence's end is loaded
+    and its beginning computed."""
 
     is_settled: bool = False
     target: int = 0
@@ -43,13 +43,13 @@ class LoadState:
     meeting: LoadMeetingPoint | None = None
 
 
-class BlockNames:
-    """The hashes of a sequence's full blocks, and how many of these blocks are in the prefix cache. Beyond
-    `trained_context` tokens the same tokens have other KV, and so other names."""
+class BlockHashChain:
+    """The hashes of a sequence's full blocks, and the number of these blocks in the prefix cache. Beyond
+    `trained_context` tokens the same tokens have other KV, and so other hashes."""
 
     __slots__ = (
-        "_hashed_as_long",
         "_hashes",
+        "_is_hashed_as_long",
         "_model",
         "_root",
         "_salt",
@@ -63,17 +63,17 @@ class BlockNames:
         self.num_published = 0
         self._model, self._salt = model, salt
         self._hashes: list[BlockHash] = []
-        self._hashed_as_long = False
+        self._is_hashed_as_long = False
         self._root = root_hash(model, salt)
 
     def is_long(self, num_tokens: int) -> bool:
         """True if a sequence of `num_tokens` is beyond the trained context."""
         return self.trained_context is not None and num_tokens > self.trained_context
 
-    def of(self, tokens: Tokens[int]) -> list[BlockHash]:
-        """The names of the full blocks of `tokens`, which only grow from one call to the next."""
-        if self._hashed_as_long != (is_long := self.is_long(len(tokens))):
-            self._hashes, self._hashed_as_long = [], is_long
+    def extend(self, tokens: Tokens[int]) -> list[BlockHash]:
+        """The hashes of the full blocks of `tokens`, which only grow from one call to the next."""
+        if self._is_hashed_as_long != (is_long := self.is_long(len(tokens))):
+            self._hashes, self._is_hashed_as_long = [], is_long
             self._root = root_hash(f"{self._model}/long" if is_long else self._model, self._salt)
         extend_hashes(self._hashes, self._root, tokens, self.block_size)
         return self._hashes
@@ -106,10 +106,10 @@ class Sequence:
         self.num_restarts = 0
         self.seed = request.sampling.seed or 0
         self.load = LoadState()
-        self.names = BlockNames(block_size, model_identity, request.cache_salt, trained_context)
+        self.hash_chain = BlockHashChain(block_size, model_identity, request.cache_salt, trained_context)
         self.prefill_result: PrefillResult | None = None
         self.refuses_result = False
-        """True if the producer's first token is not used, because it was not drawn as it would be here."""
+        """True if the producer's first token is not used, because this instance would have drawn it differently."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
 
@@ -135,56 +135,56 @@ class Sequence:
 
     @property
     def transfer_params(self) -> KVTransferParams | None:
-        """The request's keys of KV."""
+        """The keys under which the request stores and loads KV."""
         return self.request.transfer_params
 
     @property
     def produces(self) -> bool:
-        """True if it is prefilled here for another instance."""
+        """True if this instance prefills the request for another one."""
         return isinstance(self.request.hand_off, Produce)
 
     @property
     def consumes(self) -> bool:
-        """True if its prompt is prefilled elsewhere."""
+        """True if another instance prefills the request."""
         return isinstance(self.request.hand_off, Consume)
 
     @property
     def block_hashes(self) -> Tokens[BlockHash]:
-        """Names of the full blocks of the prompt."""
-        return self.hashes()[: self.num_prompt_tokens // self.names.block_size]
+        """Hashes of the full blocks of the prompt."""
+        return self.hashes()[: self.num_prompt_tokens // self.hash_chain.block_size]
 
     def hashes(self) -> list[BlockHash]:
-        """Names of the full blocks of all known tokens."""
-        return self.names.of(self.tokens)
+        """Hashes of the full blocks of all known tokens."""
+        return self.hash_chain.extend(self.tokens)
 
     @property
     def is_long(self) -> bool:
-        """True if it is beyond the trained context, where the model computes all of a sequence's KV otherwise."""
-        return self.names.is_long(len(self.tokens))
+        """True if the sequence is beyond the trained context, where the model computes all of its KV differently."""
+        return self.hash_chain.is_long(len(self.tokens))
 
-    def can_use_offered(self, num_tokens: int | None = None) -> bool:
-        """True if KV that the other side of a hand-off computed for `num_tokens` (None: for as many as its ticket says)
-        is what this sequence needs: both within the trained context, or both beyond."""
+    def can_use_remote_kv(self, num_tokens: int | None = None) -> bool:
+        """True if this sequence can use the KV that the other side of a hand-off computed for `num_tokens` (None: the
+        number in its ticket): both are within the trained context, or both beyond."""
         match self.hand_off:
             case Consume(ticket=ticket) | Produce(source=Ticket() as ticket):
                 offered = num_tokens or ticket.remote_num_tokens or self.num_prompt_tokens
-                return self.names.is_long(offered) == self.is_long
+                return self.hash_chain.is_long(offered) == self.is_long
         return True
 
     @property
-    def is_written_to(self) -> bool:
-        """True if a load writes to its blocks while it runs, so that they cannot be given up."""
+    def has_load_in_progress(self) -> bool:
+        """True if a load writes to the sequence's blocks while it runs, so that they cannot be released."""
         meeting = self.load.meeting
         return meeting is not None and not meeting.is_loaded
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_missing_tokens(self) -> int:
-        """Known tokens whose KV is yet to be computed; before a meeting, those that are computed until then."""
+        """Number of known tokens whose KV is yet to be computed; before a meeting point, only those before it."""
         meeting = self.load.meeting
         return (len(self.tokens) if meeting is None else meeting.first) - self.num_computed_tokens
 
@@ -195,15 +195,15 @@ class Sequence:
 
     @property
     def reuses_prefix(self) -> bool:
-        """True if cached KV may stand in for computing; not when every prompt position's logits are wanted."""
+        """True if cached KV may be used; False if the request needs the logits of every prompt position."""
         return self.request.sampling.prompt_logprobs is None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.names.block_size)
+        return -(-num_tokens // self.hash_chain.block_size)
 
     def adopt(self, result: PrefillResult) -> None:
-        """Take over what the prefill instance sampled."""
+        """Adopt the prefill instance's result."""
         self.prefill_result = result
         self.seed = self.seed if result.seed is None else result.seed
         self.request.timeline.adopt(result.timeline)

@@ -25,7 +25,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """What the model runner does next. `plan` is for the connector's worker sides."""
+    """The model runner's next step. `plan` is for the connector's worker sides."""
 
     chunks: list[Chunk]
     plan: StepPlan | None = None
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The next token of one sequence. `logprobs`: None if the request did not ask for them."""
+    """The next token of one sequence. `logprobs`: None if not requested."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

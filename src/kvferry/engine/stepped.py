@@ -1,5 +1,6 @@
-"""The engine as asyncio callers see it, wherever its steps run. Callers submit *calls* (functions of the engine), which
-run between two steps, and listen for the outputs of their requests. After each step, all outputs are delivered at once.
+"""The engine's interface for asyncio callers, independent of the thread of its steps. Callers submit *calls* (functions
+of the engine), which run between two steps, and listen for the outputs of their requests. After each step, all outputs
+are delivered at once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
     "kv_consumer": "decode",
     "kv_both": "both",
 }
-ON_ITS_WAY = ("writer_waiting_bytes", "dirty_blocks")
-"""Connector gauges that count what is not in all tiers of a store yet."""
+PENDING_WRITE_GAUGES = ("writer_waiting_bytes", "dirty_blocks")
+"""Connector gauges that count bytes and blocks that are not in all tiers of a store yet."""
 
 
 class SteppedEngine(ABC):
-    """One engine and what runs its steps. The owner calls `start` and `close`; the rest is called from one event
-    loop."""
+    """One engine and the runner of its steps. The owner calls `start` and `close`; all other methods are called from
+    one event loop."""
 
     def __init__(self, engine: EngineCore, model_names: Sequence[str]) -> None:
         self.engine = engine
@@ -60,7 +61,7 @@ class SteppedEngine(ABC):
         self._listeners: dict[str, _Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # Life.
+    # Lifecycle.
 
     def start(self) -> None:
         """Begin stepping. Call from the event loop that will listen."""
@@ -73,11 +74,11 @@ class SteppedEngine(ABC):
     @property
     @abstractmethod
     def is_stepping(self) -> bool:
-        """True if steps are being run."""
+        """True if steps are running."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Wake whatever runs the steps: there is something to do. Thread-safe."""
+        """Wake the runner of the steps: there is something to do. Thread-safe."""
 
     @property
     def healthy(self) -> bool:
@@ -89,9 +90,9 @@ class SteppedEngine(ABC):
         await self._failed.wait()
 
     def describe(self) -> InstanceFacts:
-        """What a router should know of this instance."""
+        """The facts about this instance for routers."""
         engine, transfer, side = self.engine, self.engine.transfer, self.engine.hands_off
-        ranks = [(str(one["host"]), int(one["port"])) for one in engine.addresses if one]
+        ranks = [(str(address["host"]), int(address["port"])) for address in engine.addresses if address]
         kv_host, kv_port = ranks[0] if ranks else ("", 0)
         return InstanceFacts(
             role="both" if transfer is None else _ROLES[transfer.kv_role],
@@ -119,9 +120,9 @@ class SteppedEngine(ABC):
     # Requests.
 
     async def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
-        """Serve a request; yields what each step brings. Leaving the iterator early ends the request at once.
+        """Serve a request; yields the output of each step. Leaving the iterator early ends the request at once.
 
-        Raises `RequestError` (or what ended the request) instead of yielding an output with an error.
+        Raises `RequestError` (or the error that ended the request) instead of yielding an output with an error.
         """
         queue = _Mailbox()
         if request.request_id in self._listeners:
@@ -129,7 +130,7 @@ class SteppedEngine(ABC):
         self._listeners[request.request_id] = queue
         finished = False
         try:
-            await self._ask(lambda: self.engine.add(request))
+            await self._call_engine(lambda: self.engine.add(request))
             while not finished:
                 output = await queue.get()
                 finished = output.finish_reason is not None
@@ -142,29 +143,29 @@ class SteppedEngine(ABC):
                 self._run_between_steps(lambda: self.engine.abort(request.request_id))
 
     async def release(self, transfer_id: str) -> bool:
-        """End the lease of a ticket that nobody will fetch. True when there was one."""
-        return await self._ask(lambda: self.engine.release(transfer_id))
+        """End the lease of a ticket that will not be fetched. Returns True if there was one."""
+        return await self._call_engine(lambda: self.engine.release(transfer_id))
 
     def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
         """True: each token depends on the seed and on the tokens before it, and on nothing else."""
         return True
 
     def refused(self, hand_off: HandOff) -> None:
-        """A request was refused: have the connector tell the instance that waits for its prefill. Does not wait."""
+        """Have the connector notify the instance that waits for the prefill of a refused request. Does not wait."""
         if isinstance(hand_off, Produce):
             transfer_id = hand_off.transfer_id
             self._run_between_steps(lambda: self.engine.prefill_refused(transfer_id))
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
-        """What the connector's store has of a prompt; with `pin`, that is pinned there, or unpinned if it is False.
-        Raises `InvalidRequest`."""
-        hashes = await asyncio.to_thread(self.engine.scheduler.block_names, request)
-        # First, whether anything is on its way: then what is found afterwards is all that comes.
+        """The blocks of a prompt in the connector's store; `pin` True: pin them; False: unpin them; None: change
+        nothing. Raises `InvalidRequest`."""
+        hashes = await asyncio.to_thread(self.engine.scheduler.prompt_block_hashes, request)
+        # Pending writes come first: if there are none, the look-up after it is complete.
         figures = (await self.statistics()).connector
-        waiting = sum(value for name, value in figures.items() if name.endswith(ON_ITS_WAY))
-        looks = await self._ask(lambda: self.engine.kept(hashes, pin=pin))
+        waiting = sum(value for name, value in figures.items() if name.endswith(PENDING_WRITE_GAUGES))
+        lookups = await self._call_engine(lambda: self.engine.kept(hashes, pin=pin))
         try:
-            tiers = [share for look in looks for share in await asyncio.wrap_future(look)]
+            tiers = [share for lookup in lookups for share in await asyncio.wrap_future(lookup)]
         except StoreError as error:
             raise Unavailable(f"the store cannot be reached: {error}") from error
         return KeptBlocks(
@@ -177,21 +178,21 @@ class SteppedEngine(ABC):
 
     async def statistics(self) -> EngineSnapshot:
         """A snapshot, taken between two steps."""
-        return await self._ask(self.engine.statistics)
+        return await self._call_engine(self.engine.statistics)
 
     async def check(self) -> None:
-        """Raise `LeakError` when no request is left, yet something is still kept."""
-        await self._ask(self.engine.check)
+        """Raise `LeakError` if no request is left, but a resource is still held."""
+        await self._call_engine(self.engine.check)
 
     # Between callers and steps.
 
     def _run_between_steps(self, call: Callable[[], object]) -> None:
-        """Have `call` run before the next step."""
+        """Run `call` before the next step."""
         self._calls.append(lambda: void(call))
         self.wake()
 
-    async def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """Have `call` run before the next step, and return its result. Raises `Unavailable` when there will be none."""
+    async def _call_engine(self, call: Callable[[], Answer]) -> Answer:
+        """Run `call` before the next step, and return its result. Raises `Unavailable` if there will be none."""
         if not self.healthy:
             raise Unavailable(self._why_unavailable())
         future: Future[Answer] = Future()
@@ -206,30 +207,30 @@ class SteppedEngine(ABC):
     def _why_unavailable(self) -> str:
         return f"the engine failed: {self._failure}" if self._failure else "the engine is shutting down"
 
-    # For what runs the steps.
+    # For the runner of the steps.
 
     def _serve_calls(self) -> None:
         while self._calls:
             self._calls.popleft()()
 
-    def _rest_s(self) -> float | None:
-        """How long to wait at most for something to do before the next step; None: until there is something."""
+    def _idle_timeout_s(self) -> float | None:
+        """Max seconds to wait for work before the next step; None: without limit."""
         if not self.engine.has_work:
             return None
         return POLL_S if self.engine.idle else 0.0
 
-    def _has_failed(self, failure: BaseException) -> None:
+    def _on_failure(self, failure: BaseException) -> None:
         log.error("the engine failed", exc_info=failure)
         self._failure = failure
         self._call_loop(self._failed.set)
 
-    def _has_ended(self) -> None:
-        """Wake everyone who waits, as there will be no more steps."""
+    def _on_end(self) -> None:
+        """Wake all waiters, because there will be no more steps."""
         self._closing = True
         self._serve_calls()
         self._end_listeners()
 
-    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
         if outputs:
             self._call_loop(lambda: self._dispatch(outputs))
 
@@ -247,11 +248,11 @@ class SteppedEngine(ABC):
     def _end_listeners(self) -> None:
         error = Unavailable(self._why_unavailable())
         for request_id in list(self._listeners):
-            self._hand_over([EngineOutput(request_id=request_id, finish_reason="error", error=error)])
+            self._deliver([EngineOutput(request_id=request_id, finish_reason="error", error=error)])
 
 
 class _Mailbox:
-    """The outputs of one request, for its one listener. It does less than an `asyncio.Queue`, since every token passes
+    """The outputs of one request, for its one listener. Simpler than an `asyncio.Queue`, since every token passes
     through it. Bounded by the request's own `max_tokens`."""
 
     __slots__ = ("_outputs", "_waiter")
@@ -267,7 +268,7 @@ class _Mailbox:
             self._waiter.set_result(None)
 
     async def get(self) -> EngineOutput:
-        """The next one."""
+        """Wait for the next output."""
         while not self._outputs:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -289,5 +290,5 @@ def _resolve(future: Future[Answer], call: Callable[[], Answer]) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the asker's
+    except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
         future.set_exception(error)

@@ -1,7 +1,6 @@
 """One rank: its share of the model and of the KV cache, and its worker side of the connector.
 
-Owns them and closes them. It does not know the scheduler, nor whether there are other ranks beyond what its `place`
-says; the executor does.
+Owns them and closes them. It knows neither the scheduler nor the other ranks, except for its `RankPlacement`.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from kvferry.engine.model_runner import ModelRunner, StepInputs, TokenByToken
 
 log = logging.getLogger(__name__)
 MAX_FAILED_POLLS = 64
-"""After this many consecutive failures of `poll`, transfers are given up: `ConnectorLost`."""
+"""Max number of consecutive failures of `poll`; then the connector is lost: `ConnectorLost`."""
 
 
 class Worker:
     """Computes the steps of one rank and moves its KV. Used from one thread at a time."""
 
-    def __init__(self, config: EngineConfig, place: RankPlacement, on_progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, placement: RankPlacement, on_progress: Progress) -> None:
         """Load the model; may take long. Raises `ConfigError` or `UnsupportedModel`."""
-        self._config, self._place = config, place
-        place.set_num_threads(config.num_threads)
-        self.model: LoadedModel = load_model(config, place, on_progress)
-        self._is_one_by_one = config.batch_invariant and place.agree(
+        self._config, self._place = config, placement
+        placement.set_num_threads(config.num_threads)
+        self.model: LoadedModel = load_model(config, placement, on_progress)
+        self._is_token_by_token = config.batch_invariant and placement.any_rank(
             bool(self.model.batch_dependence), self.model.device
         )
         self.layout = KVLayout(
@@ -57,8 +56,8 @@ class Worker:
             dtype=self.model.dtype,
             block_size=config.block_size,
             kernels=self._kernels(),
-            tp_size=place.size,
-            tp_rank=place.rank,
+            tp_size=placement.size,
+            tp_rank=placement.rank,
         )
         self.max_model_len = self.model.max_position if config.max_model_len is None else config.max_model_len
         self._kv_cache: KVCache | None = None
@@ -70,24 +69,24 @@ class Worker:
         self._runner: ModelRunner
 
     def _kernels(self) -> str:
-        """Names what computes the KV, where that shows in answers."""
+        """The name of the kernels that compute the KV, if their rounding shows in answers."""
         if self.model.dtype == "float32":
             return ""
         if self._config.mix_kernels:
             log.info(
-                "--mix-kernels: in %s, answers of a hand-off, or from a store, may differ from those of one instance",
+                "--mix-kernels: in %s, answers of a hand-off, or from a store, may differ from one instance's",
                 self.model.dtype,
             )
             return ""
-        return f"{self.model.kernels}{' one by one' if self._is_one_by_one else ''}"
+        return f"{self.model.kernels}{' one by one' if self._is_token_by_token else ''}"
 
     def max_num_blocks(self) -> int:
-        """How many KV blocks this rank can hold. Raises `ConfigError` if they are too few."""
-        asked = self._config.kv_cache_memory
+        """Max number of KV blocks on this rank. Raises `ConfigError` if it is too small."""
+        requested = self._config.kv_cache_memory
         return choose_num_blocks(
             self.layout,
             self.model.device,
-            None if asked is None else parse_bytes(asked, "--kv-cache-memory"),
+            None if requested is None else parse_bytes(requested, "--kv-cache-memory"),
             self.max_model_len * self._config.max_num_seqs,
             num_ranks=self._place.size,
         )
@@ -103,7 +102,7 @@ class Worker:
             self._side = find_connector(transfer).build_worker_side(context)
             self._side.register(self._kv_cache.memory)
             address = self._side.address() if isinstance(self._side, ServesPeers) else None
-        runner = TokenByToken if self._is_one_by_one else ModelRunner
+        runner = TokenByToken if self._is_token_by_token else ModelRunner
         hooks = self._side if isinstance(self._side, ByLayers) else None
         self._runner = runner(self.model, self._kv_cache, hooks)
         return address
@@ -114,16 +113,16 @@ class Worker:
         self, inputs: StepInputs | None, plans: Collection[StepPlan | bytes], first: int, num_late: int
     ) -> Tensor | None:
         """Begin the connector's plans (see `PlanQueue`), then run the model. Returns the logits of
-        `ModelRunner.forward`, or None without inputs. All ranks must be given the same inputs and plans.
+        `ModelRunner.forward`, or None without inputs. All ranks must get the same inputs and plans.
 
-        Plans that have begun here are passed over; one that cannot be begun is given again with the next step. No rank
+        Plans that have already begun are skipped; one that cannot be begun is retried with the next step. No rank
         computes unless all ranks have begun, since blocks that were not withdrawn could still be read. Raises
         `ConnectorLost` if the connector raises twice in a row.
         """
         error = self._try_to_begin(plans, first, num_late)
         failed = error is not None
         if plans and inputs is not None:
-            failed = self._place.agree(failed, self.model.device)
+            failed = self._place.any_rank(failed, self.model.device)
         if failed:
             self._discard()
             raise error or RequestFailed("another rank could not begin this step's transfers")
@@ -132,14 +131,14 @@ class Worker:
     def _try_to_begin(self, plans: Collection[StepPlan | bytes], first: int, num_late: int) -> Exception | None:
         """Begin the plans; returns the error if one could not be begun."""
         try:
-            self._discard()  # what is left of a step that did not end
+            self._discard()  # the rest of a step that did not end
             for number, plan in enumerate(plans, first):
                 if number >= self.num_begun:
                     self._begin(self._decoded(plan))
                     self.num_begun = number + 1
                 if number < first + num_late:
                     self._discard()
-        except Exception as error:  # noqa: BLE001 - the edge between this rank and the others, who wait for its word
+        except Exception as error:  # noqa: BLE001 - the boundary between this rank and the others, which wait for its result
             return error
         return None
 
@@ -160,7 +159,7 @@ class Worker:
         self._failed_to_begin = False
 
     def _decoded(self, plan: StepPlan | bytes) -> StepPlan:
-        """A plan that came from another process is encoded. Raises `msgspec.DecodeError`."""
+        """Decode a plan from another process. Raises `msgspec.DecodeError`."""
         if not isinstance(plan, bytes):
             return plan
         assert self._side is not None, "a plan, but no connector"
@@ -180,7 +179,7 @@ class Worker:
         return logits
 
     def _discard(self) -> None:
-        """Tell the worker side that the step it has begun will not be flushed."""
+        """Notify the worker side that the begun step will not be flushed."""
         if self._side is not None and self._is_begun:
             self._side.discard()
         self._is_begun = False
@@ -203,7 +202,7 @@ class Worker:
         return report
 
     def on_report(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on any thread, when `poll` has something new."""
+        """Register `wake`, which is called on any thread when `poll` has new events."""
         if self._side is not None:
             self._side.on_report(wake)
 
@@ -214,7 +213,7 @@ class Worker:
         return statistics_of(self._side)
 
     def check(self) -> None:
-        """Raise `LeakError` if the worker side still keeps something."""
+        """Raise `LeakError` if the worker side still holds a resource."""
         check_side(self._side)
 
     def close(self) -> None:
@@ -224,7 +223,7 @@ class Worker:
 
 
 def _of_rank(transfer: KVTransferConfig, rank: int) -> KVTransferConfig:
-    """Ranks of one machine cannot share a port: each takes the next one."""
+    """The configuration for one rank. Ranks of one machine cannot share a port: each takes the next one."""
     if not transfer.kv_port:
         return transfer
     return msgspec.structs.replace(transfer, kv_port=transfer.kv_port + rank)

@@ -290,7 +290,7 @@ class SimExecutor(Executor):
                 if number < plans.first + plans.num_late:
                     side.discard()
         finally:
-            plans.begun(self._num_begun)
+            plans.mark_begun(self._num_begun)
         if self.contents is not None:
             for chunk in chunks:
                 sequence = chunk.sequence
@@ -352,13 +352,13 @@ class SimEngine(SteppedEngine):
         at_once = executor.spec.tokens_at_once
         self._batches = Batches(at_once, process.simulation) if at_once > 1 else None
 
-    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
         host, token_s = self._process.host, self._executor.spec.token_s
         if host.cores and token_s and (number := sum(len(one.token_ids) for one in outputs)):
             host.network.core_of(host.network.cores, host).spend(number * token_s, lambda: None)
         if self._batches is not None:
             outputs = self._batches.pass_on(outputs, self._process.simulation.now)
-        super()._hand_over(outputs)
+        super()._deliver(outputs)
 
     def start(self) -> None:
         """Begin stepping."""
@@ -401,7 +401,7 @@ class SimEngine(SteppedEngine):
                 self.is_between_steps = True
                 if (look := self._process.simulation.after_step) is not None:
                     look(self.engine)
-                self._hand_over(outputs)
+                self._deliver(outputs)
                 if self._batches is not None and not self._process.host.cores:
                     await self._decode_on(self._batches)
                 await self._rest()
@@ -409,10 +409,10 @@ class SimEngine(SteppedEngine):
             self._process.simulation.errors.append(
                 {"message": f"an engine failed: {failure!r}", "exception": failure, "loop": self._thread.name}
             )
-            self._has_failed(failure)
+            self._on_failure(failure)
         finally:
             self._is_stepping = False
-            self._has_ended()
+            self._on_end()
             self._ended.get_loop().call_soon_threadsafe(self._ended.set_result, None)
 
     async def _step(self) -> list[Any]:
@@ -447,7 +447,7 @@ class SimEngine(SteppedEngine):
             pass
         number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # that which is under way, too
         await asyncio.sleep(ends[number - 1] - self._thread.time())
-        super()._hand_over(self._make_steps(seconds[:number], ends[:number], batches))
+        super()._deliver(self._make_steps(seconds[:number], ends[:number], batches))
 
     def _make_steps(self, seconds: list[float], ends: list[float], batches: Batches) -> list[EngineOutput]:
         """The first and the last as the engine makes them, with what transfers bring and want; those between at once,
@@ -478,7 +478,7 @@ class SimEngine(SteppedEngine):
             return outputs
 
     async def _rest(self) -> None:
-        rest_s = self._rest_s()
+        rest_s = self._idle_timeout_s()
         if rest_s == 0.0:
             return
         if rest_s is not None and self._batches is not None:
@@ -510,7 +510,7 @@ class SimInstance:
         self.process = process
         self.engine: EngineCore | None = None
         self.executor: SimExecutor | None = None
-        self.front: SimEngine | None = None
+        self.engine_client: SimEngine | None = None
         self.server: HttpServer | None = None
         self._number = 0
         self._server_loop: SimLoop
@@ -518,7 +518,7 @@ class SimInstance:
     @property
     def is_between_steps(self) -> bool:
         """True if the engine may be looked at."""
-        return self.front is not None and self.front.is_between_steps
+        return self.engine_client is not None and self.engine_client.is_between_steps
 
     @property
     def url(self) -> str:
@@ -537,7 +537,7 @@ class SimInstance:
     def start_again(self) -> None:
         """Start a new process, after the last one has ended. It serves after the time that a start takes."""
         self._number += 1
-        self.engine = self.executor = self.front = self.server = None
+        self.engine = self.executor = self.engine_client = self.server = None
         self.host.is_up = True
         self.process = self.host.process(f"{self.name}.{self._number}")
         self.start(self.spec.start_s)
@@ -558,42 +558,42 @@ class SimInstance:
         machine = SimMachine(self._storage, process, true_bytes, pauses=pauses, wake_s=spec.wake_s)
         executor = self.executor = SimExecutor(spec, process, transfer, self._token, machine)
         engine = EngineCore(config, executor, transfer, self._token, process.simulation, machine=machine)
-        front = SimEngine(engine, executor, process)
-        front.start()
+        engine_client = SimEngine(engine, executor, process)
+        engine_client.start()
         settings = ServerConfig(host=self.host.address, port=self.port, secret=self._token, shutdown_grace_s=30.0)
-        self.server = server = build_app(front, settings, clock=process.simulation).server()
+        self.server = server = build_app(engine_client, settings, clock=process.simulation).server()
         server.listen(lambda host, port: self.host.listen(process, port))  # type: ignore[arg-type,return-value]
-        self.engine, self.front = engine, front
+        self.engine, self.engine_client = engine, engine_client
         try:
             await server.run()
         finally:
-            await front.close()
+            await engine_client.close()
             process.simulation.note(f"{process.name} has stopped")
             if self.engine is engine:  # its process may go on, for as long as a disk hangs
                 self.engine = None
 
     def keep(self, prompt: Sequence[int], *, pin: bool) -> None:
         """Pin what its stores have of a prompt, or unpin it, as an operator does who gets no answer."""
-        front, loop = self.front, self._server_loop
-        if front is None or not self.process.is_alive:
+        engine_client, loop = self.engine_client, self._server_loop
+        if engine_client is None or not self.process.is_alive:
             return
         asked = Request(request_id="", prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1))
 
         async def ask() -> None:
             with suppress(KvferryError):
-                await front.kept(asked, pin=pin)
+                await engine_client.kept(asked, pin=pin)
 
         loop.call_soon(lambda: loop.create_task(ask()))
 
     def release(self, transfer_id: str) -> None:
         """End a hand-off, as a router does that nobody will fetch it for, and which gets no answer."""
-        front, loop = self.front, self._server_loop
-        if front is None or not self.process.is_alive:
+        engine_client, loop = self.engine_client, self._server_loop
+        if engine_client is None or not self.process.is_alive:
             return
 
         async def release() -> None:
             with suppress(KvferryError):
-                await front.release(transfer_id)
+                await engine_client.release(transfer_id)
 
         loop.call_soon(lambda: loop.create_task(release()))
 

@@ -54,7 +54,7 @@ class StartedMember:
         what, spec = self.what, self.spec
         if not what.process.is_alive:
             return self._in(MemberState.ENDED)
-        serves = what.front is not None if isinstance(what, SimInstance) else what.router is not None
+        serves = what.engine_client is not None if isinstance(what, SimInstance) else what.router is not None
         if not serves:
             return self._in(MemberState.STARTING)
         health = what.url if spec.role == "router" else ""
@@ -276,8 +276,8 @@ class FleetWorld(World):
     async def _control(self, place: _SimController, process: SimProcess) -> None:
         """Run a controller until it ends. Another one is started in its place if it has ended for another one."""
         backend, clock = SimBackend(self, process), self.simulation
-        async with SimRouterClient(backend) as front:
-            controller = Controller(place.ledger, backend, front, _Silent(), clock, grace_s=_GRACE_S)
+        async with SimRouterClient(backend) as router_client:
+            controller = Controller(place.ledger, backend, router_client, _Silent(), clock, grace_s=_GRACE_S)
             process.on_end[controller] = controller.close  # the kernel's, when a process ends
             try:
                 end = await controller.run()

@@ -34,7 +34,7 @@ def in_thread() -> Iterator[ThreadPoolExecutor]:
 
 
 def gathering(pool: ThreadPoolExecutor, listener: RankListener, number: int = 1) -> Future[list[Link]]:
-    return pool.submit(listener.gather, number, LONG_S, lambda number: None)
+    return pool.submit(listener.wait_for_ranks, number, LONG_S, lambda number: None)
 
 
 def test_ranks_come_and_both_sides_talk(listener: RankListener, in_thread: ThreadPoolExecutor) -> None:
@@ -59,11 +59,11 @@ def test_strangers_keep_nobody_out(
     listener: RankListener, in_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some say nothing, some say nonsense, and one has another token; the rank comes in after the silent ones' time."""
-    monkeypatch.setattr(link, "GREETING_S", 2.0)
+    monkeypatch.setattr(link, "HANDSHAKE_S", 2.0)
     ours = gathering(in_thread, listener)
     where = listener.address.split(":")
     with ExitStack() as strangers:
-        for number in range(link.MAX_GREETINGS + 4):
+        for number in range(link.MAX_HANDSHAKES + 4):
             one = strangers.enter_context(socket.create_connection((where[0], int(where[1]))))
             one.sendall(b"" if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(ConfigError, match="it refuses this rank: it does not hold the same KVFERRY_AUTH_TOKEN"):
@@ -90,7 +90,7 @@ def test_who_only_listens_at_the_address_of_rank_0_is_no_rank_0(in_thread: Threa
 
 
 def test_another_version_is_refused_by_name(listener: RankListener, in_thread: ThreadPoolExecutor) -> None:
-    ours = in_thread.submit(listener.gather, 1, 3.0, lambda number: None)
+    ours = in_thread.submit(listener.wait_for_ranks, 1, 3.0, lambda number: None)
     host, port = listener.address.split(":")
     with closing(Pipe(socket.create_connection((host, int(port))).detach(), link.RankRefused)) as pipe:
         pipe.send(link.RankHello("kvferry 0.0.1", "a rank", bytes(32)))
@@ -101,7 +101,7 @@ def test_another_version_is_refused_by_name(listener: RankListener, in_thread: T
 
 def test_a_rank_that_does_not_come_is_missed_in_time(listener: RankListener) -> None:
     with pytest.raises(RankLost, match=f"0 of 3 other ranks came to {listener.address} within 0.2 s; start each with"):
-        listener.gather(3, 0.2, lambda number: None)
+        listener.wait_for_ranks(3, 0.2, lambda number: None)
     nobody = f"127.0.0.1:{free_port()}"
     with pytest.raises(RankLost, match=f"rank 0 is not at {nobody}"):
         join(nobody, TOKEN, 0.2)

@@ -37,14 +37,14 @@ def test_what_broke_here_is_explained_by_a_loss_that_follows() -> None:
     losses = Losses()
     threading.Timer(0.05, lambda: losses.add(1, ConfigError("--block-size is wrong"))).start()
     with pytest.raises(ConfigError, match="--block-size") as caught:
-        losses.raise_cause(of=RuntimeError("Connection reset by peer"))
+        losses.raise_cause(error=RuntimeError("Connection reset by peer"))
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_an_error_of_rank_0_alone_stays_its_own() -> None:
-    Losses().raise_cause(of=ValueError("a defect"))
+    Losses().raise_cause(error=ValueError("a defect"))
     with pytest.raises(RankLost, match="did not take part in time"):
-        Losses().raise_cause(of=RuntimeError("Timed out waiting 1000ms for recv"))
+        Losses().raise_cause(error=RuntimeError("Timed out waiting 1000ms for recv"))
 
 
 def test_everyone_who_waits_is_told() -> None:

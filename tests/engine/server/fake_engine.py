@@ -1,6 +1,6 @@
 """Engines that compute nothing, for what only the HTTP layer decides.
 
-`DeterministicEngine` is a little language model made of hashes, which keeps every promise of `EngineFront`.
+`DeterministicEngine` is a little language model made of hashes, which keeps every promise of `EngineClient`.
 `ScriptedEngine` does as it is told, at the moment it is told.
 """
 

@@ -17,8 +17,8 @@ from kvferry.engine.server.config import ServerConfig
 class Running:
     """A server in the test's own event loop."""
 
-    def __init__(self, front: Any, config: ServerConfig) -> None:
-        app = build_app(front, config)
+    def __init__(self, engine_client: Any, config: ServerConfig) -> None:
+        app = build_app(engine_client, config)
         self.context = app.context
         self.server = app.server()
         self.listening = asyncio.Event()
@@ -30,9 +30,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(front: Any, **settings: Any) -> AsyncIterator[Running]:
-    """Serve `front` beside the test, and end with it."""
-    server = Running(front, ServerConfig(**{"port": 0, "shutdown_grace_s": 0.0, **settings}))
+async def running(engine_client: Any, **settings: Any) -> AsyncIterator[Running]:
+    """Serve `engine_client` beside the test, and end with it."""
+    server = Running(engine_client, ServerConfig(**{"port": 0, "shutdown_grace_s": 0.0, **settings}))
     async with asyncio.TaskGroup() as group:
         group.create_task(server.server.run(server.on_listening))
         await server.listening.wait()
@@ -42,13 +42,13 @@ async def running(front: Any, **settings: Any) -> AsyncIterator[Running]:
 
 
 @contextmanager
-def running_in_thread(front: Any, **settings: Any) -> Iterator[str]:
-    """Serve `front` on a thread with uvloop, for clients that block; yields the base URL."""
+def running_in_thread(engine_client: Any, **settings: Any) -> Iterator[str]:
+    """Serve `engine_client` on a thread with uvloop, for clients that block; yields the base URL."""
     config = ServerConfig(**{"port": 0, "shutdown_grace_s": 0.0, **settings})
     listening, found = threading.Event(), {}
 
     async def main() -> None:
-        app = build_app(front, config)
+        app = build_app(engine_client, config)
         found["loop"], found["server"] = (
             asyncio.get_running_loop(),
             app.server(),

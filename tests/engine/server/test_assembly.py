@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.core.messages.hand_off import TokenLogprobs
 from kvferry.core.request import EngineOutput
-from kvferry.engine.server.assembly import ChoiceAssembler, Delta, TextOptions, joined
+from kvferry.engine.server.assembly import ChoiceAssembler, Delta, TextOptions, merge_deltas
 
 Ids = Any
 
@@ -28,7 +28,7 @@ def run(assembler: ChoiceAssembler, outputs: list[EngineOutput]) -> Delta:
         deltas.append(assembler.feed(one))
         if deltas[-1].finish_reason is not None:
             break
-    return joined(deltas)
+    return merge_deltas(deltas)
 
 
 def one_by_one(token_ids: list[int], reason: Any = "length") -> list[EngineOutput]:

@@ -20,7 +20,7 @@ async def test_small_work_is_done_here_and_large_work_is_not() -> None:
 
 
 async def test_so_many_run_and_so_many_wait() -> None:
-    off_loop, go = ThreadOffload(at_once=2, max_waiting=3), threading.Event()
+    off_loop, go = ThreadOffload(max_concurrent=2, max_waiting=3), threading.Event()
     running = [asyncio.create_task(off_loop.run_if(True, go.wait)) for _ in range(5)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="3 large requests are waiting"):
@@ -31,7 +31,7 @@ async def test_so_many_run_and_so_many_wait() -> None:
 
 
 async def test_what_takes_too_long_is_given_up_and_keeps_its_turn() -> None:
-    off_loop, go = ThreadOffload(at_once=1, limit_s=0.05), threading.Event()
+    off_loop, go = ThreadOffload(max_concurrent=1, limit_s=0.05), threading.Event()
     for _ in range(2):  # the first runs into its limit, the second waits for its turn in vain
         with pytest.raises(Unavailable, match="could not be read within"):
             await off_loop.run_if(True, go.wait)
@@ -45,7 +45,7 @@ async def test_what_takes_too_long_is_given_up_and_keeps_its_turn() -> None:
 
 
 async def test_a_client_that_leaves_gives_its_turn_back_when_its_work_is_done() -> None:
-    off_loop, go, done = ThreadOffload(at_once=1), threading.Event(), []
+    off_loop, go, done = ThreadOffload(max_concurrent=1), threading.Event(), []
 
     def work() -> None:
         go.wait()

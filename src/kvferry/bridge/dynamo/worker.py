@@ -54,7 +54,7 @@ _MAX_AT_ONCE = 64
 
 
 class DynamoWorker:
-    """An `EngineFront`. `accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a worker
+    """An `EngineClient`. `accept_s`, `silence_s`: as in `WorkerClient.call`; `probe_s`: between two probes of a worker
     that was lost; `lease_s`: how long its tickets are good for; `last_s`: for an answer to end after its last piece."""
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Owns the reference counts of all KV blocks, and the prefix cache: which block holds the content of which hash.
+"""Owns the reference counts of all KV blocks, and the prefix cache: the map from hashes to blocks.
 
-It knows neither a block's bytes nor who uses it. A block is *in use* while its reference count is above zero, otherwise
-*free*, and *cached* while it can be found under a hash, in use or free. A free cached block is evicted when it is
-needed for other content: free blocks that are not cached are given out first, then cached ones in the order of
-`CachedOrder`. vLLM's `BlockPool` works alike.
+It knows neither the blocks' bytes nor their users. A block is *in use* while its reference count is above zero,
+otherwise *free*, and *cached* while it is in the map, in use or free. A free cached block is evicted when it is needed
+for other content: free uncached blocks are allocated first, then cached ones in the order of `CachedOrder`, as in
+vLLM's `BlockPool`.
 """
 
 from __future__ import annotations
@@ -44,30 +44,31 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._num_free = num_blocks
         self._free_uncached: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        """The free blocks that are not cached, the next one to give out first."""
+        """The free uncached blocks, the next one to allocate first."""
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
         self._num_evicted = 0
         self.events: BlockEvents | None = None
-        """Is called for blocks that are evicted; `SequenceBlocks.publish` calls it for those that become cached."""
+        """Called for evicted blocks; `SequenceBlocks.publish` calls it for newly cached ones."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give out now."""
+        """Number of blocks that `allocate` could return now."""
         return self._num_free
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Ids of the blocks of the longest cached prefix of `hashes`. Their counts are unchanged: see `acquire`."""
-        found = []
+        """Ids of the blocks of the longest cached prefix of `hashes`. Their reference counts stay unchanged: see
+        `acquire`."""
+        block_ids = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            block_ids.append(block_id)
+        return block_ids
 
     def num_free_after_acquiring(self, block_ids: Iterable[int]) -> int:
-        """How many blocks `allocate` could give out once these, which `match` found, are acquired."""
+        """Number of blocks that `allocate` could return after `acquire` of these blocks, which `match` found."""
         return self._num_free - sum(1 for block_id in block_ids if self._references[block_id] == 0)
 
     def acquire(self, block_ids: Iterable[int]) -> None:
@@ -80,18 +81,17 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, at most `num_free`, each with a reference count of 1. May evict cached ones."""
-        assert count <= self._num_free, "allocate without looking at num_free"
-        taken = [self._take() for _ in range(count)]
+        assert count <= self._num_free, "allocate without checking num_free"
+        block_ids = [self._take() for _ in range(count)]
         self._num_free -= count
-        for block_id in taken:
+        for block_id in block_ids:
             self._references[block_id] = 1
-        return taken
+        return block_ids
 
     def publish(self, block_id: int, block_hash: BlockHash, parent: BlockHash | None = None) -> bool:
-        """A block in use is full, and its content has this hash; `parent`: the hash of the block before it, if any.
+        """Cache a full block in use under the hash of its content; `parent`: the hash of the block before it, if any.
 
-        True: it is cached from now on. False: it is cached already, another block is under this hash, or there is no
-        prefix cache.
+        Returns False if it is cached already, another block has this hash, or there is no prefix cache.
         """
         if not self._prefix_caching or block_id in self._hash_of or block_hash in self._block_of:
             return False
@@ -101,7 +101,7 @@ class BlockPool:
         return True
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Lower the counts of a sequence's blocks, given in its order: its last is evicted before its first."""
+        """Lower the counts of a sequence's blocks, in its order: its last block is evicted before its first."""
         for block_id in reversed(block_ids):
             assert self._references[block_id] > 0, f"block {block_id} released twice"
             self._references[block_id] -= 1
@@ -114,7 +114,7 @@ class BlockPool:
                     self._free_uncached.move_to_end(block_id, last=False)
 
     def finished(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """The answer to the prompt whose full blocks have these hashes is complete, and of this length."""
+        """Record that the answer to the prompt with these block hashes is complete, with `num_output_tokens` tokens."""
         self._order.finished(hashes, num_output_tokens)
 
     def forget_all(self) -> None:
@@ -126,7 +126,7 @@ class BlockPool:
                 self._free_uncached[block_id] = None
 
     def statistics(self) -> BlockPoolStatistics:
-        """Counts of blocks as they are now."""
+        """The current counts of blocks."""
         return BlockPoolStatistics(self.num_blocks, self._num_free, len(self._hash_of), self._num_evicted)
 
     def check(self, num_held: int = 0) -> None:
@@ -145,7 +145,7 @@ class BlockPool:
         self._order.check(free_cached, len(self._hash_of) - free_cached)
 
     def _take(self) -> int:
-        """Take a free block out of the free ones; it is not cached from now on."""
+        """Remove a free block from the free list; it is no longer cached."""
         if self._free_uncached:
             return self._free_uncached.popitem(last=False)[0]
         return self._forget(self._order.evict())

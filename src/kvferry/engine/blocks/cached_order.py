@@ -1,8 +1,8 @@
 """The order in which the prefix cache evicts cached blocks that no request uses.
 
-Two ways: least recently released first, as vLLM's block pool does, or by an eviction policy of the stores
-(`kvferry.store.eviction`), which is called for every use and may learn from it. Blocks go by their hash here; block ids
-and reference counts belong to the block pool."""
+Either least recently released first, as in vLLM's block pool, or by an eviction policy of the stores
+(`kvferry.store.eviction`), which is called for every use and may learn from it. Blocks are identified by their hashes;
+block ids and reference counts belong to the block pool."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ BY_RELEASE = "lru"
 
 
 class CachedOrder(ABC):
-    """All cached blocks of a pool, of which it evicts none that is in use."""
+    """The eviction order of a pool's cached blocks. Blocks in use are never evicted."""
 
     @abstractmethod
     def published(self, block_hash: BlockHash, parent: BlockHash | None) -> None:
-        """A block in use is cached under this hash from now on; `parent`: the hash of the block before it, if any."""
+        """Record that a block in use is cached under this hash; `parent`: the hash of the block before it, if any."""
 
     @abstractmethod
     def acquired(self, block_hash: BlockHash, *, was_free: bool) -> None:
-        """Record that one more sequence uses the block; `was_free`: none did before."""
+        """Record that one more sequence uses the block; `was_free`: no sequence used it before."""
 
     @abstractmethod
     def freed(self, block_hash: BlockHash) -> None:
-        """No sequence uses the block any more. The blocks of one sequence are freed from its last to its first."""
+        """Record that no sequence uses the block any more. A sequence's blocks are freed from its last to its first."""
 
     @abstractmethod
     def evict(self) -> BlockHash:
@@ -41,19 +41,19 @@ class CachedOrder(ABC):
 
     @abstractmethod
     def forget(self, block_hash: BlockHash) -> None:
-        """A free block is not cached any more, for another reason than `evict`."""
+        """Remove a free block that is no longer cached, for another reason than `evict`."""
 
     def finished(self, hashes: Sequence[BlockHash], num_output_tokens: int) -> None:
-        """The answer to the prompt that consists of these blocks is complete. Default: does nothing."""
+        """Record that the answer to the prompt with these blocks is complete. Default: does nothing."""
         return
 
     @abstractmethod
     def check(self, num_free: int, num_used: int) -> None:
-        """Raise `LeakError` unless what is known here agrees with these numbers of cached blocks, free and in use."""
+        """Raise `LeakError` unless the order agrees with these numbers of cached blocks, free and in use."""
 
 
 class ReleaseOrder(CachedOrder):
-    """Evicts the block that was freed first; of one sequence, that is its last block. Knows free blocks only."""
+    """Evicts the block that was freed first; within one sequence, its last block. Knows free blocks only."""
 
     def __init__(self) -> None:
         self._free: OrderedDict[BlockHash, None] = OrderedDict()
@@ -81,11 +81,11 @@ class ReleaseOrder(CachedOrder):
     def check(self, num_free: int, num_used: int) -> None:
         """Raise `LeakError` unless exactly the free cached blocks are in the order."""
         if len(self._free) != num_free:
-            raise LeakError(f"{len(self._free)} cached KV blocks can be given up where {num_free} are free")
+            raise LeakError(f"{len(self._free)} cached KV blocks can be evicted where {num_free} are free")
 
 
 class PolicyOrder(CachedOrder):
-    """Evicts what an eviction policy chooses. The policy has all cached blocks; those in use are pinned."""
+    """Evicts the block that an eviction policy chooses. The policy has all cached blocks; blocks in use are pinned."""
 
     def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         self._policy, self._clock = GuardedPolicy(policy), clock
@@ -102,7 +102,7 @@ class PolicyOrder(CachedOrder):
             self._policy.pin(block_hash)
 
     def freed(self, block_hash: BlockHash) -> None:
-        """No request uses the block any more: unpin it at the policy."""
+        """Unpin the block in the policy."""
         self._policy.unpin(block_hash, self._clock.monotonic())
 
     def evict(self) -> BlockHash:
@@ -126,7 +126,7 @@ class PolicyOrder(CachedOrder):
 
 
 def make_cached_order(eviction: str, num_blocks: int, clock: Clock = SYSTEM_CLOCK) -> CachedOrder:
-    """Make `ReleaseOrder` for `lru`, and else `PolicyOrder` with that policy. Raises `UnknownName` or `ConfigError`."""
+    """Make a `ReleaseOrder` for `lru`, else a `PolicyOrder` with that policy. Raises `UnknownName` or `ConfigError`."""
     if eviction == BY_RELEASE:
         return ReleaseOrder()
     return PolicyOrder(make_eviction_policy(eviction, num_blocks), clock)

@@ -1,7 +1,7 @@
-"""Owns the memory that KV blocks live in.
+"""Owns the memory of KV blocks.
 
 On the CPU it is anonymous shared memory (a memfd), so that a decode instance on the same machine copies from it
-directly; on a GPU it is one allocation of torch's. It knows how blocks lie in memory, not who uses them (the block
+directly; on a GPU it is one allocation of torch's. It knows the layout of blocks in memory, not their users (the block
 pool does).
 """
 
@@ -59,25 +59,25 @@ class KVCache:
         return layers
 
     def close(self) -> None:
-        """Give the memory back; the tensors must not be used afterwards."""
+        """Free the memory; the tensors must not be used afterwards."""
         self.layers.clear()
         if self._segment is not None:
             self._segment.close()
 
 
 def choose_num_blocks(
-    layout: KVLayout, device: torch.device, asked_bytes: int | None, useful_tokens: int, *, num_ranks: int = 1
+    layout: KVLayout, device: torch.device, requested_bytes: int | None, useful_tokens: int, *, num_ranks: int = 1
 ) -> int:
-    """How many blocks to make: what was asked for, or a share of the free memory, at most `useful_tokens`' worth.
+    """Number of blocks to allocate: as requested, or a share of the free memory for at most `useful_tokens` tokens.
 
-    `asked_bytes` is for all `num_ranks` ranks of the instance, and so is free host memory.
+    `requested_bytes` and the free host memory are for all `num_ranks` ranks of the instance.
     Raises `ConfigError` when not even two blocks fit.
     """
     useful = -(-useful_tokens // layout.block_size)
-    budget = _free_bytes(device, num_ranks) if asked_bytes is None else asked_bytes // num_ranks
+    budget = _free_bytes(device, num_ranks) if requested_bytes is None else requested_bytes // num_ranks
     require_two_blocks(layout, budget)
     num_blocks = budget // layout.block_bytes
-    return min(num_blocks, useful) if asked_bytes is None else num_blocks
+    return min(num_blocks, useful) if requested_bytes is None else num_blocks
 
 
 def require_two_blocks(layout: KVLayout, budget: int) -> None:

@@ -1,6 +1,6 @@
 """Moves blocks between the block pool and sequences: allocates, reuses from the prefix cache, caches, releases.
 
-Owns nothing: the pool knows which blocks are in use, and each sequence which are its own. It does not know queues,
+Owns nothing: the pool has the reference counts, and each sequence its block ids. It does not know queues,
 budgets or connectors.
 """
 
@@ -19,48 +19,48 @@ class SequenceBlocks:
         self._block_size = block_size
 
     def cached(self, sequence: Sequence) -> list[int]:
-        """Ids of cached blocks with which the sequence could begin, so that at least one token is left to compute.
-        Their reference counts are unchanged."""
+        """Ids of cached blocks for the sequence's first tokens, with at least one token left to compute. Their
+        reference counts stay unchanged."""
         reusable = sequence.hashes() if sequence.reuses_prefix else []
-        # At least one known token must be computed here: its logits give the next one.
+        # At least one known token must be computed: its logits give the next one.
         usable = (len(sequence.tokens) - 1) // self._block_size
         return self._pool.match(reusable[:usable])
 
     def reserve(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Give the sequence blocks for all of its known tokens, of which `cached` are the first, so that none begins
-        whose prompt does not fit. False: there are not enough free blocks, and nothing was taken."""
-        if self.num_short(sequence, cached) > 0:
+        """Allocate blocks for all known tokens of the sequence; `cached` are the first ones. So a sequence only begins
+        if its prompt fits. False: there are not enough free blocks, and nothing was allocated."""
+        if self.num_blocks_missing(sequence, cached) > 0:
             return False
         self._pool.acquire(cached)
         sequence.block_ids = list(cached)
         sequence.block_ids += self._pool.allocate(sequence.num_blocks_for(len(sequence.tokens)) - len(cached))
         sequence.num_computed_tokens = len(cached) * self._block_size
-        sequence.names.num_published = len(cached)
+        sequence.hash_chain.num_published = len(cached)
         return True
 
-    def num_short(self, sequence: Sequence, cached: list[int]) -> int:
-        """How many more blocks would have to be free for `reserve`; 0 or less: none."""
-        lacking = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
-        return lacking - self._pool.num_free_after_acquiring(cached)
+    def num_blocks_missing(self, sequence: Sequence, cached: list[int]) -> int:
+        """Number of free blocks that `reserve` lacks; 0 or less: none."""
+        num_needed = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
+        return num_needed - self._pool.num_free_after_acquiring(cached)
 
-    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many more blocks the sequence needs to compute `num_tokens` more tokens; 0 or less: none."""
+    def num_blocks_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Number of blocks that the sequence lacks to compute `num_tokens` more tokens; 0 or less: none."""
         return sequence.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
 
     def extend(self, sequence: Sequence, num_blocks: int) -> None:
-        """Give the sequence `num_blocks` more blocks, at most the pool's `num_free`."""
+        """Allocate `num_blocks` more blocks for the sequence, at most the pool's `num_free`."""
         sequence.block_ids += self._pool.allocate(num_blocks)
 
-    def give_up(self, sequence: Sequence) -> None:
+    def release_all(self, sequence: Sequence) -> None:
         """Release all of the sequence's blocks; it begins again from its first token."""
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed_tokens = sequence.names.num_published = 0
+        sequence.num_computed_tokens = sequence.hash_chain.num_published = 0
 
     def publish(self, sequence: Sequence) -> None:
-        """Put the sequence's blocks that have become full into the prefix cache. Of each a KV event is reported, unless
-        the request has a `cache_salt` or the sequence is beyond the trained context."""
-        num_published = sequence.names.num_published
+        """Put the sequence's newly full blocks into the prefix cache. A KV event is reported for each, unless the
+        request has a `cache_salt` or the sequence is beyond the trained context."""
+        num_published = sequence.hash_chain.num_published
         if sequence.num_computed_tokens // self._block_size <= num_published:
             return
         hashes = sequence.hashes()
@@ -69,13 +69,13 @@ class SequenceBlocks:
         for index in range(num_published, num_full):
             parent = hashes[index - 1] if index else None
             if self._pool.publish(sequence.block_ids[index], hashes[index], parent) and events is not None:
-                place = slice(index * self._block_size, (index + 1) * self._block_size)
-                events.stored(hashes[index], parent, sequence.tokens[place])
-        sequence.names.num_published = max(num_full, num_published)
+                span = slice(index * self._block_size, (index + 1) * self._block_size)
+                events.stored(hashes[index], parent, sequence.tokens[span])
+        sequence.hash_chain.num_published = max(num_full, num_published)
 
     def check(self, sequence: Sequence) -> None:
         """Raise `LeakError` if a block of the sequence is in the prefix cache before all of its tokens have their
         KV."""
-        published, computed = sequence.names.num_published * self._block_size, sequence.num_computed_tokens
+        published, computed = sequence.hash_chain.num_published * self._block_size, sequence.num_computed_tokens
         if published > computed:
             raise LeakError(f"request {sequence.request_id}: {published} tokens are cached, {computed} are computed")

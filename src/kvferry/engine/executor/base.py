@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class StepResult:
     """The result of one step: the sampled token by request id, and the transfers that ended meanwhile on all ranks.
 
-    `failed`: requests whose logits could not be sampled from, with the reason.
+    `failed`: requests whose token could not be sampled, with the reason.
     """
 
     sampled: dict[str, SampledToken]
@@ -32,7 +32,7 @@ class PlanQueue:
     """The connector's plans that not all ranks have begun, oldest first. The engine owns it, so that no plan is lost
     when a step fails.
 
-    Plans are numbered: `first` is the number of the oldest, and the first `num_late` are of earlier steps.
+    Plans are numbered: `first` is the number of the oldest, and the first `num_late` belong to earlier steps.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,12 @@ class PlanQueue:
         self.waiting: deque[StepPlan] = deque()
 
     def begin_step(self, plan: StepPlan | None) -> None:
-        """A new step begins: all plans that are waiting are now late. `plan` is the new step's; None: it has none."""
+        """Begin a new step: all waiting plans are now late. `plan` is the new step's; None: it has none."""
         self.num_late = len(self.waiting)
         if plan is not None:
             self.waiting.append(plan)
 
-    def begun(self, number: int) -> None:
+    def mark_begun(self, number: int) -> None:
         """Record that all plans before this one have begun on all ranks."""
         while self.first < number and self.waiting:
             self.waiting.popleft()
@@ -65,13 +65,13 @@ class Executor(ABC):
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
     addresses: list[dict[str, Any]]
-    """What `ServesPeers.address` of each rank returned, in rank order; empty if peers do not reach them."""
+    """The result of each rank's `ServesPeers.address`, in rank order; empty if the ranks do not serve peers."""
 
     @abstractmethod
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         """Execute a step: begin the waiting plans, compute the chunks, sample tokens. Both may be empty.
 
-        Late plans are begun and at once followed by `WorkerSide.discard`, because what they would save was not
+        Late plans are begun and at once followed by `WorkerSide.discard`, because the KV that they would save was not
         computed. Plans that all ranks have begun are removed from the queue, even if this raises.
 
         Raises `RankLost` if a rank is gone and `ConnectorLost` if its connector is; the executor cannot be used after
@@ -80,7 +80,7 @@ class Executor(ABC):
 
     @abstractmethod
     def on_report(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on any thread, when there is something new to report, and when a rank is lost."""
+        """Register `wake`, which is called on any thread for a new report, and when a rank is lost."""
 
     @abstractmethod
     def statistics(self) -> dict[str, float]:
@@ -88,7 +88,7 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `LeakError` if a worker side still keeps something although no request is left."""
+        """Raise `LeakError` if a worker side still holds a resource although no request is left."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the executor that a configuration asks for."""
+"""Chooses the executor for a configuration."""
 
 from __future__ import annotations
 

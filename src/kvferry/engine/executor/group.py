@@ -1,8 +1,8 @@
 """The process group of an instance's ranks in `torch.distributed`: gloo on the CPU, NCCL on GPUs (never run so).
 
 The ranks find each other through rank 0 (`store`). On one machine they communicate over the loopback interface, so that
-other machines cannot reach them; otherwise over the interface of the address at which the other ranks reach each. What
-they say there is neither authenticated nor encrypted.
+other machines cannot reach them; otherwise over the interface of the address at which the other ranks reach each.
+This traffic is neither authenticated nor encrypted.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from kvferry.core.errors import ConfigError
-from kvferry.engine.executor.store import MeetingStore
+from kvferry.engine.executor.store import RendezvousStore
 from kvferry.engine.model.rank_placement import RankPlacement
 
-MEETING_S = 60.0
-"""How long the ranks may take to find each other, once all their processes are running."""
+RENDEZVOUS_S = 60.0
+"""Max seconds for the rendezvous, once the processes of all ranks are running."""
 LOADING_S = 1800.0
-"""How long one rank may wait for another in a collective while they load, from the same disk."""
+"""Max seconds that a rank waits for another one in a collective while they load, from the same disk."""
 STEP_S = 60.0
-"""How long one rank may wait for another in a collective of a step."""
+"""Max seconds that a rank waits for another one in a collective of a step."""
 
 
-def require_unmet() -> None:
+def require_no_process_group() -> None:
     """Raise `ConfigError` if this process is a rank already: `torch.distributed` has one default group per process."""
     if dist.is_initialized():
         raise ConfigError("this process runs a tensor-parallel engine already; give each a process of its own")
 
 
 @contextmanager
-def meeting(place: RankPlacement, device: torch.device, store: MeetingStore, address: str) -> Iterator[None]:
-    """Form the group through `store`; the other ranks reach this one at `address`. The body, which loads the model,
-    may take `LOADING_S`; if it raises, the group is left."""
-    require_unmet()
+def rendezvous(placement: RankPlacement, device: torch.device, store: RendezvousStore, address: str) -> Iterator[None]:
+    """Join the process group through `store`; the other ranks reach this one at `address`. The body, which loads the
+    model, may take `LOADING_S`; if it raises, this rank leaves the group."""
+    require_no_process_group()
     try:
-        with _environment(place, address):
+        with _environment(placement, address):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
-                rank=place.rank,
-                world_size=place.size,
-                timeout=timedelta(seconds=MEETING_S),
+                rank=placement.rank,
+                world_size=placement.size,
+                timeout=timedelta(seconds=RENDEZVOUS_S),
                 device_id=device if device.type == "cuda" else None,
             )
             _set_pg_timeout(timedelta(seconds=LOADING_S))
@@ -72,17 +72,17 @@ def leave() -> None:
 
 
 @contextmanager
-def _environment(place: RankPlacement, address: str) -> Iterator[None]:
-    """While the body runs, new groups listen on the interface of the address only, and transformers finds this rank's
-    GPU."""
+def _environment(placement: RankPlacement, address: str) -> Iterator[None]:
+    """Set the environment so that new groups listen on the interface of the address only, and transformers finds this
+    rank's GPU."""
     interface = _interface(address)
-    wanted = {
+    variables = {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
-        "LOCAL_RANK": str(place.device_index),
+        "LOCAL_RANK": str(placement.device_index),
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -94,10 +94,10 @@ def _environment(place: RankPlacement, address: str) -> Iterator[None]:
 
 
 def _interface(address: str) -> str:
-    """The name of the interface with this address; all loopback addresses are on that of 127.0.0.1."""
+    """The name of the interface with this address; for all loopback addresses, the interface of 127.0.0.1."""
     address = "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return str(name)
     raise ConfigError(
         f"--tensor-parallel-size needs an interface with the address {address}, and this machine does not have one"

@@ -2,7 +2,7 @@
 
     rank ── RankHello(versions, name, nonce) ──► rank 0
          ◄────────────── EngineHello(nonce) ──
-         ── RankProof(code) ───────────────────►   the rank proves itself first, so that a stranger learns nothing
+         ── RankProof(code) ───────────────────►   the rank proves itself first, so that strangers get nothing
          ◄────────────── EngineProof(code) ──
 
 A code is an HMAC with a key that is derived from the deployment's secret for this purpose, over the side's name and
@@ -36,21 +36,22 @@ from kvferry.core.settings.addresses import parse_address
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.engine.executor.messages import engine_end, rank_end
 
-GREETING_S = 10.0
-"""How long one connection may take to prove itself."""
-MAX_GREETINGS = 16
-"""Connections that may be about to prove themselves; further ones are closed."""
-_GREETING_BYTES = 4096
+HANDSHAKE_S = 10.0
+"""Max seconds of a handshake."""
+MAX_HANDSHAKES = 16
+"""Max number of concurrent handshakes; further connections are closed."""
+_HANDSHAKE_BYTES = 4096
 _NAME_CHARACTERS = 100
-_AGAIN_S = 0.5
+_RETRY_S = 0.5
 _ACCEPT_S = 0.1
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 20_000}
-"""A machine that is gone without a word is noticed after 20 seconds."""
+"""A machine that is lost without closing its connections is detected after 20 seconds."""
 _VERSIONS = f"kvferry {__version__}, torch {torch.__version__}"
 
 
 class RankHello(wire.Message, frozen=True):
-    """The rank's first message. `versions`: of what must be the same on all ranks; `name`: for people."""
+    """The rank's first message. `versions`: the packages whose version must be the same on all ranks; `name`: for
+    logs."""
 
     versions: str
     name: str
@@ -83,7 +84,7 @@ class RankRefused(wire.Message, frozen=True):
 
 @dataclass(frozen=True)
 class Link:
-    """A connection to one other rank, or to rank 0. `name`: the other process, for people. `address`: of this side, at
+    """A connection to one other rank, or to rank 0. `name`: the other process, for logs. `address`: this side's, at
     which the other ranks reach this process."""
 
     pipe: Pipe
@@ -107,22 +108,23 @@ class RankListener:
             raise ConfigError(f"--ranks-at {address}: cannot listen there: {error}") from error
         self._socket.settimeout(_ACCEPT_S)
         self._joined: SimpleQueue[Link] = SimpleQueue()  # bounded by the greetings
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._last_refusal = ""
         self._is_closed = False
 
-    def gather(self, number: int, within_s: float, on_progress: Callable[[int], None]) -> list[Link]:
-        """Wait for `number` ranks; `on_progress` is told how many have come. Raises `RankLost` if they do not come."""
+    def wait_for_ranks(self, num_ranks: int, within_s: float, on_progress: Callable[[int], None]) -> list[Link]:
+        """Wait for `num_ranks` ranks; `on_progress` gets the number that have joined. Raises `RankLost` after
+        `within_s`."""
         links: list[Link] = []
         deadline = SYSTEM_CLOCK.monotonic() + within_s
         try:
             on_progress(0)
-            while len(links) < number:
+            while len(links) < num_ranks:
                 if SYSTEM_CLOCK.monotonic() > deadline:
-                    raise RankLost(self._missing(len(links), number, within_s))
+                    raise RankLost(self._missing(len(links), num_ranks, within_s))
                 self._accept()
                 with suppress(Empty):
-                    while len(links) < number:
+                    while len(links) < num_ranks:
                         links.append(self._joined.get_nowait())
                         on_progress(len(links))
         except BaseException:
@@ -132,7 +134,7 @@ class RankListener:
         return links
 
     def close(self) -> None:
-        """Stop to listen. Ranks beyond those that were wanted lose their connections."""
+        """Stop listening. Connections of surplus ranks are closed."""
         self._is_closed = True
         self._socket.close()
         self._drop()
@@ -142,10 +144,10 @@ class RankListener:
             while True:
                 self._joined.get_nowait().pipe.close()
 
-    def _missing(self, has: int, wanted: int, within_s: float) -> str:
-        why = f" (the last one that came was refused: {self._last_refusal})" if self._last_refusal else ""
+    def _missing(self, num_joined: int, expected: int, within_s: float) -> str:
+        why = f" (the last one that connected was refused: {self._last_refusal})" if self._last_refusal else ""
         return (
-            f"{has} of {wanted} other ranks came to {self.address} within {within_s:g} s{why}; start each with"
+            f"{num_joined} of {expected} other ranks came to {self.address} within {within_s:g} s{why}; start each with"
             f" `kvferry rank {self.address}`"
         )
 
@@ -154,27 +156,29 @@ class RankListener:
             connected, (host, *_) = self._socket.accept()
         except TimeoutError:
             return
-        except OSError as error:  # no descriptors are left, or it was gone at once
+        except OSError as error:  # no descriptors are left, or the client disconnected
             self._last_refusal = str(error)
             threading.Event().wait(_ACCEPT_S)
             return
-        if not self._greetings.acquire(blocking=False):
+        if not self._handshakes.acquire(blocking=False):
             connected.close()
             return
-        threading.Thread(target=self._greet, args=(connected, host), name="kvferry-rank-greeting", daemon=True).start()
+        threading.Thread(
+            target=self._handshake, args=(connected, host), name="kvferry-rank-greeting", daemon=True
+        ).start()
 
-    def _greet(self, connected: socket.socket, host: str) -> None:
+    def _handshake(self, connected: socket.socket, host: str) -> None:
         try:
-            self._joined.put(_within_limit(connected, self._answer, host))
+            self._joined.put(_with_deadline(connected, self._answer_rank, host))
             if self._is_closed:
                 self._drop()
         except (KvferryError, OSError) as error:
             self._last_refusal = f"{host}: {error}"
         finally:
-            self._greetings.release()
+            self._handshakes.release()
 
-    def _answer(self, connected: socket.socket, host: str) -> Link:
-        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_GREETING_BYTES, send_s=GREETING_S)
+    def _answer_rank(self, connected: socket.socket, host: str) -> Link:
+        pipe = Pipe(os.dup(connected.fileno()), RankHello | RankProof, limit=_HANDSHAKE_BYTES, send_s=HANDSHAKE_S)
         try:
             hello, ours = _expect(pipe, RankHello), EngineHello(entropy.token_bytes(32))
             if hello.versions != _VERSIONS:
@@ -191,31 +195,31 @@ class RankListener:
         finally:
             pipe.close()
         keys = _code(self._token, "rank 0's frames", hello, ours), _code(self._token, "rank's frames", hello, ours)
-        name = "".join(one for one in hello.name[:_NAME_CHARACTERS] if one.isprintable())
+        name = "".join(character for character in hello.name[:_NAME_CHARACTERS] if character.isprintable())
         address = str(connected.getsockname()[0])
         return Link(engine_end(connected.detach(), keys), f"{name} on {host}", address)
 
 
 def join(address: str, token: str, within_s: float) -> Link:
-    """Connect to rank 0, which may not have begun to listen yet. Raises `ConfigError` if it refuses this rank or is no
-    rank 0, and `RankLost` if it is not there within this time."""
+    """Connect to rank 0, which may not have begun to listen yet. Raises `ConfigError` if it refuses this rank or is not
+    rank 0, and `RankLost` if it cannot be reached within this time."""
     host, port = parse_address(address, "the address of rank 0")
     deadline = SYSTEM_CLOCK.monotonic() + within_s
     while True:
         try:
-            connected = socket.create_connection((host, port), timeout=GREETING_S)
-            return _within_limit(connected, _introduce, address, token)
+            connected = socket.create_connection((host, port), timeout=HANDSHAKE_S)
+            return _with_deadline(connected, _greet_rank0, address, token)
         except (AuthenticationFailed, ProtocolError) as error:
             raise ConfigError(f"rank 0 at {address}: {error}") from error
         except (PeerLost, OSError, UnicodeError) as error:
             if SYSTEM_CLOCK.monotonic() > deadline:
                 raise RankLost(f"rank 0 is not at {address}, for {within_s:g} s: {error}") from error
-        threading.Event().wait(_AGAIN_S)
+        threading.Event().wait(_RETRY_S)
 
 
-def _introduce(connected: socket.socket, address: str, token: str) -> Link:
+def _greet_rank0(connected: socket.socket, address: str, token: str) -> Link:
     kinds = EngineHello | EngineProof | RankRefused
-    pipe = Pipe(os.dup(connected.fileno()), kinds, limit=_GREETING_BYTES, send_s=GREETING_S)
+    pipe = Pipe(os.dup(connected.fileno()), kinds, limit=_HANDSHAKE_BYTES, send_s=HANDSHAKE_S)
     try:
         hello = RankHello(_VERSIONS, f"process {os.getpid()} of {platform.node()}", entropy.token_bytes(32))
         pipe.send(hello)
@@ -231,23 +235,23 @@ def _introduce(connected: socket.socket, address: str, token: str) -> Link:
     return Link(rank_end(connected.detach(), keys), f"rank 0 at {address}", own)
 
 
-def _within_limit(connected: socket.socket, greet: Callable[..., Link], *more: str) -> Link:
-    """Greet, and end the connection if that fails or takes longer than `GREETING_S`."""
-    same = connected.dup()
-    over = threading.Timer(GREETING_S, _shut_down, (same,))
-    over.daemon = True
+def _with_deadline(connected: socket.socket, handshake: Callable[..., Link], *arguments: str) -> Link:
+    """Run `handshake`, and close the connection if that fails or takes longer than `HANDSHAKE_S`."""
+    duplicate = connected.dup()
+    timer = threading.Timer(HANDSHAKE_S, _shut_down, (duplicate,))
+    timer.daemon = True
     try:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        over.start()
-        return greet(connected, *more)
+        timer.start()
+        return handshake(connected, *arguments)
     finally:
-        over.cancel()
-        for one in (same, connected):  # nothing where it was detached
-            one.close()
+        timer.cancel()
+        for handle in (duplicate, connected):  # does nothing if it was detached
+            handle.close()
 
 
 def _shut_down(connected: socket.socket) -> None:

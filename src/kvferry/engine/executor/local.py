@@ -34,11 +34,11 @@ class LocalExecutor(Executor):
 
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
-        inputs = lay_out(chunks, rows.places) if chunks else None
+        inputs = lay_out(chunks, rows.logits_indices) if chunks else None
         try:
             logits = self._worker.step(inputs, plans.waiting, plans.first, plans.num_late)
         finally:
-            plans.begun(self._worker.num_begun)
+            plans.mark_begun(self._worker.num_begun)
         drawn = SamplerOutput() if logits is None else draw(logits, rows, self.model.eos_token_ids)
         return StepResult(drawn.sampled, self._worker.poll(), drawn.failed)
 

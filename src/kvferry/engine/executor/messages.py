@@ -1,9 +1,9 @@
 """The messages between rank 0 and the other ranks of an instance.
 
 Rank 0 sends commands. Each one except `Proceed` and `Close` is answered, as its docstring says. `Reported` and
-`RankFailed` are sent unasked. `TableRequest` (`store`) is answered by `TableAnswer`, and `Ping`, at any time, by
-`Pong`. The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection between
-machines (`link`).
+`RankFailed` are sent without a command. `TableRequest` (`store`) is answered by `TableAnswer`, and `Ping`, at any time,
+by `Pong`. The pipe is a socket pair that a child inherits, so that no other process can reach it, or a connection
+between machines (`link`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.engine.model_runner import StepInputs
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 SEND_S = 60.0
-"""How long the other side may leave messages unread. On both sides a thread reads all the time."""
+"""Max seconds for which the other side may leave messages unread. On both sides a thread reads continuously."""
 
 
 # From rank 0.
@@ -66,11 +66,11 @@ class Close(wire.Message, frozen=True):
 
 
 class Ping(wire.Message, frozen=True):
-    """Is this process running? Answered by `Pong` at once, also in the middle of a step."""
+    """A liveness check. Answered by `Pong` at once, also in the middle of a step."""
 
 
 class TableAnswer(wire.Message, frozen=True):
-    """`has_all`: all keys of the request were there. `value`: of the first one, as it is now."""
+    """`has_all`: all keys of the request existed. `value`: the first key's, after the request."""
 
     has_all: bool
     value: bytes = b""
@@ -94,14 +94,14 @@ class ModelLoaded(wire.Message, frozen=True):
 
 
 class Opened(wire.Message, frozen=True):
-    """The KV cache is there. `address`: `ServesPeers.address`."""
+    """The KV cache is allocated. `address`: `ServesPeers.address`."""
 
     address: dict[str, Any] | None
 
 
 class Done(wire.Message, frozen=True):
     """The step is over. `report`: an encoded `TransferReport`. `num_begun`: plans begun since the start. `failure`: the
-    error if the step failed here; this rank then waits for `Proceed`, and exits if it does not come."""
+    error if the step failed on this rank, which then waits for `Proceed`, and exits if it does not arrive."""
 
     report: bytes
     num_begun: int
@@ -121,18 +121,18 @@ class Checked(wire.Message, frozen=True):
 
 
 class Reported(wire.Message, frozen=True):
-    """What happened to transfers between two steps. `report`: an encoded `TransferReport`."""
+    """The events of transfers between two steps. `report`: an encoded `TransferReport`."""
 
     report: bytes
 
 
 class Pong(wire.Message, frozen=True):
-    """Says that this process is running."""
+    """This process is running."""
 
 
 class TableRequest(wire.Message, frozen=True):
-    """A request to the store in which ranks find each other: look whether keys are there, set the first one to `value`,
-    add `number` to it, or delete it."""
+    """A request to the rendezvous store: look up keys, set the first one to `value`, add `number` to it, or delete
+    it."""
 
     what: Literal["look", "set", "add", "delete"]
     keys: tuple[str, ...]
@@ -141,7 +141,7 @@ class TableRequest(wire.Message, frozen=True):
 
 
 class RankFailed(wire.Message, frozen=True):
-    """Why this rank exits. `kind`: the name of the error's class."""
+    """The reason why this rank exits. `kind`: the name of the error's class."""
 
     kind: str
     message: str

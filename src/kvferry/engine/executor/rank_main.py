@@ -1,6 +1,6 @@
-"""The process of a rank other than rank 0: carries out rank 0's commands, and exits with it.
+"""The process of a rank other than rank 0: executes rank 0's commands, and exits with it.
 
-Rank 0 has started it (`main`), or somebody else has, on this machine or on another one (`run_rank`).
+It was started by rank 0 (`main`), or by a user on this machine or another one (`run_rank`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvferry.core.messages.wire import Pipe
 from kvferry.core.settings.environment import AUTH_TOKEN
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.executor import group
+from kvferry.engine.executor.failure_wait import failure_wait_s
 from kvferry.engine.executor.link import Link, join
 from kvferry.engine.executor.messages import (
     Check,
@@ -46,9 +47,8 @@ from kvferry.engine.executor.messages import (
     TableRequest,
     rank_end,
 )
-from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import LOOPBACK
-from kvferry.engine.executor.store import MeetingStore
+from kvferry.engine.executor.store import RendezvousStore
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.worker import Worker
 from kvferry.observe.logs import follow_parent
@@ -56,9 +56,9 @@ from kvferry.observe.logs import follow_parent
 log = logging.getLogger(__name__)
 
 JOIN_S = 300.0
-"""How long a rank that rank 0 has not started tries to reach it."""
+"""Max seconds for which a rank that rank 0 has not started tries to reach it."""
 END_S = 3.0
-"""How long this process may take to exit by itself once rank 0 is gone or has sent `Close`."""
+"""Max seconds for this process to exit by itself once rank 0 is gone or has sent `Close`."""
 
 
 class _Woken:
@@ -70,13 +70,13 @@ class _Gone:
 
 
 class Inbox:
-    """Received commands. A thread reads the pipe all the time, so that the end of rank 0 is noticed at once."""
+    """Received commands. A thread reads the pipe continuously, so that the end of rank 0 is detected at once."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
         self._queue: SimpleQueue[Command | _Woken | _Gone] = SimpleQueue()  # bounded: each command waits for its answer
         self._stored: SimpleQueue[TableAnswer | None] = SimpleQueue()  # bounded: one answer a request
-        self._asking = threading.Lock()
+        self._request_lock = threading.Lock()
         self._is_woken = threading.Event()
         threading.Thread(target=self._read, name="kvferry-rank-inbox", daemon=True).start()
 
@@ -88,9 +88,9 @@ class Inbox:
             self._is_woken.clear()
         return item
 
-    def ask_store(self, request: TableRequest) -> TableAnswer:
-        """Ask the table of rank 0. May be called from any thread. Raises `PeerLost`."""
-        with self._asking:
+    def request_store(self, request: TableRequest) -> TableAnswer:
+        """Send a request to rank 0's table. May be called from any thread. Raises `PeerLost`."""
+        with self._request_lock:
             self._pipe.send(request)
             answer = self._stored.get()
             if answer is None:
@@ -99,7 +99,7 @@ class Inbox:
             return answer
 
     def wake(self) -> None:
-        """Put a `_Woken` into the queue unless one is there. May be called from any thread."""
+        """Put a `_Woken` into the queue unless it has one. May be called from any thread."""
         if not self._is_woken.is_set():
             self._is_woken.set()
             self._queue.put(_Woken())
@@ -120,7 +120,7 @@ class Inbox:
             command = _Gone()
         self._stored.put(None)
         self._queue.put(command)
-        threading.Event().wait(END_S)  # and no longer: the process may be in a step that the others have left
+        threading.Event().wait(END_S)  # then exit: the process may be in a step that the others have left
         os._exit(1)
 
 
@@ -133,9 +133,9 @@ class RankProcessMain:
         self._load: LoadModel | None = None
 
     def run(self) -> int:
-        """Carry out commands until `Close`, the end of rank 0, or an error here. Returns the exit code."""
+        """Execute commands until `Close`, the end of rank 0, or an error on this rank. Returns the exit code."""
         try:
-            while self._obey(self._inbox.take()):
+            while self._execute(self._inbox.take()):
                 pass
             return 0
         except PeerLost:
@@ -149,11 +149,11 @@ class RankProcessMain:
             if self._worker is not None:
                 self._worker.close()
 
-    def _obey(self, command: Command | _Woken | _Gone) -> bool:
-        """Carry out one command. False: it was the last."""
+    def _execute(self, command: Command | _Woken | _Gone) -> bool:
+        """Execute one command. Returns False after the last one."""
         match command:
             case LoadModel():
-                self._begin(command)
+                self._load_model(command)
             case Close() | _Gone():
                 return False
             case _:
@@ -162,13 +162,13 @@ class RankProcessMain:
                 self._serve(command, self._worker)
         return True
 
-    def _begin(self, load: LoadModel) -> None:
+    def _load_model(self, load: LoadModel) -> None:
         self._load = load
         transformers_logging.set_verbosity_error()  # rank 0 logs the same
-        place, store = RankPlacement.of_rank(load.rank, load.config), MeetingStore(self._inbox.ask_store)
+        placement, store = RankPlacement.of_rank(load.rank, load.config), RendezvousStore(self._inbox.request_store)
         self._pipe.send(Started())
-        with group.meeting(place, place.choose_device(load.config.device), store, self._link.address):
-            self._worker = Worker(load.config, place, lambda what, share: None)
+        with group.rendezvous(placement, placement.choose_device(load.config.device), store, self._link.address):
+            self._worker = Worker(load.config, placement, lambda what, share: None)
         self._pipe.send(ModelLoaded(self._worker.model.fingerprint, self._worker.max_num_blocks()))
 
     def _serve(self, command: OpenCache | RankStep | Proceed | GetStatistics | Check | _Woken, worker: Worker) -> None:
@@ -205,14 +205,14 @@ class RankProcessMain:
             log.exception("this rank failed in a step")
             failure = f"{type(error).__name__}: {error}"
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun, failure))
-            if not self._may_proceed(patience_s(SYSTEM_CLOCK.monotonic() - begun_at)):
+            if not self._may_proceed(failure_wait_s(SYSTEM_CLOCK.monotonic() - begun_at)):
                 raise
         else:
             self._pipe.send(Done(encode_report(worker.poll()), worker.num_begun))
 
     def _may_proceed(self, within_s: float) -> bool:
-        """True if rank 0 has left the step too, and so has made the same collectives. Otherwise it may be blocked in
-        one that this rank never reaches, and that fails when this process exits."""
+        """True if rank 0 has left the step too, and so has run the same collectives. Otherwise it may be blocked in a
+        collective that this rank never reaches, and that fails when this process exits."""
         end = SYSTEM_CLOCK.monotonic() + within_s
         is_woken = False
         try:
@@ -221,7 +221,7 @@ class RankProcessMain:
         except Empty:
             return False
         if is_woken:
-            self._inbox.wake()  # for reports taken meanwhile: nothing else would send them
+            self._inbox.wake()  # for the reports of the wake-ups taken above
         return isinstance(command, Proceed)
 
 
@@ -242,8 +242,8 @@ def main(descriptor: int) -> int:
 
 def run_rank(address: str, auth_token: str, within_s: float = JOIN_S) -> int:
     """Join rank 0 at `address`, `HOST:PORT`, and serve it until it ends. Returns the exit code. Raises `ConfigError` if
-    rank 0 refuses this rank, and `RankLost` if it is not there."""
-    group.require_unmet()
+    rank 0 refuses this rank, and `RankLost` if it cannot be reached."""
+    group.require_no_process_group()
     log.info("waiting up to %g s for the instance at %s", within_s, address)
     link = join(address, auth_token, within_s)
     log.info("this rank has joined %s", link.name)

@@ -1,7 +1,7 @@
-"""The other ranks, and the loss of one, as rank 0 sees them.
+"""Rank 0's view of the other ranks and their losses.
 
 Owns the connections to them, the processes that it has started itself, and the reasons of losses. A thread for each
-rank notices its end at once, whatever rank 0 does.
+rank detects its end at once.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from kvferry.engine.model.rank_placement import default_num_threads
 from kvferry.observe.logs import helper_environment
 
 CAUSE_S = 2.0
-"""How much later than its consequences the cause of a loss may become known."""
+"""Max seconds by which the cause of a loss may become known later than its consequences."""
 CONSEQUENCE = 2
-"""The least weight of a loss that another one may have caused (`Losses.add`)."""
+"""Min weight of a loss that another one may have caused (`Losses.add`)."""
 END_S = 10.0
-"""How long a rank may take to exit before it is killed."""
-ASK_EVERY_S = 5.0
-"""How often a rank is asked whether it is running."""
+"""Max seconds for a rank to exit before it is killed."""
+PING_INTERVAL_S = 5.0
+"""Seconds between two pings of a rank."""
 LOOPBACK = "127.0.0.1"
-_MAX_UNANSWERED = 6
-"""Questions that a rank may leave unanswered (`RankWatch`)."""
+_MAX_MISSED_PONGS = 6
+"""Max number of pings that a rank may leave unanswered (`RankWatch`)."""
 _USER_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedModel)}
 A = TypeVar("A", bound=Answer)
 
 
 class Losses:
-    """Why ranks were lost. A rank that fails makes others fail, so errors report the loss that is closest to the
-    cause."""
+    """The reasons why ranks were lost. A rank that fails makes others fail, so errors report the loss that is closest
+    to the cause."""
 
     def __init__(self) -> None:
         self.on_loss: Callable[[], None] = lambda: None
@@ -66,7 +66,7 @@ class Losses:
         self._reasons: list[tuple[int, KvferryError]] = []
 
     def add(self, weight: int, error: KvferryError) -> None:
-        """Note a loss. A smaller `weight` is closer to the cause; from `CONSEQUENCE` on, another loss may have caused
+        """Record a loss. A smaller `weight` is closer to the cause; from `CONSEQUENCE` on, another loss may have caused
         it."""
         with self._lock:
             self._reasons.append((weight, error))
@@ -76,7 +76,7 @@ class Losses:
         self.on_loss()
 
     def require_none(self) -> None:
-        """If a rank is lost, raise why; wait up to `CAUSE_S` for the cause."""
+        """Raise the reason if a rank is lost; wait up to `CAUSE_S` for the cause."""
         if self._first.is_set():
             self._cause.wait(CAUSE_S)
             with self._lock:
@@ -87,14 +87,14 @@ class Losses:
         self._first.wait(seconds)
         self.require_none()
 
-    def raise_cause(self, of: Exception) -> None:
+    def raise_cause(self, error: Exception) -> None:
         """Raise the loss that explains an error of rank 0, if there is one; wait a moment for it to become known."""
         try:
             self.wait(CAUSE_S)
         except KvferryError as cause:
-            raise cause from of
-        if "timed out" in str(of).lower():  # as gloo says it
-            raise RankLost(f"a rank did not take part in time: {of}") from of
+            raise cause from error
+        if "timed out" in str(error).lower():  # gloo's message
+            raise RankLost(f"a rank did not take part in time: {error}") from error
 
 
 class Process(Protocol):
@@ -116,7 +116,7 @@ class Process(Protocol):
 
 
 def start_rank(rank: int, auth_token: str) -> tuple[Link, Process]:
-    """A process of this machine, which waits for `LoadModel`."""
+    """Start a process on this machine, which waits for `LoadModel`."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = _start(rank, theirs.fileno(), auth_token)
@@ -124,18 +124,19 @@ def start_rank(rank: int, auth_token: str) -> tuple[Link, Process]:
 
 
 class RankProcess:
-    """The process of one other rank. The engine's thread calls the methods, except those of the listening thread."""
+    """The process of one other rank. Methods are called by the engine's thread, except for the listening thread's
+    own."""
 
     def __init__(self, rank: int, link: Link, process: Process | None, losses: Losses, table: StoreTable) -> None:
-        """`link`: to a rank that waits for `LoadModel`. `process`: that this process has started for it; without one,
-        somebody else has. `table`: in which the ranks find each other."""
+        """`link`: to a rank that waits for `LoadModel`. `process`: the rank's, if this process has started it. `table`:
+        the ranks' rendezvous store."""
         self.rank, self._losses, self._table = rank, losses, table
         self.on_report: Callable[[int, bytes], None] = lambda rank, report: None
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()  # bounded: one answer a command
         self._is_ending = False
-        self._lock = threading.Lock()  # for sending, and for what follows
-        self._has_left = self._has_failed = self._has_said_why = False
-        self._num_unanswered = 0
+        self._lock = threading.Lock()  # for sending, and for the next attributes
+        self._has_left = self._has_failed = self._has_reported_failure = False
+        self._num_missed_pongs = 0
         self._pipe, self._name, self._process = link.pipe, link.name, process
         self._listener = threading.Thread(target=self._listen, name=f"kvferry-rank-{rank}", daemon=True)
         self._listener.start()
@@ -157,15 +158,15 @@ class RankProcess:
             raise RankLost(f"rank {self.rank} does not accept commands: {error}") from error
 
     def leave_step(self) -> None:
-        """Rank 0 has left the step, having made as many collectives as any rank that failed in it. If this rank has
-        failed, or does so yet, it gets a `Proceed`."""
+        """Record that rank 0 has left the step after as many collectives as any rank that failed in it. A failed rank,
+        also one that fails later, gets a `Proceed`."""
         with self._lock:
             self._has_left = True
             self._proceed()
 
     def answer(self, kind: type[A], within_s: float) -> A:
-        """Wait for the answer to the last command. Raises `RankLost`, or the `ConfigError` or `UnsupportedModel` that
-        made the rank fail."""
+        """Wait for the answer to the last command. Raises `RankLost`, or the `ConfigError` or `UnsupportedModel` with
+        which the rank failed."""
         try:
             answer = self._answers.get(timeout=within_s)
         except Empty:
@@ -177,36 +178,35 @@ class RankProcess:
             raise RankLost(f"rank {self.rank} answered {type(answer).__name__} where {kind.__name__} was expected")
         return answer
 
-    def ask(self) -> None:
-        """Ask whether the process is running, or note its loss when it has left too many of these questions unanswered.
-        From any thread."""
-        if self._num_unanswered == _MAX_UNANSWERED:
-            asked = f"{_MAX_UNANSWERED} times, every {ASK_EVERY_S:g} s"
-            self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it was asked {asked}, in vain"))
-        self._num_unanswered += 1
-        with suppress(PeerLost):  # the listening thread notes it
+    def ping(self) -> None:
+        """Send a ping, or record the rank's loss when it has left too many pings unanswered. From any thread."""
+        if self._num_missed_pongs == _MAX_MISSED_PONGS:
+            pings = f"{_MAX_MISSED_PONGS} pings, one every {PING_INTERVAL_S:g} s"
+            self._losses.add(0, RankLost(f"rank {self.rank} ({self._name}) hangs: it did not answer {pings}"))
+        self._num_missed_pongs += 1
+        with suppress(PeerLost):  # the listening thread records it
             self._pipe.send(Ping())
 
     def wake_waiting(self) -> None:
-        """End a wait in `answer`, since a rank is lost."""
+        """End a wait in `answer`, because a rank is lost."""
         self._answers.put(None)
 
     # The end.
 
     def begin_end(self) -> None:
-        """Ask the rank to exit."""
+        """Tell the rank to exit."""
         self._is_ending = True
         with suppress(PeerLost), self._lock:
             self._pipe.send(Close())
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` for the rank to exit; then kill its process, or leave it to whoever has started it."""
-        left_s = max(0.1, deadline - SYSTEM_CLOCK.monotonic())
+        """Wait until `deadline` for the rank to exit; then kill its process if this process has started it."""
+        remaining_s = max(0.1, deadline - SYSTEM_CLOCK.monotonic())
         if self._process is None:
-            self._listener.join(left_s)
+            self._listener.join(remaining_s)
             self._pipe.shut_down()
         else:
-            self._end_process(self._process, left_s)
+            self._end_process(self._process, remaining_s)
         self._listener.join(END_S)
         self._pipe.close()
 
@@ -215,7 +215,7 @@ class RankProcess:
             process.wait(within_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # in a call into a disk or a driver that nothing ends
+            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible call to a disk or a driver
                 process.wait(END_S)
 
     # The listening thread.
@@ -225,7 +225,7 @@ class RankProcess:
             while True:
                 self._on_message(self._pipe.receive())
         except PeerLost:
-            self._note_end()
+            self._record_exit()
         except ProtocolError as error:
             self._losses.add(1, RankLost(f"rank {self.rank}: {error}"))
 
@@ -234,12 +234,12 @@ class RankProcess:
             case Reported(report):
                 self.on_report(self.rank, report)
             case Pong():
-                self._num_unanswered = 0
+                self._num_missed_pongs = 0
             case TableRequest():
-                with suppress(PeerLost):  # which is noticed when there is nothing more to receive
+                with suppress(PeerLost):  # detected by the next `receive`
                     self._pipe.send(self._table.answer(message))
             case RankFailed(kind, text):
-                self._has_said_why = True
+                self._has_reported_failure = True
                 error: KvferryError
                 if kind in _USER_ERRORS:
                     error = _USER_ERRORS[kind](text)
@@ -256,45 +256,44 @@ class RankProcess:
     def _proceed(self) -> None:
         if self._has_left and self._has_failed:
             self._has_failed = False
-            with suppress(PeerLost):  # the listening thread notes it
+            with suppress(PeerLost):  # the listening thread records it
                 self._pipe.send(Proceed())
 
-    def _note_end(self) -> None:
+    def _record_exit(self) -> None:
         if self._process is None:
             how = "closed its connection: its process has ended, or its machine is gone"
-            is_cause = not self._has_said_why
+            is_cause = not self._has_reported_failure
         else:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-            how = _how(self._process.returncode)
-            is_cause = self._process.returncode != 1  # which it sends `RankFailed` before, or has lost rank 0
+            how = _describe_exit(self._process.returncode)
+            is_cause = self._process.returncode != 1  # it sends `RankFailed` before that, or has lost rank 0
         if not self._is_ending:
             weight = 0 if is_cause else CONSEQUENCE + 1
             self._losses.add(weight, RankLost(f"rank {self.rank} ({self._name}) {how}"))
 
 
 class RankWatch:
-    """Asks the other ranks from time to time whether they are running, so that one that hangs is noticed although there
-    is no step that needs it. Owns the thread that asks. Questions are counted, not seconds: where a whole machine was
-    stopped for a while, nobody is blamed."""
+    """Pings the other ranks periodically, so that a hanging rank is detected although no step needs it. Owns the thread
+    that pings. Pings are counted, not seconds: a pause of the whole machine is not a loss."""
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self._ranks, self._has_ended = ranks, threading.Event()
-        self._thread = threading.Thread(target=self._ask, name="kvferry-rank-watch", daemon=True)
+        self._thread = threading.Thread(target=self._ping_all, name="kvferry-rank-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stop asking."""
+        """Stop the pings."""
         self._has_ended.set()
         self._thread.join(END_S)
 
-    def _ask(self) -> None:
-        while not self._has_ended.wait(ASK_EVERY_S):
+    def _ping_all(self) -> None:
+        while not self._has_ended.wait(PING_INTERVAL_S):
             for rank in self._ranks:
-                rank.ask()
+                rank.ping()
 
 
-def _how(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
     if code < 0:
@@ -308,19 +307,19 @@ def _start(rank: int, pipe: int, auth_token: str) -> Process:
         **os.environ,
         AUTH_TOKEN: auth_token,
         **helper_environment(f"rank-{rank}"),
-        "OMP_NUM_THREADS": str(default_num_threads()),  # of all ranks: each takes its share of it
+        "OMP_NUM_THREADS": str(default_num_threads()),  # for all ranks: each takes its share
         "PYTHONPATH": os.pathsep.join(
             path for path in sys.path if path
         ),  # so that connectors of other packages are found
     }
     command = [sys.executable, "-m", "kvferry.engine.executor.rank_start", str(pipe)]
-    with _sigint_held_back():
+    with _sigint_blocked():
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=(pipe,))
 
 
 @contextmanager
-def _sigint_held_back() -> Iterator[None]:
-    """A child that is started in the body inherits a blocked SIGINT: Ctrl-C cannot end it before it ignores it."""
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT for children started in the body: Ctrl-C cannot end them before they ignore it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

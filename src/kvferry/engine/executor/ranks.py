@@ -1,8 +1,8 @@
-"""The executor of several tensor-parallel ranks: rank 0 in this process, each other one in a process of its own, which
-it starts on this machine, or which others start, here or elsewhere.
+"""The executor of several tensor-parallel ranks: rank 0 in this process, each other one in a process of its own. Rank 0
+starts them on this machine, or users start them on any machine.
 
 All ranks hold a share of every layer and run each step together, in lockstep through their collectives. Only rank 0
-schedules and samples. The others get the inputs of each step (`messages`), and report what happened to their transfers.
+schedules and samples. The others get the inputs of each step (`messages`), and report the events of their transfers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.executor import group
 from kvferry.engine.executor.base import Executor, PlanQueue, StepResult
+from kvferry.engine.executor.failure_wait import failure_wait_s
 from kvferry.engine.executor.link import Link, RankListener
 from kvferry.engine.executor.messages import (
     Answer,
@@ -54,9 +55,8 @@ from kvferry.engine.executor.messages import (
     TableAnswer,
     TableRequest,
 )
-from kvferry.engine.executor.patience import patience_s
 from kvferry.engine.executor.rank_process import END_S, LOOPBACK, Losses, Process, RankProcess, RankWatch, start_rank
-from kvferry.engine.executor.store import MeetingStore, StoreTable
+from kvferry.engine.executor.store import RendezvousStore, StoreTable
 from kvferry.engine.model.loader import Progress, read_settings
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.model_runner import LogitRows, SamplerOutput, choose_logit_rows, draw, lay_out
@@ -64,9 +64,9 @@ from kvferry.engine.step import Chunk
 from kvferry.engine.worker import Worker
 
 START_S = 300.0
-"""How long a process may take to start (it imports torch and transformers), and to come if others start it."""
+"""Max seconds for a process to start (it imports torch and transformers), and to connect if users start it."""
 ANSWER_S = group.STEP_S + 10.0
-"""How long another rank may take to answer, for a step after rank 0 has computed its own share."""
+"""Max seconds for another rank to answer; for a step, after rank 0 has computed its own share."""
 A = TypeVar("A", bound=Answer)
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,11 @@ class RanksExecutor(Executor):
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> None:
         """Start the ranks, each of which loads its share. Raises `ConfigError`, `UnsupportedModel` or `RankLost`."""
-        place = RankPlacement.of_rank(0, config)
-        _require_possible(config, transfer, place)
+        placement = RankPlacement.of_rank(0, config)
+        _require_possible(config, transfer, placement)
         self._wake: Callable[[], None] = lambda: None
         self._losses, self._table = Losses(), StoreTable()
-        self._reports = RankReports(place.size)
+        self._reports = RankReports(placement.size)
         self._reported: deque[tuple[int, bytes]] = deque()  # bounded by the number of transfers
         self._worker: Worker | None = None
         self._is_open = False
@@ -90,7 +90,7 @@ class RanksExecutor(Executor):
         self._watch: RankWatch | None = None
         try:
             address = self._start(config, transfer, auth_token, on_progress)
-            self._load(config, place, address, on_progress)
+            self._load(config, placement, address, on_progress)
             self._open(transfer, auth_token)
         except BaseException:
             self.close()
@@ -101,48 +101,47 @@ class RanksExecutor(Executor):
     def _start(
         self, config: EngineConfig, transfer: KVTransferConfig | None, auth_token: str, on_progress: Progress
     ) -> str:
-        """Returns the address at which the other ranks reach this process."""
-        self._losses.on_loss = self._rank_is_lost
+        """Start the ranks. Returns the address at which the other ranks reach this process."""
+        self._losses.on_loss = self._on_rank_lost
         address = LOOPBACK
         for rank, (link, process) in enumerate(_links(config, auth_token, on_progress), 1):
-            one = RankProcess(rank, link, process, self._losses, self._table)
-            one.on_report = self._rank_reports
-            self._processes.append(one)
-            one.send(LoadModel(rank, config, transfer))
+            rank_process = RankProcess(rank, link, process, self._losses, self._table)
+            rank_process.on_report = self._on_rank_report
+            self._processes.append(rank_process)
+            rank_process.send(LoadModel(rank, config, transfer))
             address = link.address
         return address
 
-    def _load(self, config: EngineConfig, place: RankPlacement, address: str, on_progress: Progress) -> None:
-        with self._losses_explained():
-            # First, because gloo's wait for a rank that has not come to it can neither be interrupted nor learn of a
-            # loss.
+    def _load(self, config: EngineConfig, placement: RankPlacement, address: str, on_progress: Progress) -> None:
+        with self._explain_losses():
+            # First, because gloo's wait for a missing rank can neither be interrupted nor end at a loss.
             self._gather(Started, START_S)
-            store = MeetingStore(self._ask_store)
-            with group.meeting(place, place.choose_device(config.device), store, address):
-                self._worker = Worker(config, place, on_progress)
+            store = RendezvousStore(self._request_store)
+            with group.rendezvous(placement, placement.choose_device(config.device), store, address):
+                self._worker = Worker(config, placement, on_progress)
             on_progress("waiting for the other ranks", 1.0)
             loaded = self._gather(ModelLoaded, group.LOADING_S)
         self.model, self.layout = self._worker.model, self._worker.layout
         self.max_model_len = self._worker.max_model_len
-        if any(one.fingerprint != self.model.fingerprint for one in loaded):
+        if any(reply.fingerprint != self.model.fingerprint for reply in loaded):
             raise ConfigError(f"the ranks loaded different weights; did {config.model!r} change meanwhile?")
-        self.num_blocks = min(self._worker.max_num_blocks(), *(one.max_num_blocks for one in loaded))
+        self.num_blocks = min(self._worker.max_num_blocks(), *(reply.max_num_blocks for reply in loaded))
 
     def _open(self, transfer: KVTransferConfig | None, auth_token: str) -> None:
         self._is_open = True
         self._send_command(OpenCache(self.num_blocks))
-        with self._losses_explained():
+        with self._explain_losses():
             ours = self._rank0.open(self.num_blocks, transfer, auth_token)
-            found = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
-        self.addresses = [address for address in found if address is not None]
+            addresses = [ours, *(opened.address for opened in self._gather(Opened, ANSWER_S))]
+        self.addresses = [address for address in addresses if address is not None]
         self._watch = RankWatch(self._processes)
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of those other ranks that this process has started."""
+        """The process ids of the ranks that this process has started."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def _ask_store(self, request: TableRequest) -> TableAnswer:
+    def _request_store(self, request: TableRequest) -> TableAnswer:
         self._losses.require_none()
         return self._table.answer(request)
 
@@ -150,9 +149,9 @@ class RanksExecutor(Executor):
 
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
         rows = choose_logit_rows(chunks)
-        inputs = lay_out(chunks, rows.places) if chunks else None
+        inputs = lay_out(chunks, rows.logits_indices) if chunks else None
         step = RankStep(inputs, [msgspec.msgpack.encode(plan) for plan in plans.waiting], plans.first, plans.num_late)
-        self._losses.require_none()  # up to here the other ranks do not know of the step
+        self._losses.require_none()  # so far the other ranks do not know of the step
         drawn = self._step(step, plans, rows) if chunks or step.plans else SamplerOutput()
         return StepResult(drawn.sampled, self._take_report(), drawn.failed)
 
@@ -166,44 +165,44 @@ class RanksExecutor(Executor):
             raise
         except Exception as error:
             failures = self._require_survived(error, plans, SYSTEM_CLOCK.monotonic() - begun_at)
-            if not (failures and isinstance(error, RequestFailed)):  # else it is only another rank's failure
+            if not (failures and isinstance(error, RequestFailed)):  # otherwise only another rank failed
                 raise
         else:
             self._leave_step()
-            # Waited for, because the ranks' reports of this step must be known before the next one is scheduled.
+            # Wait, because the ranks' reports of this step must be known before the next one is scheduled.
             failures = self._step_ended(plans, ANSWER_S)
         if failures:
             raise RequestFailed(f"the engine failed in this request's step, on {'; '.join(failures)}")
         return drawn
 
     def _step_ended(self, plans: PlanQueue, within_s: float) -> list[str]:
-        """Wait until all ranks have left the step. Returns which of them failed, and why. Raises `RankLost`."""
-        done = list(zip(self._processes, self._gather(Done, within_s), strict=True))
-        for process, one in done:
-            self._reported.append((process.rank, one.report))
-        plans.begun(min(self._rank0.num_begun, *(one.num_begun for _, one in done)))
-        return [f"rank {process.rank}: {one.failure}" for process, one in done if one.failure]
+        """Wait until all ranks have left the step. Returns the failures, with rank and reason. Raises `RankLost`."""
+        results = list(zip(self._processes, self._gather(Done, within_s), strict=True))
+        for process, result in results:
+            self._reported.append((process.rank, result.report))
+        plans.mark_begun(min(self._rank0.num_begun, *(result.num_begun for _, result in results)))
+        return [f"rank {process.rank}: {result.failure}" for process, result in results if result.failure]
 
     def _leave_step(self) -> None:
         for process in self._processes:
             process.leave_step()
 
     def _require_survived(self, error: Exception, plans: PlanQueue, seconds: float) -> list[str]:
-        """Rank 0 has failed `seconds` after the beginning of a step: return what failed on other ranks. Raises
+        """Return the failures of other ranks after rank 0 has failed `seconds` after the beginning of a step. Raises
         `RankLost` unless all of them have left the step.
 
-        They have if the error came before a collective, or on all ranks alike. Otherwise they are blocked in a
-        collective that rank 0 never reaches, and do not answer. Ranks that answer have made as many collectives as
+        They have left it if the error came before a collective, or on all ranks. Otherwise they are blocked in a
+        collective that rank 0 never reaches, and do not answer. Ranks that answer have run as many collectives as
         rank 0, since none returns before all ranks have reached it. On a device the host runs ahead of its collectives,
         so that this cannot be known.
         """
-        if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's own words
+        if self.model.device.type == "cpu" and "timed out" not in str(error).lower():  # gloo's message
             self._leave_step()
             try:
-                return self._step_ended(plans, patience_s(seconds))
+                return self._step_ended(plans, failure_wait_s(seconds))
             except RankLost:
                 log.debug("a rank has not left the step in which rank 0 failed", exc_info=True)
-        self._losses.raise_cause(of=error)
+        self._losses.raise_cause(error=error)
         raise RankLost(f"rank 0 failed in a step: {error!r}") from error
 
     def _take_report(self) -> TransferReport:
@@ -225,17 +224,17 @@ class RanksExecutor(Executor):
     def statistics(self) -> dict[str, float]:
         self._send_command(GetStatistics())
         total = Counter(self._rank0.statistics())
-        for one in self._gather(Statistics, ANSWER_S):
-            total.update(one.values)  # adds the values, and keeps zeros
+        for reply in self._gather(Statistics, ANSWER_S):
+            total.update(reply.values)  # adds the values, and keeps zeros
         return dict(total)
 
     def check(self) -> None:
         self._send_command(Check())
-        found = [f"rank {process.rank}: {checked.leak}" for process, checked in self._leaks() if checked.leak]
+        leaks = [f"rank {process.rank}: {checked.leak}" for process, checked in self._leaks() if checked.leak]
         self._rank0.check()
         self._reports.check()
-        if found:
-            raise LeakError("; ".join(found))
+        if leaks:
+            raise LeakError("; ".join(leaks))
 
     def _leaks(self) -> list[tuple[RankProcess, Checked]]:
         return list(zip(self._processes, self._gather(Checked, ANSWER_S), strict=True))
@@ -246,13 +245,13 @@ class RanksExecutor(Executor):
             self._watch.end()
         processes, self._processes = self._processes, []
         worker, self._worker = self._worker, None
-        own = () if worker is None else (worker.close, group.leave)  # makes a step fail that others may still be in
+        own = () if worker is None else (worker.close, group.leave)  # makes a step fail that other ranks may still run
         ends = (partial(self._end_processes, processes),)
         close_all(*(process.begin_end for process in processes), *own, *ends)
 
     def _end_processes(self, processes: Sequence[RankProcess]) -> None:
         """End the processes. Ranks without a KV cache have nothing to release, and are killed at once: while they load,
-        they do not look at commands."""
+        they do not read commands."""
         deadline = SYSTEM_CLOCK.monotonic() + (END_S if self._is_open else 0.0)
         close_all(*(partial(process.end, deadline) for process in processes))
 
@@ -272,23 +271,23 @@ class RanksExecutor(Executor):
         return [process.answer(kind, max(0.1, deadline - SYSTEM_CLOCK.monotonic())) for process in self._processes]
 
     @contextmanager
-    def _losses_explained(self) -> Iterator[None]:
-        """If the body raises because another rank was lost, raise that loss."""
+    def _explain_losses(self) -> Iterator[None]:
+        """Raise the loss of another rank instead of the body's error if that caused it."""
         try:
             yield
         except (RankLost, ConfigError, UnsupportedModel):
             raise
         except Exception as error:
-            self._losses.raise_cause(of=error)
+            self._losses.raise_cause(error=error)
             raise
 
     # The listening threads.
 
-    def _rank_reports(self, rank: int, report: bytes) -> None:
+    def _on_rank_report(self, rank: int, report: bytes) -> None:
         self._reported.append((rank, report))
         self._wake()
 
-    def _rank_is_lost(self) -> None:
+    def _on_rank_lost(self) -> None:
         for process in self._processes:
             process.wake_waiting()
         group.abort()
@@ -296,7 +295,7 @@ class RanksExecutor(Executor):
 
 
 def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iterator[tuple[Link, Process | None]]:
-    """The other ranks, in their order: started by this process, or those that come."""
+    """Links to the other ranks, in rank order: started by this process, or joined through the listener."""
     size = config.tensor_parallel_size
     if config.ranks_at is None:
         yield from (start_rank(rank, auth_token) for rank in range(1, size))
@@ -304,32 +303,36 @@ def _links(config: EngineConfig, auth_token: str, on_progress: Progress) -> Iter
     listener = RankListener(config.ranks_at, auth_token)
     try:
         waiting = f"waiting for the other ranks at {config.ranks_at}"
-        links = listener.gather(size - 1, START_S, lambda number: on_progress(f"{waiting} ({number}/{size - 1})", 0.0))
+        links = listener.wait_for_ranks(
+            size - 1, START_S, lambda number: on_progress(f"{waiting} ({number}/{size - 1})", 0.0)
+        )
     finally:
         listener.close()
     yield from ((link, None) for link in links)
 
 
-def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, place: RankPlacement) -> None:
-    """Raise `ConfigError` or `UnsupportedModel` for what is known to be wrong before any process is started."""
+def _require_possible(config: EngineConfig, transfer: KVTransferConfig | None, placement: RankPlacement) -> None:
+    """Raise `ConfigError` or `UnsupportedModel` for errors that can be detected before any process is started."""
     if importlib.util.find_spec("accelerate") is None:
         raise MissingDependency("--tensor-parallel-size", "accelerate", "tp")
-    group.require_unmet()
-    place.choose_device(config.device)
-    read_settings(config, place)
+    group.require_no_process_group()
+    placement.choose_device(config.device)
+    read_settings(config, placement)
     if transfer is not None and find_connector(transfer).worker_class().plan_type is None:
         raise ConfigError(
             f"{transfer.kv_connector} works on one rank only: its worker side names no plan_type; use"
             " --tensor-parallel-size 1"
         )
-    if config.ranks_at is not None and transfer is not None and _wants_tls(transfer.kv_connector_extra_config):
+    if config.ranks_at is not None and transfer is not None and _requires_tls(transfer.kv_connector_extra_config):
         raise ConfigError(
-            "--ranks-at: what the ranks say to each other is not encrypted, and --kv-transfer-config asks for TLS; set"
+            "--ranks-at: traffic between ranks is not encrypted, and --kv-transfer-config asks for TLS; set"
             " tls_control_only if their network is private"
         )
 
 
-def _wants_tls(options: dict[str, Any]) -> bool:
-    """True if these options of a connector, or those of one in it, ask for TLS of all that moves."""
+def _requires_tls(options: dict[str, Any]) -> bool:
+    """True if a connector's options, or a nested connector's, require TLS for all transfers."""
     own = bool(options.get("tls_cert")) and not options.get("tls_control_only")
-    return own or any(_wants_tls(one.get("kv_connector_extra_config", {})) for one in options.get("connectors", ()))
+    return own or any(
+        _requires_tls(child.get("kv_connector_extra_config", {})) for child in options.get("connectors", ())
+    )

@@ -1,7 +1,7 @@
-"""The store in which the ranks of an instance find each other, as `torch.distributed` asks for it.
+"""The rendezvous store of an instance's ranks, for `torch.distributed`.
 
-It is a table of rank 0, which the other ranks read and write through their pipes. So it needs no port and no file that
-others could reach, and whoever waits for a rank that is lost learns of it.
+It is a table in rank 0, which the other ranks read and write through their pipes. So it needs no port and no file that
+others could reach, and a wait for a lost rank ends with its loss.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch.distributed as dist
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.engine.executor.messages import TableAnswer, TableRequest
 
-_LOOK_S = 0.01
-"""How often a rank looks for what another one is to write."""
+_POLL_S = 0.01
+"""Seconds between two look-ups of a key that another rank has not written yet."""
 
 
 class StoreTable:
-    """What the ranks have written. Any thread may ask."""
+    """The keys and values that the ranks have written. Thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def answer(self, request: TableRequest) -> TableAnswer:
-        """Carry out a request."""
+        """Execute a request."""
         with self._lock:
             has_all = all(key in self._values for key in request.keys)
             first = request.keys[0] if request.keys else ""
@@ -41,38 +41,38 @@ class StoreTable:
             return TableAnswer(has_all, self._values.get(first, b""))
 
 
-class MeetingStore(dist.Store):  # type: ignore[name-defined]
-    """One rank's view of the table; `ask` brings a request there, and raises if a rank is lost."""
+class RendezvousStore(dist.Store):  # type: ignore[name-defined]
+    """One rank's view of the table; `request` sends a request to it, and raises if a rank is lost."""
 
     def __init__(self, ask: Callable[[TableRequest], TableAnswer]) -> None:
         super().__init__()
-        self._ask = ask
+        self._request = ask
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._ask(TableRequest("set", (key,), value.encode() if isinstance(value, str) else value))
+        self._request(TableRequest("set", (key,), value.encode() if isinstance(value, str) else value))
 
     def get(self, key: str) -> bytes:
         """Wait for a value. Raises `DistStoreError` if there is none in time."""
         self.wait([key])
-        return self._ask(TableRequest("look", (key,))).value
+        return self._request(TableRequest("look", (key,))).value
 
     def add(self, key: str, number: int) -> int:
         """Add to a value, which is 0 at first; returns the sum."""
-        return int(self._ask(TableRequest("add", (key,), number=number)).value)
+        return int(self._request(TableRequest("add", (key,), number=number)).value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are there."""
-        return self._ask(TableRequest("look", tuple(keys))).has_all
+        """True if all keys exist."""
+        return self._request(TableRequest("look", tuple(keys))).has_all
 
     def delete_key(self, key: str) -> bool:
-        """True if it was there."""
-        return self._ask(TableRequest("delete", (key,))).has_all
+        """Delete a key. Returns True if it existed."""
+        return self._request(TableRequest("delete", (key,))).has_all
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there. Raises `DistStoreError` if they are not in time."""
+        """Wait until all keys exist. Raises `DistStoreError` after the timeout."""
         deadline = SYSTEM_CLOCK.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
         while not self.check(keys):
             if SYSTEM_CLOCK.monotonic() > deadline:
-                raise dist.DistStoreError(f"the ranks did not find each other: nobody has written {', '.join(keys)}")
-            threading.Event().wait(_LOOK_S)
+                raise dist.DistStoreError(f"the ranks did not find each other: no rank has written {', '.join(keys)}")
+            threading.Event().wait(_POLL_S)

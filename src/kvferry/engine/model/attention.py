@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvferry.core.blocks.layout import LayerLayout
 from kvferry.core.errors import UnsupportedModel
 from kvferry.engine.model.heads import locate_heads
-from kvferry.engine.model.masks import MaskFunction, SeenMasks, window_of
+from kvferry.engine.model.masks import MaskFunction, MaskRecorder, window_of
 from kvferry.engine.model.rank_placement import RankPlacement
 from kvferry.engine.ops.attention import paged_attention, write_kv
 from kvferry.engine.ops.batch import AttentionBatch
@@ -28,7 +28,7 @@ from kvferry.engine.ops.batch import AttentionBatch
 ATTENTION_NAME = "kvferry"
 PROBE_NAME = "kvferry_probe"
 
-# Arguments of models that have no effect on attention here.
+# Arguments of models that have no effect on paged attention.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
 
 
 class LayerHooks(Protocol):
-    """What is called before and after each layer's attention: a connector's worker side."""
+    """Hooks before and after each layer's attention: a connector's worker side."""
 
     def wait_layer(self, layer: int) -> None:
         """Called before the attention of `layer` reads the cache; may block until the layer is loaded."""
@@ -62,26 +62,26 @@ class PagedContext:
     layers: list[Tensor]
     windows: Sequence[int | None]
     long_tokens: Tensor | None = None
-    """bool [T]: which tokens belong to sequences beyond the trained context (`rope`). None if the model has no such
+    """bool [T]: true for tokens of sequences beyond the trained context (`rope`). None if the model has no such
     limit."""
     hooks: LayerHooks | None = None
 
 
 @dataclass
 class ProbeContext:
-    """A dry run that finds what each layer stores; attention returns zeros."""
+    """A dry run that finds the KV layout of each layer; attention returns zeros."""
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
-    masks: SeenMasks = field(default_factory=SeenMasks)
+    masks: MaskRecorder = field(default_factory=MaskRecorder)
     functions: dict[int, MaskFunction | None] = field(default_factory=dict)
     """Each layer's mask; None if the layer got no mask."""
 
 
 @dataclass(frozen=True)
 class ProbedLayers:
-    """What each layer stores for a token on this rank, and its sliding window (the token itself included; None: full
-    attention)."""
+    """The KV that each layer stores for a token on this rank, and its sliding window (the token itself included; None:
+    full attention)."""
 
     layouts: tuple[LayerLayout, ...]
     windows: tuple[int | None, ...]
@@ -98,7 +98,7 @@ def current_step() -> PagedContext | None:
 
 @contextmanager
 def attention_context(context: PagedContext | ProbeContext) -> Iterator[None]:
-    """While the body runs, attention calls of this thread belong to `context`."""
+    """Use `context` for attention calls of this thread while the body runs."""
     _current.context = context
     try:
         yield
@@ -122,8 +122,8 @@ def attention(
     """transformers' attention interface: query [1, heads, T, key_dim], key [1, kv_heads, T, key_dim] and value [1,
     kv_heads, T, value_dim], after RoPE, of the dtype of the model.
 
-    Returns [1, T, heads, value_dim]. `s_aux`: attention sinks, [heads]. The window is that of the layer's mask
-    (`probe_layers`), whatever `sliding_window` says.
+    Returns [1, T, heads, value_dim]. `s_aux`: attention sinks, [heads]. The window comes from the layer's mask
+    (`probe_layers`), not from `sliding_window`.
     """
     context = _current.context
     if isinstance(context, ProbeContext):
@@ -170,7 +170,7 @@ def _probe(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    others: dict[str, Any],
+    extra: dict[str, Any],
 ) -> Tensor:
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
@@ -181,7 +181,7 @@ def _probe(
         raise UnsupportedModel(f"{name} brings an attention mask of its own, which a paged cache cannot apply")
     if getattr(module, "is_causal", True) is not True:
         raise UnsupportedModel(f"{name} is not causal{_encoder_hint(module)}")
-    unknown = [key for key, given in others.items() if key not in _HARMLESS and isinstance(given, Tensor)]
+    unknown = [key for key, argument in extra.items() if key not in _HARMLESS and isinstance(argument, Tensor)]
     if unknown:
         raise UnsupportedModel(f"{name} passes {', '.join(unknown)} to attention, which kvferry does not know")
     context.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
@@ -191,7 +191,7 @@ def _probe(
 
 
 def _encoder_hint(module: nn.Module) -> str:
-    """What makes an encoder of BERT's kind causal; empty for other models."""
+    """A hint how to make a BERT-like encoder causal; empty for other models."""
     if getattr(getattr(module, "config", None), "is_decoder", None) is not False:
         return ""
     return (
@@ -200,9 +200,9 @@ def _encoder_hint(module: nn.Module) -> str:
     )
 
 
-def probe_layers(model: Any, device: torch.device, place: RankPlacement) -> ProbedLayers:
-    """Find what each layer stores on this rank, and what it sees, by running the model once on two tokens. All ranks
-    call it together.
+def probe_layers(model: Any, device: torch.device, placement: RankPlacement) -> ProbedLayers:
+    """Find each layer's KV layout and window on this rank, by running the model once on two tokens. All ranks call it
+    together.
 
     Raises `UnsupportedModel` if a layer does something that paged attention does not reproduce.
     """
@@ -216,13 +216,13 @@ def probe_layers(model: Any, device: torch.device, place: RankPlacement) -> Prob
     order = range(len(context.layers))
     layouts = [context.layers[layer] for layer in order]
     windows = _windows([context.functions[layer] for layer in order], _num_positions(model), device, model)
-    return ProbedLayers(locate_heads(layouts, [context.keys[layer] for layer in order], place), windows)
+    return ProbedLayers(locate_heads(layouts, [context.keys[layer] for layer in order], placement), windows)
 
 
 @contextmanager
 def implementation(model: Any, name: str) -> Iterator[None]:
-    """While the body runs, the attention of `model` is transformers' implementation `name`. Raises `ValueError` if the
-    model does not have it."""
+    """Switch the attention of `model` to transformers' implementation `name` while the body runs. Raises `ValueError`
+    if the model does not have it."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -234,11 +234,11 @@ def implementation(model: Any, name: str) -> Iterator[None]:
 def _windows(
     functions: Sequence[MaskFunction | None], num_positions: int, device: torch.device, model: Any
 ) -> tuple[int | None, ...]:
-    who, found = type(model).__name__, dict[int, int | None]()
+    model_name, windows = type(model).__name__, dict[int, int | None]()
     for function in functions:
-        if function is not None and id(function) not in found:
-            found[id(function)] = window_of(function, num_positions, device, who)
-    return tuple(None if function is None else found[id(function)] for function in functions)
+        if function is not None and id(function) not in windows:
+            windows[id(function)] = window_of(function, num_positions, device, model_name)
+    return tuple(None if function is None else windows[id(function)] for function in functions)
 
 
 def _num_positions(model: Any) -> int:

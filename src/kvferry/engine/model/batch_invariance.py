@@ -1,8 +1,8 @@
-"""Checks at start whether a row of the model's output depends on the other rows of its batch, and names what computes
-it by the bits of some results.
+"""Checks at start whether a row of the model's output depends on the other rows of its batch, and names the kernels by
+the bits of some results.
 
-Rounding depends on the order of additions, and a library chooses the order by the shape that it is given. kvferry's CPU
-kernels give a row the same bits in any batch and any chunk; products that are left to PyTorch may not.
+Rounding depends on the order of additions, and a library chooses the order by the shapes of its arguments. kvferry's
+CPU kernels give a row the same bits in any batch and any chunk; PyTorch's products may not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addmv", "mv", "dot", "linear", "c
 
 
 class Arithmetic(NamedTuple):
-    """How this process computes a model. `dependence`: why a row may depend on the rows beside it, in a few words;
-    empty if it does not. `name`: the same for two instances if they give some sequences the same logits, bit by bit."""
+    """The arithmetic of a model in this process. `dependence`: the reason why a row may depend on other rows of its
+    batch; empty if it does not. `name`: the same for two instances if they give some sequences the same logits, bit by
+    bit."""
 
     dependence: str
     name: str
@@ -36,10 +37,10 @@ class Arithmetic(NamedTuple):
 def arithmetic_of(module: Any, probed: ProbedLayers, device: torch.device) -> Arithmetic:
     """Compute some sequences together, and each of them alone in chunks. All ranks call it together."""
     settings = module.config.get_text_config()
-    vocabulary, most = settings.vocab_size, getattr(settings, "max_position_embeddings", None) or max(LENGTHS)
+    vocabulary, max_len = settings.vocab_size, getattr(settings, "max_position_embeddings", None) or max(LENGTHS)
     generator = torch.Generator().manual_seed(1)
     sequences = [
-        torch.randint(0, vocabulary, (min(length, most),), generator=generator).to(device) for length in LENGTHS
+        torch.randint(0, vocabulary, (min(length, max_len),), generator=generator).to(device) for length in LENGTHS
     ]
     with torch.inference_mode():
         with _Products() as products:
@@ -49,13 +50,13 @@ def arithmetic_of(module: Any, probed: ProbedLayers, device: torch.device) -> Ar
     name = _name_of(together, device, "torch" if products.names else "kvferry")
     if products.names:
         return Arithmetic(f"PyTorch computes {', '.join(sorted(products.names))}", name)
-    same = all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    same = all(torch.equal(batched, single) for batched, single in zip(together, alone, strict=True))
     return Arithmetic("" if same else "some rows differ in their last bits", name)
 
 
 def _name_of(results: list[Tensor], device: torch.device, kernels: str) -> str:
-    """Whose kernels they are, with a digest of their results; on other devices than CPUs, where a result need not
-    repeat itself, the kind of device instead."""
+    """The owner of the kernels, with a digest of their results; on other devices than CPUs, where results may vary, the
+    kind of device instead."""
     if device.type != "cpu":
         return f"{kernels} {torch.__version__} {torch.cuda.get_device_name(device)}"
     hasher = hashlib.sha256()
@@ -65,7 +66,7 @@ def _name_of(results: list[Tensor], device: torch.device, kernels: str) -> str:
 
 
 class _Products(TorchDispatchMode):
-    """While active, records which operations that add products PyTorch runs."""
+    """Records, while active, PyTorch's operations that add products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +80,8 @@ class _Products(TorchDispatchMode):
 
 
 def _adds_nothing(args: Any) -> bool:
-    """True if this is an outer product, as rotary embeddings compute of positions, or empty, as the product of shared
-    experts in a model without them."""
+    """True if this is an outer product, as in rotary embeddings, or empty, as the product of shared experts in a model
+    without them."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return any(tensor.numel() == 0 for tensor in tensors) or (len(tensors) == 2 and tensors[0].shape[-1] == 1)
 

@@ -15,5 +15,5 @@ class CpuKernels(ModelPatch):
     verifies_itself = True
 
     def apply(self, model: nn.Module) -> int:
-        """Returns how many modules were replaced, of all kinds."""
+        """Replace modules. Returns the number of replaced ones."""
         return sum(optimize(model).values())

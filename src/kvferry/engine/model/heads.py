@@ -1,5 +1,5 @@
-"""Which of the model's KV heads a tensor-parallel rank stores. Some families keep all heads on every rank, so the ranks
-compare what they would store."""
+"""The KV heads that a tensor-parallel rank stores. Some families keep all heads on every rank, so the ranks compare
+their keys."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TOLERANCE = 1e-2
 
 
 def locate_heads(
-    layers: Sequence[LayerLayout], keys: Sequence[Tensor], place: RankPlacement
+    layers: Sequence[LayerLayout], keys: Sequence[Tensor], placement: RankPlacement
 ) -> tuple[LayerLayout, ...]:
     """The layers with `first_kv_head` and `total_kv_heads` filled in. `keys`: each layer's keys [1, kv_heads, T, dim]
     of the same tokens on all ranks. All ranks call it together."""
-    if place.size == 1:
+    if placement.size == 1:
         return tuple(layers)
-    ours = torch.cat([key.float().flatten() for key in keys])
-    gathered = [torch.empty_like(ours) for _ in range(place.size)]
-    dist.all_gather(gathered, ours)
-    by_layer = zip(*(one.split([key.numel() for key in keys]) for one in gathered), strict=True)
+    own_keys = torch.cat([key.float().flatten() for key in keys])
+    gathered = [torch.empty_like(own_keys) for _ in range(placement.size)]
+    dist.all_gather(gathered, own_keys)
+    by_layer = zip(*(keys_of_rank.split([key.numel() for key in keys]) for keys_of_rank in gathered), strict=True)
     return tuple(
-        layer if _are_equal(of_ranks) else _split(layer, place)
-        for layer, of_ranks in zip(layers, by_layer, strict=True)
+        layer if _are_equal(keys_by_rank) else _split(layer, placement)
+        for layer, keys_by_rank in zip(layers, by_layer, strict=True)
     )
 
 
@@ -39,6 +39,6 @@ def _are_equal(keys: Sequence[Tensor]) -> bool:
     return all(bool((other - first).abs().max() <= TOLERANCE * first.abs().max()) for other in keys[1:])
 
 
-def _split(layer: LayerLayout, place: RankPlacement) -> LayerLayout:
+def _split(layer: LayerLayout, placement: RankPlacement) -> LayerLayout:
     count = layer.num_kv_heads
-    return msgspec.structs.replace(layer, first_kv_head=place.rank * count, total_kv_heads=place.size * count)
+    return msgspec.structs.replace(layer, first_kv_head=placement.rank * count, total_kv_heads=placement.size * count)

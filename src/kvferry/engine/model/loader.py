@@ -1,4 +1,4 @@
-"""Loads a model from disk or from Hugging Face's hub, and refuses what would not run exactly."""
+"""Loads a model from disk or from Hugging Face's hub, and refuses models that would not run exactly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from kvferry.models.checkpoint import CheckpointFiles, checkpoint_name, local_ch
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-"""Called with a description of the work and the share of it that is done, 0 to 1."""
+"""Called with a description of the work and the finished share, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     default_sampling: dict[str, float | int]
     batch_dependence: str = ""
-    """Why the results for the rows of a step may depend on each other in their last bits; empty if they do not."""
+    """The reason why the rows of a step may depend on each other in their last bits; empty if they do not."""
     kernels: str = ""
-    """Names what computes it (`batch_invariance.Arithmetic`)."""
+    """The name of the kernels (`batch_invariance.Arithmetic`)."""
 
 
 @dataclass(frozen=True)
@@ -80,99 +80,102 @@ class ModelSettings:
         return getattr(self.values, "quantization_config", None) is not None
 
 
-def read_settings(config: EngineConfig, place: RankPlacement) -> ModelSettings:
-    """Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model will not run here."""
+def read_settings(config: EngineConfig, placement: RankPlacement) -> ModelSettings:
+    """Read the configuration. Raises `ConfigError` if that is impossible, `UnsupportedModel` if the model cannot
+    run."""
     source = resolve(config.model)
     with _reading(config.model):
         values = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         model_class = _model_class(values, config)
     require_supported(values, model_class)
     _require_length(config.max_model_len, values.get_text_config().max_position_embeddings)
-    require_divisible(values, model_class, place.size)
+    require_divisible(values, model_class, placement.size)
     return ModelSettings(source, values, model_class)
 
 
-def _require_length(wanted: int | None, limit: int) -> None:
+def _require_length(max_model_len: int | None, limit: int) -> None:
     if limit < 2:
         raise UnsupportedModel(f"max_position_embeddings in config.json is {limit}, which leaves no room for an answer")
-    if wanted is not None and not 2 <= wanted <= limit:
-        raise ConfigError(f"--max-model-len {wanted} is not between 2 and the model's own limit, {limit}")
+    if max_model_len is not None and not 2 <= max_model_len <= limit:
+        raise ConfigError(f"--max-model-len {max_model_len} is not between 2 and the model's own limit, {limit}")
 
 
 def load_model(
-    config: EngineConfig, place: RankPlacement | None = None, on_progress: Progress = lambda what, share: None
+    config: EngineConfig, placement: RankPlacement | None = None, on_progress: Progress = lambda what, share: None
 ) -> LoadedModel:
     """Load the weights (this rank's share of them), tokenizer and settings. Minutes for large models. All ranks call it
     together.
 
     Raises `ConfigError` if the checkpoint cannot be read, `UnsupportedModel` if the model would not run exactly.
     """
-    place = place or RankPlacement()
-    device = place.choose_device(config.device)
+    placement = placement or RankPlacement()
+    device = placement.choose_device(config.device)
     with _reading(config.model):
         before = CheckpointFiles.of(str(resolve(config.model)))
-    found = read_settings(config, place)
-    if isinstance(found.source, Path):
-        require_sound(found.source, quantized=found.quantized)
+    settings = read_settings(config, placement)
+    if isinstance(settings.source, Path):
+        require_sound(settings.source, quantized=settings.quantized)
     options = {"trust_remote_code": config.trust_remote_code}
-    # Before the weights, which may take minutes: everything else that can be wrong.
-    require_cache_fits(config, found.values, device)
+    # All other errors come before the weights, which may take minutes.
+    require_cache_fits(config, settings.values, device)
     for name in config.model_patch or DEFAULT_PATCHES:
         make_patch(name)
     with _reading(config.model):
-        tokenizer = AutoTokenizer.from_pretrained(found.source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(settings.source, **options)
         register_attention()
         dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         with _weights_progress(on_progress):
             module, weights = AutoModelForCausalLM.from_pretrained(
-                found.source,
+                settings.source,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # `require_complete` names them
                 **options,
-                **place.load_options(),
+                **placement.load_options(),
             )
             require_complete(weights, config.model)
-            if not isinstance(found.source, Path) and (folder := local_checkpoint(found.source)) is not None:
-                require_sound(folder, quantized=found.quantized)
+            if not isinstance(settings.source, Path) and (folder := local_checkpoint(settings.source)) is not None:
+                require_sound(folder, quantized=settings.quantized)
     module = module.to(device).eval().requires_grad_(False)
     own_memory(module)
     on_progress("checking the model", 1.0)
-    border = trained_context(found.values)
+    border = trained_context(settings.values)
     with _running(module):
         install_rope(module, border)
-        probed = probe_layers(module, device, place)
+        probed = probe_layers(module, device, placement)
         check = SelfCheck(module, probed, device, border)
         check.run()
     on_progress("patching the model", 1.0)
     apply_patches(module, config.model_patch or DEFAULT_PATCHES)
     with _running(module):
-        check.run_again()
+        check.run_patched()
         arithmetic = arithmetic_of(module, probed, device)
     _log_batch_dependence(arithmetic.dependence, config.batch_invariant)
     dtype_name = str(next(module.parameters()).dtype).removeprefix("torch.")
-    text = found.values.get_text_config()
+    text = settings.values.get_text_config()
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
         layers=probed.layouts,
         windows=probed.windows,
         trained_context=border,
-        fingerprint=_name_of(found.source, before, module.config, dtype_name, on_progress),
+        fingerprint=_name_of(settings.source, before, module.config, dtype_name, on_progress),
         dtype=dtype_name,
         device=device,
         vocab_size=text.vocab_size,
         max_position=text.max_position_embeddings,
-        eos_token_ids=frozenset(one for one in _eos_token_ids(module, tokenizer) if 0 <= one < text.vocab_size),
+        eos_token_ids=frozenset(
+            token_id for token_id in _eos_token_ids(module, tokenizer) if 0 <= token_id < text.vocab_size
+        ),
         default_sampling=_default_sampling(module),
         batch_dependence=arithmetic.dependence,
-        kernels=place.shared_name(arithmetic.name, device),
+        kernels=placement.shared_name(arithmetic.name, device),
     )
 
 
-def _log_batch_dependence(why: str, is_asked_for: bool) -> None:
-    if why and is_asked_for:
+def _log_batch_dependence(why: str, is_batch_invariant: bool) -> None:
+    if why and is_batch_invariant:
         logger.warning("every token is computed by itself, so that answers do not depend on other requests: %s", why)
     elif why:
         logger.info("answers may depend on other requests, by rounding (%s); --batch-invariant prevents that", why)
@@ -180,7 +183,7 @@ def _log_batch_dependence(why: str, is_asked_for: bool) -> None:
 
 def _name_of(source: Path | str, before: CheckpointFiles, config: Any, dtype: str, on_progress: Progress) -> str:
     """The fingerprint, which is the same for all instances with these weights and this configuration in this dtype.
-    Raises `ConfigError` if the files are no longer what they were `before` they were loaded."""
+    Raises `ConfigError` if the files have changed since `before`."""
     with _reading(str(source)):
         return checkpoint_name(
             source,
@@ -282,7 +285,7 @@ class _Reporting:
 
 
 def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
+    token_ids: set[int] = set()
     generation = getattr(module, "generation_config", None)
     for value in (
         getattr(generation, "eos_token_id", None),
@@ -290,11 +293,11 @@ def _eos_token_ids(module: Any, tokenizer: Any) -> frozenset[int]:
         tokenizer.eos_token_id,
     ):
         if value is not None:
-            found.update(value if isinstance(value, list | tuple) else [value])
-    return frozenset(found)
+            token_ids.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(token_ids)
 
 
 def _default_sampling(module: Any) -> dict[str, float | int]:
     """The sampling parameters that the checkpoint recommends."""
-    given = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
-    return {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}
+    values = module.generation_config.to_diff_dict() if module.generation_config is not None else {}
+    return {name: values[name] for name in SAMPLING_DEFAULTS if values.get(name) is not None}

@@ -1,4 +1,4 @@
-"""What a model stores for each token, from its configuration alone: known before any weight is read."""
+"""The KV layout of a model from its configuration alone, before any weight is read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from kvferry.engine.model.attention import ATTENTION_NAME, ProbeContext, attenti
 
 def require_cache_fits(config: EngineConfig, values: Any, device: torch.device) -> None:
     """Raise `ConfigError` if --kv-cache-memory is too little for the model, or more than the machine has. `values`: the
-    checkpoint's configuration. What cannot be known without weights is checked when the cache is allocated."""
+    checkpoint's configuration. Errors that need the weights are raised when the cache is allocated."""
     if config.kv_cache_memory is None:
         return
-    asked = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
+    num_bytes = parse_bytes(config.kv_cache_memory, "--kv-cache-memory")
     if device.type == "cpu":
-        require_memory(asked, f"--kv-cache-memory {config.kv_cache_memory}")
+        require_memory(num_bytes, f"--kv-cache-memory {config.kv_cache_memory}")
     dtype = getattr(values, "dtype", None) if config.dtype == "auto" else config.dtype
     name = str(dtype or torch.float32).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         return
     layers = tuple(kv_layers(values, trust_remote_code=config.trust_remote_code))
-    require_two_blocks(KVLayout(model_fingerprint="", dtype=name, block_size=config.block_size, layers=layers), asked)
+    require_two_blocks(
+        KVLayout(model_fingerprint="", dtype=name, block_size=config.block_size, layers=layers), num_bytes
+    )
 
 
 def kv_layers(values: Any, *, trust_remote_code: bool) -> list[LayerLayout]:
@@ -37,10 +39,10 @@ def kv_layers(values: Any, *, trust_remote_code: bool) -> list[LayerLayout]:
     lower bound."""
     register_attention()
     context = ProbeContext()
-    # Errors here appear again when the model is loaded. bfloat16, as some experts compute in nothing else.
+    # Errors recur when the model is loaded. bfloat16, because some experts compute in nothing else.
     with contextlib.suppress(Exception), torch.device("meta"), torch.inference_mode(), attention_context(context):
         options = {"attn_implementation": ATTENTION_NAME, "dtype": torch.bfloat16}
-        # Passed in both cases: transformers would ask at the terminal without it.
+        # Passed in both cases: transformers would prompt at the terminal without it.
         module = AutoModelForCausalLM.from_config(values, trust_remote_code=trust_remote_code, **options)
         module(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     return [context.layers[layer] for layer in sorted(context.layers)]

@@ -1,7 +1,7 @@
-"""Keeps a loaded model independent of the files that it came from.
+"""Makes a loaded model independent of its files.
 
-safetensors and PyTorch map a checkpoint's files into memory. A weight that stays mapped follows its file: whoever
-overwrites the file in place changes the answers, and whoever truncates it ends the process (SIGBUS).
+safetensors and PyTorch map a checkpoint's files into memory. A mapped weight follows its file: overwriting the file in
+place changes the answers, and truncating it ends the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class MappedFiles:
                 self.paths.add(fields[5])
 
     def __contains__(self, address: int) -> bool:
-        place = bisect.bisect_right(self._starts, address) - 1
-        return not self._is_listed or (place >= 0 and address < self._ends[place])
+        index = bisect.bisect_right(self._starts, address) - 1
+        return not self._is_listed or (index >= 0 and address < self._ends[index])
 
 
 def own_memory(module: nn.Module) -> None:
-    """Copy all parameters and buffers in host memory that are mapped from files into memory of this process. Tensors
-    that are one stay one."""
+    """Copy all parameters and buffers in host memory that are mapped from files into memory of this process. Shared
+    tensors stay shared."""
     mapped = MappedFiles()
     copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], Tensor] = {}
     for tensor in _tensors(module):
@@ -52,7 +52,7 @@ def own_memory(module: nn.Module) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Every parameter and buffer that has memory of its own; of those that are shared out over ranks, this rank's."""
+    """Every parameter and buffer with memory of its own; for sharded ones, this rank's shard."""
     for tensor in [*module.parameters(), *module.buffers()]:
         with torch.no_grad():
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

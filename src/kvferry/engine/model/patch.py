@@ -1,4 +1,4 @@
-"""Patches of a loaded model: faster code for some of its modules, which computes the same.
+"""Patches of a loaded model: faster code with the same results for some of its modules.
 
 They are applied in the order in which they are named (`engine.patch_names`); `model.patching` then verifies that the
 model still computes the same.
@@ -27,14 +27,14 @@ class ModelPatch(ABC):
     """A frozen struct with a default for each field: the options that may follow the name after `?`."""
 
     verifies_itself: ClassVar[bool] = False
-    """Whether `apply` itself compares the model before and after, so that `model.patching` need not."""
+    """True if `apply` itself compares the model before and after, so that `model.patching` need not."""
 
     def __init__(self, options: msgspec.Struct) -> None:
         self.options = options
 
     @abstractmethod
     def apply(self, model: nn.Module) -> int:
-        """Change modules of `model` in place. Returns how many; 0 if the patch does not fit.
+        """Change modules of `model` in place. Returns their number; 0 if the patch does not fit.
 
         `model` is a causal language model of transformers with its weights (a rank's share of them), in evaluation
         mode, on its device; called under `torch.inference_mode`. Attention must still be computed by the function that
@@ -44,7 +44,7 @@ class ModelPatch(ABC):
 
 
 def make_patch(text: str) -> ModelPatch:
-    """The patch that `NAME` or `NAME?option=value&…` names. Raises `ConfigError` that says what is wrong with it."""
-    name, given = split_patch(text)
+    """The patch that `NAME` or `NAME?option=value&…` names. Raises `ConfigError`."""
+    name, options = split_patch(text)
     kind: type[ModelPatch] = MODEL_PATCHES.find(name, ModelPatch)
-    return kind(read_options(kind.options_type, given, f"{FLAG} {name}"))
+    return kind(read_options(kind.options_type, options, f"{FLAG} {name}"))

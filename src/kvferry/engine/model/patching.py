@@ -27,7 +27,7 @@ TOLERANCE = {**FINAL_TOLERANCE, torch.float16: 0.1}
 
 @dataclass(frozen=True)
 class _Trace:
-    """Logits [1, tokens, vocab], and what the attention function was called with, in order."""
+    """Logits [1, tokens, vocab], and the arguments of the attention function, in order."""
 
     logits: Tensor
     attention: list[AttentionRecord]
@@ -69,8 +69,8 @@ def _require_same(name: str, before: _Trace, after: _Trace) -> None:
             f" {len(after.attention)} with the patch; KV of the others would be missing"
         )
     for layer, (old, new) in enumerate(zip(before.attention, after.attention, strict=True)):
-        for what, one, other in zip(("queries", "keys", "values"), old.tensors, new.tensors, strict=True):
-            _require_close(f"{FLAG} {name} changes the {what} of layer {layer}", one, other)
+        for what, expected, actual in zip(("queries", "keys", "values"), old.tensors, new.tensors, strict=True):
+            _require_close(f"{FLAG} {name} changes the {what} of layer {layer}", expected, actual)
     _require_close(f"{FLAG} {name} changes the logits", before.logits, after.logits)
 
 

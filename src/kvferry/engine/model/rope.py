@@ -3,12 +3,12 @@
 `longrope` (Phi-3 and its relatives) has two sets of factors: one for sequences within the context that the model was
 first trained on, one for longer ones. transformers chooses by the largest position of the whole forward pass. In a
 batch, one prompt would change another's answer, and the first chunk of a long prompt would be rotated as if it were
-short. Here each token gets the factors of its own sequence, by how many tokens of that sequence are known when it is
-computed.
+short. With `install_rope`, each token gets the factors of its own sequence, by the number of known tokens of that
+sequence when it is computed.
 
 A sequence that grows beyond the limit is computed again from its first token, since its keys were rotated with the
-other factors. That is what Phi-3's own `generate()` does, and a forward pass over the whole sequence; the `generate()`
-of other families mixes both kinds of keys.
+other factors. Phi-3's own `generate()` and a forward pass over the whole sequence do the same; the `generate()` of
+other families mixes both kinds of keys.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ LENGTH_DEPENDENT = "longrope"
 
 
 def trained_context(settings: Any) -> int | None:
-    """Up to how many tokens a sequence has the short factors of `longrope`; None if the model has no `longrope`.
+    """Max tokens of a sequence with the short factors of `longrope`; None if the model has no `longrope`.
 
     Raises `UnsupportedModel` if layers differ in it.
     """
     text = settings.get_text_config()
-    borders = {_border(one, text) for one in _rope_parameters(text) if one.get("rope_type") == LENGTH_DEPENDENT}
+    borders = {
+        _border(parameters, text)
+        for parameters in _rope_parameters(text)
+        if parameters.get("rope_type") == LENGTH_DEPENDENT
+    }
     if len(borders) > 1:
         raise UnsupportedModel(f"{settings.model_type}: the layers' longrope begins at different lengths: {borders}")
     return borders.pop() if borders else None
 
 
 def install_rope(model: nn.Module, border: int | None) -> None:
-    """Make every rotary embedding that depends on the length treat each sequence by itself. `border`: of
+    """Make every length-dependent rotary embedding treat each sequence by itself. `border`: the result of
     `trained_context`. Raises `UnsupportedModel` if there is a limit but no such embedding."""
     if border is None:
         return
@@ -64,7 +68,10 @@ class _PerSequence:
         beyond = position_ids.new_full((*position_ids.shape[:-1], 1), self._border)
         long = self._forward(x, torch.cat([position_ids, beyond], dim=-1), *args, **kwargs)
         chosen = step.long_tokens[None, :, None]
-        return tuple(torch.where(chosen, two[:, :-1], one) for one, two in zip(short, long, strict=True))
+        return tuple(
+            torch.where(chosen, long_factor[:, :-1], short_factor)
+            for short_factor, long_factor in zip(short, long, strict=True)
+        )
 
 
 def _depends_on_length(module: nn.Module) -> bool:
@@ -75,7 +82,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:
     """The parameters of the whole model, or of each kind of layer."""
     parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
 
 

@@ -1,11 +1,10 @@
 """Verifies at start that paged attention reproduces the model's own logits.
 
 A few short sequences are computed as the engine computes them: in one batch, in chunks across block boundaries, one
-with another's blocks as its cached prefix, and the last token by itself. The model computes each of them alone, whole
-and with its own cache. What changes at large positions is reached by position ids: a sequence of a few tokens is placed
-across each length that the configuration names (the trained context, the last position, …), so that one batch has
-sequences on both sides of it. Windows are made small for a second pass, since reaching a real one would take thousands
-of tokens.
+with another's blocks as its cached prefix, and the last token by itself. The model computes each of them alone, in one
+pass and with its own cache. Position ids cover large positions: a sequence of a few tokens is placed across each length
+that the configuration names (the trained context, the last position, …), so that one batch has sequences on both sides
+of it. Windows are made small for a second pass, since reaching a real one would take thousands of tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NUM_TOKENS = 24
 BLOCK_SIZE = 8
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 STOPS = (0, 16, 23, NUM_TOKENS)
-"""Where a sequence's chunks begin and end: two chunks, then one token. The first is the prefix that two sequences
+"""The boundaries of a sequence's chunks: two chunks, then one token. The first is the prefix that two sequences
 share."""
 SMALL_WINDOW = 5
 # Distances are relative to the logits' own spread. Rounding stays far below these, a wrong mask or position is at about
@@ -43,7 +42,7 @@ PATCHED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.
 """The same between the model as it was loaded and as it was patched; more where paged attention differed by more."""
 MAX_LENGTHS = 32
 _LENGTHS = ("position", "window", "context", "chunk", "floor_scale", "max_seq", "max_length")
-"""Parts of the names of settings that are lengths beyond which a model may compute differently."""
+"""Parts of the names of settings for lengths beyond which a model may compute differently."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Example:
 
 
 class SelfCheck:
-    """Compares the engine's logits with those of the model itself. `border`: of `rope.trained_context`. All ranks call
+    """Compares the engine's logits with the model's own. `border`: the result of `rope.trained_context`. All ranks call
     the methods together; both raise `UnsupportedModel` if the logits differ by more than rounding."""
 
     def __init__(self, model: Any, probed: ProbedLayers, device: torch.device, border: int | None) -> None:
@@ -85,11 +84,11 @@ class SelfCheck:
                 _compare(model, ProbedLayers(probed.layouts, shrunk.windows), self._examples[:2], self._border)
 
     @torch.inference_mode()
-    def run_again(self) -> None:
-        """Check it after it was patched, against what it computed before."""
-        found = _paged_logits(self._model, self._probed, self._examples, self._border)
-        for example, ours, expected in zip(self._examples, found, self._expected, strict=True):
-            distance = _distance(ours, expected[-len(ours) :])
+    def run_patched(self) -> None:
+        """Check the patched model against its logits before."""
+        paged_logits = _paged_logits(self._model, self._probed, self._examples, self._border)
+        for example, paged, expected in zip(self._examples, paged_logits, self._expected, strict=True):
+            distance = _distance(paged, expected[-len(paged) :])
             allowed = max(PATCHED_TOLERANCE[expected.dtype], ROUNDING_MARGIN * self._rounding)
             if not distance <= allowed:
                 raise UnsupportedModel(
@@ -115,14 +114,14 @@ def _numbers(settings: dict[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _numbers(value)
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, int | float) and not isinstance(one, bool) and float(one).is_integer():
-                yield str(name), int(one)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, int | float) and not isinstance(item, bool) and float(item).is_integer():
+                yield str(name), int(item)
 
 
 def _examples(text: Any, device: torch.device) -> list[Example]:
-    """Two from the first position on, which share a prefix; and at each threshold one that ends there and one that
-    crosses it."""
+    """Two examples from the first position on, which share a prefix; and for each threshold one example that ends at it
+    and one that crosses it."""
     generator = torch.Generator().manual_seed(0)
     last = text.max_position_embeddings
     starts = {start for border in thresholds(text) for start in (border - NUM_TOKENS, border - NUM_TOKENS // 2)}
@@ -141,34 +140,34 @@ def _examples(text: Any, device: torch.device) -> list[Example]:
 def _compare(
     model: Any, probed: ProbedLayers, examples: list[Example], border: int | None
 ) -> tuple[list[Tensor], float]:
-    """Returns the logits [T, vocab] that the model computes for each example alone, and the largest distance from
-    them."""
+    """Compare paged attention with the model's own. Returns the logits [T, vocab] that the model computes for each
+    example alone, and the largest distance from them."""
     expected = [_logits(model, example, "eager") for example in examples]
     rounding = _require_consistent(model, examples, expected, border)
-    found, largest = _paged_logits(model, probed, examples, border), 0.0
-    for example, ours, theirs in zip(examples, found, expected, strict=True):
-        distance, allowed = _apart(model, example, ours, theirs, rounding)
+    paged_logits, largest = _paged_logits(model, probed, examples, border), 0.0
+    for example, paged, own in zip(examples, paged_logits, expected, strict=True):
+        distance, allowed = _tolerated_distance(model, example, paged, own, rounding)
         if not distance <= allowed:
-            raise UnsupportedModel(_complaint(model, example, ours, theirs, distance, allowed))
+            raise UnsupportedModel(_mismatch_message(model, example, paged, own, distance, allowed))
         largest = max(largest, distance)
     return expected, largest
 
 
 def _require_consistent(model: Any, examples: list[Example], expected: list[Tensor], border: int | None) -> float:
-    """Raise `UnsupportedModel` if the model computes other logits with its own cache than without, `expected`: then
+    """Raise `UnsupportedModel` if the model's logits with its own cache differ from `expected`, without cache: then
     there is no right answer to reproduce. Returns the largest distance."""
     pairs, largest = list(zip(examples, expected, strict=True)), 0.0
     if border is None:
         sides = [pairs]
     else:  # Across the limit of longrope, a model's own cache keeps keys of both kinds: see `rope`.
-        sides = [[one for one in pairs if one[0].end <= border], [one for one in pairs if one[0].first >= border]]
+        sides = [[pair for pair in pairs if pair[0].end <= border], [pair for pair in pairs if pair[0].first >= border]]
     for side in filter(None, sides):
         with _own_cache(model):
             cached = _cached_logits(model, [example for example, _ in side])
-        for (example, theirs), found in zip(side, cached, strict=False):
-            if not bool(theirs.isfinite().all()):
+        for (example, without_cache), with_cache in zip(side, cached, strict=False):
+            if not bool(without_cache.isfinite().all()):
                 continue
-            distance, allowed = _apart(model, example, found, theirs)
+            distance, allowed = _tolerated_distance(model, example, with_cache, without_cache)
             if not distance <= allowed:
                 raise UnsupportedModel(
                     f"{type(model).__name__} computes other logits with its own cache than without ({distance:.2g} of"
@@ -180,7 +179,7 @@ def _require_consistent(model: Any, examples: list[Example], expected: list[Tens
 
 @contextmanager
 def _own_cache(model: Any) -> Iterator[None]:
-    """Raise errors of transformers' own cache as `UnsupportedModel`: they are not of kvferry's cache."""
+    """Raise errors of transformers' own cache as `UnsupportedModel`: they do not come from kvferry's cache."""
     try:
         yield
     except Exception as error:  # whatever a model's code raises
@@ -190,16 +189,20 @@ def _own_cache(model: Any) -> Iterator[None]:
         ) from error
 
 
-def _apart(model: Any, example: Example, found: Tensor, expected: Tensor, rounding: float = 0.0) -> tuple[float, float]:
-    """The distance of logits from the last of the expected ones, and how much of it could be rounding. `rounding`: a
-    distance that is known to be."""
-    distance, allowed = _distance(found, expected[-len(found) :]), TOLERANCE[expected.dtype]
+def _tolerated_distance(
+    model: Any, example: Example, actual: Tensor, expected: Tensor, rounding: float = 0.0
+) -> tuple[float, float]:
+    """The distance of logits from the last of the expected ones, and the max distance that could be rounding.
+    `rounding`: a distance that is known to be rounding."""
+    distance, allowed = _distance(actual, expected[-len(actual) :]), TOLERANCE[expected.dtype]
     if not distance <= allowed:
         allowed = max(allowed, ROUNDING_MARGIN * max(rounding, _rounding(model, example, expected)))
     return distance, allowed
 
 
-def _complaint(model: Any, example: Example, ours: Tensor, expected: Tensor, distance: float, allowed: float) -> str:
+def _mismatch_message(
+    model: Any, example: Example, actual: Tensor, expected: Tensor, distance: float, allowed: float
+) -> str:
     name = type(model).__name__
     if not bool(expected.isfinite().all()):
         return f"{name} computes logits that are not finite, by its own attention too; its weights look damaged"
@@ -245,17 +248,17 @@ def _rounding(model: Any, example: Example, expected: Tensor) -> float:
         return 0.0
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def _distance(actual: Tensor, expected: Tensor) -> float:
     """The distance between logits [T, vocab], relative to the spread of the expected ones.
 
-    In half precision, rounding may send a few tokens to another expert: there it is the distance that most tokens are
-    within. A wrong mask or position affects at least half of them.
+    In half precision, rounding may send a few tokens to another expert: so it is a quantile of the tokens' distances. A
+    wrong mask or position affects at least half of them.
     """
     spread = (expected - expected.mean()).double().norm(dim=-1).square().mean().sqrt().clamp(min=1e-12)
-    apart = (found - expected).double().norm(dim=-1) / spread
+    distances = (actual - expected).double().norm(dim=-1) / spread
     if expected.dtype == torch.float32:
-        return float(apart.square().mean().sqrt())
-    return float(apart.quantile(MAX_TOKENS))
+        return float(distances.square().mean().sqrt())
+    return float(distances.quantile(MAX_TOKENS))
 
 
 def _paged_logits(model: Any, probed: ProbedLayers, examples: list[Example], border: int | None) -> list[Tensor]:
@@ -302,23 +305,23 @@ def _step(
 
 def _caches(model: Any, probed: ProbedLayers, num_blocks: int, device: torch.device) -> list[Tensor]:
     dtype = next(model.parameters()).dtype
-    spans = [BLOCK_SIZE * (one.key_dim + one.value_dim) for one in probed.layouts]
+    spans = [BLOCK_SIZE * (layout.key_dim + layout.value_dim) for layout in probed.layouts]
     return [
-        torch.zeros(num_blocks, one.num_kv_heads, span, dtype=dtype, device=device)
-        for one, span in zip(probed.layouts, spans, strict=True)
+        torch.zeros(num_blocks, layout.num_kv_heads, span, dtype=dtype, device=device)
+        for layout, span in zip(probed.layouts, spans, strict=True)
     ]
 
 
 # Windows made small.
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Settings by which masks and caches of transformers choose what a layer sees and keeps."""
+"""Settings by which transformers' masks and caches choose a layer's window."""
 
 
 @contextmanager
 def _small_windows(text: Any) -> Iterator[bool]:
-    """While the body runs, the windows that the configuration has are SMALL_WINDOW, but for those that no sequence is
-    longer than. Yields whether there are any."""
+    """Set the configuration's windows to SMALL_WINDOW while the body runs, except windows as long as the context.
+    Yields True if there are any."""
     before = {name: getattr(text, name, None) for name in _WINDOWS}
     last = text.max_position_embeddings
     named = {name: value for name, value in before.items() if isinstance(value, int) and value < last}

@@ -1,8 +1,8 @@
-"""Checks a checkpoint's files before any weight is loaded; of safetensors files, the headers.
+"""Checks a checkpoint's files, and the headers of safetensors files, before any weight is loaded.
 
 transformers silently takes one of two tensors with the same name, converts integers that another library has packed to
-floating point, and ignores a `generation_config.json` that it cannot read. Weights that are missing or do not fit are
-found when they are loaded (`checkpoint`).
+floating point, and ignores a `generation_config.json` that it cannot read. Missing or
+misshapen weights are detected when they are loaded (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from kvferry.core.sampling import SamplingParams
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The settings of it that apply to requests without their own."""
+"""Settings in `generation_config.json` that apply to requests without their own."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _FLOATS = ("F", "BF")
-"""How the names of floating-point dtypes begin; all others are integers, booleans and complex numbers."""
+"""Prefixes of the names of floating-point dtypes; all others are integers, booleans and complex numbers."""
 
 
 def require_sound(folder: Path, *, quantized: bool) -> None:
     """Raise `ConfigError` if the files contradict each other or the configuration. `quantized`: the configuration
     describes quantized weights. Weights in other files than safetensors are not checked."""
     _require_generation_config(folder / GENERATION)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for name in _files(folder):
         for tensor, number_format in _tensors(folder / name):
-            if tensor in where and not _same(tensor, folder / where[tensor], folder / name):
+            if tensor in file_of and not _same(tensor, folder / file_of[tensor], folder / name):
                 raise ConfigError(
-                    f"{tensor} is in {where[tensor]} and in {name} of {str(folder)!r}, with other values; delete the"
+                    f"{tensor} is in {file_of[tensor]} and in {name} of {str(folder)!r}, with other values; delete the"
                     " file that is not of this checkpoint"
                 )
             if tensor.endswith("weight") and not quantized and not number_format.startswith(_FLOATS):
@@ -46,28 +46,29 @@ def require_sound(folder: Path, *, quantized: bool) -> None:
                     f"{tensor} in {name} of {str(folder)!r} is stored as {number_format}, and config.json has no"
                     " quantization_config that says what this means; give a checkpoint in floating point"
                 )
-            where[tensor] = name
+            file_of[tensor] = name
 
 
 def _require_generation_config(path: Path) -> None:
-    """A `generation_config.json`, if there is one, can be read: it says which tokens end an answer."""
+    """Raise `ConfigError` if there is a `generation_config.json` that cannot be read: it has the tokens that end
+    answers."""
     if not path.is_file():
         return
     try:
-        found: Any = json.loads(path.read_bytes())
-        if not isinstance(found, dict):
-            raise TypeError(f"an object is expected, not a {type(found).__name__}")
-        _require_generation_values(found)
+        config: Any = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError(f"an object is expected, not a {type(config).__name__}")
+        _require_generation_values(config)
     except (ValueError, TypeError, RecursionError, InvalidRequest) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}; copy it again, or delete it") from error
 
 
-def _require_generation_values(found: dict[str, Any]) -> None:
-    """The sampling defaults and `eos_token_id` are valid. May raise `ValueError` or `InvalidRequest`."""
-    given = {name: found[name] for name in SAMPLING_DEFAULTS if found.get(name) is not None}
-    msgspec.convert(given, SamplingParams).validate()
+def _require_generation_values(config: dict[str, Any]) -> None:
+    """Raise `ValueError` or `InvalidRequest` unless the sampling defaults and `eos_token_id` are valid."""
+    sampling = {name: config[name] for name in SAMPLING_DEFAULTS if config.get(name) is not None}
+    msgspec.convert(sampling, SamplingParams).validate()
     try:
-        msgspec.convert(found.get("eos_token_id"), int | list[int] | None)
+        msgspec.convert(config.get("eos_token_id"), int | list[int] | None)
     except msgspec.ValidationError as error:
         raise ValueError(f"eos_token_id: {error}") from error
 
@@ -90,12 +91,12 @@ def _files(folder: Path) -> list[str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found: Any = json.loads(index.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in found.values()):
+        weight_map: Any = json.loads(index.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("a file's name is text")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(index)!r} does not say which weights are in which file: {error!r}") from error
-    return dict(found)
+    return dict(weight_map)
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, str]]:
@@ -117,6 +118,6 @@ def _is_lfs_pointer(path: Path) -> bool:
     return False
 
 
-def _same(tensor: str, one: Path, other: Path) -> bool:
-    with safe_open(one, framework="pt") as left, safe_open(other, framework="pt") as right:
+def _same(tensor: str, left_path: Path, right_path: Path) -> bool:
+    with safe_open(left_path, framework="pt") as left, safe_open(right_path, framework="pt") as right:
         return bool(torch.equal(left.get_tensor(tensor), right.get_tensor(tensor)))

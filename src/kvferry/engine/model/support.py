@@ -1,4 +1,4 @@
-"""Which architectures run exactly. Everything else is refused at start."""
+"""The architectures that run exactly. All others are refused at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def require_supported(config: Any, model_class: type[Any]) -> None:
     """Raise `UnsupportedModel` with the reason, before any weight is loaded.
 
-    The numeric self-check of the loaded model (`self_check`) finds what cannot be seen here.
+    The numeric self-check of the loaded model (`self_check`) finds all other differences.
     """
     name = f"{model_class.__name__} ({config.model_type})"
     if not getattr(model_class, "_supports_attention_backend", False):

@@ -1,8 +1,8 @@
 """The two attention operations, each computed by the fastest implementation that fits.
 
 KV cache of one layer: `[num_blocks, kv_heads, block_size * (key_dim + value_dim)]`. Within a head of a block, the keys
-`[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. What is behind the end of a sequence may
-be anything, including NaN.
+`[block_size, key_dim]` come first, then the values `[block_size, value_dim]`. Values behind the end of a sequence are
+undefined, and may be NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that modelling code multiplies with `F.linear` directly instead of through `nn.Linear`, mostly those of MoE
+"""Weights that modelling code multiplies with `F.linear` directly instead of through `nn.Linear`, mostly in MoE
 routers. They are packed too, so that these products also give a row the same bits in any batch.
 """
 
@@ -16,7 +16,7 @@ _CASTS = (Tensor.float, Tensor.type, Tensor.to)
 
 
 class _Products(TorchFunctionMode):
-    """While active, records which parameters are used as weights of `F.linear`, directly or after a cast."""
+    """Records, while active, the parameters that are used as weights of `F.linear`, directly or after a cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Products(TorchFunctionMode):
 
 def pack_bare_weights(model: nn.Module, run: Any) -> int:
     """Replace the parameters that `run(model)`, a forward pass, multiplies by `F.linear` outside of `nn.Linear`.
-    Returns how many."""
+    Returns their number."""
     with _Products() as products:
         run(model)
     count = 0

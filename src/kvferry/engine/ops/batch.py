@@ -36,7 +36,7 @@ class AttentionBatch:
     block_tables: Tensor
     """int32 [B, max_blocks]: block ids of each sequence, 0 behind its last block."""
     slots: Tensor
-    """int64 [T]: the slot mapping: where each new token's KV goes, `block id * block_size + offset`."""
+    """int64 [T]: the slot mapping: the slot of each new token's KV, `block id * block_size + offset`."""
     positions: Tensor
     """int64 [T]: each new token's position in its sequence."""
     block_size: int
@@ -57,7 +57,7 @@ class AttentionBatch:
 
     @property
     def max_query_len(self) -> int:
-        """Most new tokens of any sequence."""
+        """Max number of new tokens of any sequence."""
         return int(np.diff(self.host_starts).max())
 
     @property

@@ -1,7 +1,7 @@
 """A whole decoder layer in two calls of the kernels, one before attention and one after it.
 
 With one row for each sequence, calling twenty small operations from Python takes a third as long as reading the weights
-from memory; here it is two calls. Built from parts that were replaced before, where they are in the common order: norm,
+from memory; two calls avoid that. Built from parts that were replaced before, if they are in the common order: norm,
 attention, add, norm, feed-forward, add.
 """
 
@@ -23,8 +23,7 @@ from kvferry.engine.ops.self_attention import FusedSelfAttention
 
 
 class Workspace:
-    """Buffers for what is between the operations of a layer. All layers of a model share one, since they run in
-    turn."""
+    """Buffers between the operations of a layer. All layers of a model share one workspace, since they run in turn."""
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -32,7 +31,7 @@ class Workspace:
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def reserve(self, rows: int) -> None:
-        """Make room for `rows` rows. When this changes `capacity`, addresses of earlier buffers are invalid."""
+        """Reserve space for `rows` rows. When this changes `capacity`, addresses of earlier buffers are invalid."""
         if rows > self.capacity:
             self.capacity = rows
             self._buffers.clear()
@@ -81,7 +80,7 @@ class FusedDecoderLayer:
 
     @classmethod
     def variants(cls, module: Any, workspace: Workspace) -> Iterator[Self]:
-        """One if the layer's parts have been replaced, else none."""
+        """A fused layer if the layer's parts have been replaced, else nothing."""
         parts = [module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp]
         first, second, attention, mlp = (part.forward for part in parts)
         if isinstance(first, FusedRMSNorm) and isinstance(second, FusedRMSNorm):  # noqa: SIM102 (mypy narrows so)
@@ -98,8 +97,8 @@ class FusedDecoderLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """hidden_states [1, T, hidden] → [1, T, hidden]; other batches take the module's original forward method, as
-        does who brings a cache (`past_key_values` before transformers 5.24)."""
+        """hidden_states [1, T, hidden] → [1, T, hidden]; other batches use the module's original forward method, and so
+        do calls with a cache (`past_key_values` before transformers 5.24)."""
         caches = {name: others.pop(name) for name in ("cache", "past_key_values") if name in others}
         has_cache = any(cache is not None for cache in caches.values())
         if hidden_states.shape[0] != 1 or has_cache or position_embeddings is None:
@@ -110,7 +109,7 @@ class FusedDecoderLayer:
             return output
         rows, hidden = hidden_states.shape[1], hidden_states.contiguous()
         self._prepare(rows)
-        self._enter.x = hidden.data_ptr()
+        self._input_norm_call.x = hidden.data_ptr()
         cosine, sine = self._attention.angles(position_embeddings, (1, rows))
         rotation = self._rotation
         rotation.cosine, rotation.sine, rotation.size = cosine.data_ptr(), sine.data_ptr(), cosine.shape[2]
@@ -121,12 +120,16 @@ class FusedDecoderLayer:
             0
         ].contiguous()
         out = torch.empty_like(hidden)
-        self._join.x, self._join.residual, self._leave.out = attended.data_ptr(), hidden.data_ptr(), out.data_ptr()
+        self._output_call.x, self._output_call.residual, self._down_call.out = (
+            attended.data_ptr(),
+            hidden.data_ptr(),
+            out.data_ptr(),
+        )
         self._after.run(rows)
         return out
 
     def _prepare(self, rows: int) -> None:
-        """Make buffers and views for `rows` rows, if they are not there."""
+        """Make buffers and views for `rows` rows, unless they exist."""
         self._workspace.reserve(rows)
         if self._capacity != self._workspace.capacity:
             self._capacity, self._views_rows = self._workspace.capacity, 0
@@ -146,21 +149,21 @@ class FusedDecoderLayer:
         self._qkv = buffer("qkv", attention.qkv.out_features)
         normed, middle = buffer("normed", hidden).data_ptr(), buffer("middle", mlp.gate_up.out_features).data_ptr()
         between, qkv = buffer("between", hidden).data_ptr(), self._qkv.data_ptr()
-        self._enter = self._norms[0].call(0, normed, row_stride=hidden)
+        self._input_norm_call = self._norms[0].call(0, normed, row_stride=hidden)
         self._rotation = attention.rotation(self._qkv)
         self._before = KernelProgram(
-            self._enter,
+            self._input_norm_call,
             attention.qkv.call(normed, qkv),
             *attention.head_norms(self._qkv),
             *([] if attention.rotation_form == "none" else [self._rotation]),
             is_half=is_half,
         )
-        self._join = attention.out.call(0, between)
-        self._leave = mlp.down.call(middle, 0, residual=between)
+        self._output_call = attention.out.call(0, between)
+        self._down_call = mlp.down.call(middle, 0, residual=between)
         self._after = KernelProgram(
-            self._join,
+            self._output_call,
             self._norms[1].call(between, normed, row_stride=hidden),
             mlp.gate_up.call(normed, middle),
-            self._leave,
+            self._down_call,
             is_half=is_half,
         )

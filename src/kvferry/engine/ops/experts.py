@@ -1,8 +1,8 @@
 """All experts of an MoE layer in one call of the kernels, on packed weights.
 
 transformers keeps the weights of all experts stacked in two or three parameters, and calls each chosen expert by
-itself. Here rows are grouped by expert, gate and up are one product, and the sum for a token does not depend on other
-tokens.
+itself. The kernel groups rows by expert, computes gate and up in one product, and a token's sum does not depend on
+other tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StackedWeight:
         units = native.packed_units(columns, depth, is_half)
         self.packed = weights.empty(experts * units, torch.int32)
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        for expert, one in enumerate(weight.detach()):
-            source = one.contiguous()
+        for expert, expert_weight in enumerate(weight.detach()):
+            source = expert_weight.contiguous()
             target = self.packed.data_ptr() + expert * units * 4
             native.pack_weight(source.data_ptr(), columns, depth, target, is_half)
 
@@ -51,17 +51,17 @@ class FusedExperts:
         self._dtype, self.is_gated = leave.dtype, enter.shape[1] == 2 * middle
         missing = -middle % vector_length()
         self.middle = middle + missing
-        self._enter = StackedWeight(
+        self._gate_up = StackedWeight(
             _arranged(enter, missing, self.is_gated),
             None if enter_bias is None else _arranged(enter_bias, missing, self.is_gated),
         )
-        self._leave = StackedWeight(nn.functional.pad(leave, (0, missing)), leave_bias)
+        self._down = StackedWeight(nn.functional.pad(leave, (0, missing)), leave_bias)
         self.gate, self.limit, self.alpha = "silu", 0.0, 1.0
 
     @classmethod
     def variants(cls, module: Any) -> Iterator[Self]:
-        """One for each activation that the kernels have, with and without the limit that the module names. The same
-        object each time, changed."""
+        """A variant for each activation of the kernels, with and without the module's limit. Yields the same object
+        each time, updated in place."""
         if not _is_plain(module):
             return
         fused = cls(module)
@@ -85,8 +85,8 @@ class FusedExperts:
         chosen, shares = chosen.long().contiguous(), shares.float().contiguous()
         out = torch.empty_like(x)
         call = ExpertsCall(
-            x.data_ptr(), self._enter.addresses[0], self._leave.addresses[0],
-            self._enter.addresses[1], self._leave.addresses[1],
+            x.data_ptr(), self._gate_up.addresses[0], self._down.addresses[0],
+            self._gate_up.addresses[1], self._down.addresses[1],
             chosen.data_ptr(), shares.data_ptr(), out.data_ptr(),
             x.shape[0], chosen.shape[1], self.num_experts, self.hidden, self.middle, x.shape[1],
             GATES.index(self.gate), self.is_gated, self.limit, self.alpha,
@@ -114,13 +114,13 @@ def _entering(module: nn.Module) -> Tensor | None:
 
 def _is_plain(module: Any) -> bool:
     """Ordinary weights with nothing added: not tensor-parallel (DTensor), not quantized."""
-    found = {name: value for name, value in module._parameters.items() if value is not None}
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
     return (
         library() is not None
-        and set(found) <= set(_PARAMETERS)
+        and set(parameters) <= set(_PARAMETERS)
         and not any(True for _ in module.children() if next(_.parameters(), None) is not None)
-        and all(type(x) is nn.Parameter and x.device.type == "cpu" for x in found.values())
-        and len({x.dtype for x in found.values()}) == 1
+        and all(type(x) is nn.Parameter and x.device.type == "cpu" for x in parameters.values())
+        and len({x.dtype for x in parameters.values()}) == 1
         and module.down_proj.dtype in PACKABLE
     )
 
@@ -148,7 +148,7 @@ def _arranged(x: Tensor, missing: int, is_gated: bool) -> Tensor:
 
 
 def _clamps_of(module: Any) -> Iterator[tuple[float, float]]:
-    """(limit, alpha) to try: those of the module's attributes, and no limit."""
+    """(limit, alpha) to try: from the module's attributes, and without limit."""
     limits = [getattr(module, name, None) for name in ("swiglu_limit", "limit")]
     alphas = [getattr(module, name, None) for name in ("swiglu_alpha", "alpha")]
     limit = next((float(x) for x in limits if isinstance(x, int | float)), None)

@@ -19,8 +19,8 @@ class FusedGatedMLP:
 
     @classmethod
     def variants(cls, module: Any) -> Iterator[Self]:
-        """One for each activation that the kernels have; the right one is found by comparing results. The same object
-        each time, changed."""
+        """A variant for each activation of the kernels; the right one is found by comparing results. Yields the same
+        object each time, updated in place."""
         joined, down = getattr(module, "gate_up_proj", None), module.down_proj
         if not can_pack(joined or module.gate_proj, joined or module.up_proj, down):
             return
@@ -32,8 +32,8 @@ class FusedGatedMLP:
                 yield fused
 
     def install(self, module: nn.Module) -> None:
-        """Replace the module's forward method, and free its own weights. No name of the original is left for another
-        product than it was."""
+        """Replace the module's forward method, and free its own weights. Original
+        names are not reused for other products."""
         for name in ("gate_proj", "up_proj", "gate_up_proj"):
             if hasattr(module, name):
                 delattr(module, name)

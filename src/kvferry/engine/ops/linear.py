@@ -41,7 +41,7 @@ class PackedLinear(nn.Module):
         self.gate, self._columns, self.dtype = gate, columns, weight.dtype
         self._is_half = weight.dtype == torch.bfloat16
         native = library()
-        assert native is not None, "pack only where can_pack() said so"
+        assert native is not None, "pack only if can_pack()"
         self._native = native
         units = native.packed_units(columns, self.in_features, self._is_half)
         packed = weights.empty(units, torch.int32)
@@ -87,7 +87,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> PackedWeight:
-        """What modelling code gets that reads the weight by itself."""
+        """The weight as a tensor, for modelling code that reads it."""
         assert self.gate is None, "rows of gate and value are interleaved"
         return PackedWeight.of(self)
 
@@ -116,8 +116,8 @@ class PackedWeight(Tensor):
     """The weight of a `PackedLinear` as a tensor, for modelling code that reads it instead of calling the layer, as MoE
     routers do; made by `of`.
 
-    `F.linear` and casts to float32 use the packed form, so that a row's bits do not depend on the rows beside it. Every
-    other operation gets the weight unpacked, which is slow and right. What would change it raises `RuntimeError`.
+    `F.linear` and casts to float32 use the packed form, so that a row's bits do not depend on other rows. Every other
+    operation gets the weight unpacked, which is slow and right. Operations that would change it raise `RuntimeError`.
     """
 
     _layer: PackedLinear
@@ -145,7 +145,7 @@ class PackedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Called by torch for what such a function computes."""
+        """Called by torch for the operations of such a function."""
         if function._schema.is_mutable:
             raise RuntimeError(f"{function} would change a weight that is packed for this CPU")
         args, kwargs = tree_map_only(cls, lambda weight: weight._layer.unpacked(), (args, kwargs or {}))
@@ -191,7 +191,7 @@ def is_plain_weight(weight: Any) -> bool:
 
 
 def pack_together(*linears: nn.Linear) -> PackedLinear:
-    """One packed layer for several with the same input; its output is theirs, concatenated."""
+    """One packed layer for several with the same input; its output is their concatenated outputs."""
     return PackedLinear(torch.cat([linear.weight for linear in linears]), joined_bias(linears))
 
 

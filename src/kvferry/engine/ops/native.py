@@ -2,8 +2,8 @@
 
 KVFERRY_ISA selects the kernels of another instruction set (ISAS), to test them or to compare machines.
 
-They are a plain shared library rather than a PyTorch extension: it compiles in seconds, needs no headers of torch, and
-a call costs microseconds. Without it, `library()` is None and plain PyTorch is used. Calls release the GIL.
+They are a plain shared library rather than a PyTorch extension: it compiles in seconds, needs no torch headers, and a
+call costs microseconds. Without it, `library()` is None and plain PyTorch is used. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-Wno-psabi")
 ISA = environment.ISA
 _EVERY_FMA = "--param=avoid-fma-max-bits=0"
 """Tuned for some processors (AMD's Zen), GCC multiplies and adds separately in chains of additions that it finds; then
-a row would depend on how many others are computed beside it."""
+a row would depend on the number of rows in its batch."""
 ISAS = {
     "native": ("-march=native", _EVERY_FMA),
     "amx-emulated": ("-march=native", _EVERY_FMA, "-DEMULATE_AMX"),
@@ -149,5 +149,5 @@ def _built() -> Path:
 
 def _openmp() -> list[str]:
     """torch's own OpenMP runtime, to link with: two runtimes in one process would compete for the cores."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(path) for path in found]
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(path) for path in libraries]

@@ -24,10 +24,10 @@ class FusedRMSNorm:
 
     @classmethod
     def variants(cls, module: nn.Module) -> Iterator[Self]:
-        """What `module` may compute: Llama's form, one that rounds last, and Gemma's with 1 + weight."""
+        """The formulas that `module` may compute: Llama's, one that rounds last, and Gemma's with 1 + weight."""
         weight = getattr(module, "weight", None)
-        found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-        epsilon = next((value for value in found if isinstance(value, float)), None)
+        epsilons = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+        epsilon = next((value for value in epsilons if isinstance(value, float)), None)
         if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.dtype not in PACKABLE or epsilon is None:
             return
         yield cls(weight, weight.dtype, epsilon, round_first=True)

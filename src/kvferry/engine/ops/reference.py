@@ -62,7 +62,7 @@ def paged_attention(
 def _gather(part: Tensor, batch: AttentionBatch, group: QueryGroup) -> Tensor:
     """The group's KV in sequence order: [G, kv_heads, context, dim], context rounded up to whole blocks.
 
-    What is behind a sequence's end is set to zero: it may not be finite, and then a mask would not be enough.
+    Values behind a sequence's end are set to zero: if they are not finite, a mask would not be enough.
     """
     num_blocks = -(-group.max_context_len // batch.block_size)
     blocks = part[batch.block_tables[group.rows, :num_blocks].long()].transpose(1, 2).flatten(2, 3)
@@ -71,7 +71,7 @@ def _gather(part: Tensor, batch: AttentionBatch, group: QueryGroup) -> Tensor:
 
 
 def _visible(batch: AttentionBatch, group: QueryGroup, *, causal: bool, window: int | None) -> Tensor:
-    """bool [G, query_len, context]: which keys a new token sees; a window includes the token itself."""
+    """bool [G, query_len, context]: true for keys that a new token sees; a window includes the token itself."""
     num_blocks = -(-group.max_context_len // batch.block_size)
     key_position = torch.arange(num_blocks * batch.block_size, device=batch.slots.device)
     position = batch.positions[group.tokens][:, :, None]

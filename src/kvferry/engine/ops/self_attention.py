@@ -1,6 +1,6 @@
 """The self-attention module of a decoder layer, with Q, K and V in one product and rotation in place.
 
-Writing KV and attending stay with the function that is registered in transformers' attention interface.
+The function registered in transformers' attention interface still writes KV and attends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvferry.engine.ops.native import NormCall, RotateCall, library
 from kvferry.engine.ops.norm import FusedRMSNorm
 
 ROTATION_FORMS = ("turn", "double", "none")
-""""turn": rotate the first elements of a head, as many as there are angles. "double": twice as many, because only half
-of the angles are given. "none": rotate nothing."""
+""""turn": rotate the first elements of a head, one for each angle. "double": twice as many, because the embeddings
+contain only half of the angles. "none": rotate nothing."""
 
 
 class FusedSelfAttention:
@@ -37,7 +37,7 @@ class FusedSelfAttention:
 
     @classmethod
     def variants(cls, module: Any, head_dim: int, settings: dict[str, Any]) -> Iterator[Self]:
-        """One for each form of rotation. Returns the same object each time, updated in place."""
+        """A variant for each form of rotation. Yields the same object each time, updated in place."""
         query, key, value = module.q_proj, module.k_proj, module.v_proj
         if not can_pack(query, key, value, module.o_proj):
             return
@@ -74,16 +74,16 @@ class FusedSelfAttention:
             self._rotate(query, *angles)
             self._rotate(key, *angles)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if (kept := past_key_values if cache is None else cache) is not None:
-            key, value = kept.update(key, value, self.module.layer_idx)
+        if (kv_cache := past_key_values if cache is None else cache) is not None:
+            key, value = kv_cache.update(key, value, self.module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         attended, weights = attend(self.module, query, key, value, attention_mask, **self.settings, **others)
         return self.out.forward(attended.flatten(2)), weights
 
-    def angles(self, given: tuple[Tensor, Tensor], shape: Sequence[int]) -> list[Tensor]:
+    def angles(self, embeddings: tuple[Tensor, Tensor], shape: Sequence[int]) -> list[Tensor]:
         """Cosine and sine as the kernel needs them: [*shape, size], contiguous. Raises `ValueError` if they do not
         fit."""
-        both = [torch.cat([x, x], dim=-1) for x in given] if self.rotation_form == "double" else given
+        both = [torch.cat([x, x], dim=-1) for x in embeddings] if self.rotation_form == "double" else embeddings
         if any(x.shape[-1] > self.head_dim or x.dtype != self.dtype for x in both):
             raise ValueError(f"cannot turn heads of {self.head_dim} by angles {tuple(both[0].shape)} {both[0].dtype}")
         return [x.expand(*shape, -1).contiguous() for x in both]
@@ -99,15 +99,15 @@ class FusedSelfAttention:
         )  # fmt: skip
         native.rotate(byref(call), heads.element_size() == 2)
 
-    # The same in pieces, for a program of the whole layer; `qkv` is a buffer [capacity, qkv.out_features].
+    # Calls for a program of the whole layer; `qkv` is a buffer [capacity, qkv.out_features].
 
     def head_norms(self, qkv: Tensor) -> list[NormCall]:
         """Calls that normalize the heads of query and key in place; none if the module has no such norms."""
-        found = [getattr(norm, "forward", None) for norm in self._norms]
+        forwards = [getattr(norm, "forward", None) for norm in self._norms]
         counts, starts = (self.heads, self.kv_heads), (0, self.heads * self.head_dim)
         return [
             norm.call(address, address, heads=count, row_stride=qkv.shape[1])
-            for norm, count, start in zip(found, counts, starts, strict=True)
+            for norm, count, start in zip(forwards, counts, starts, strict=True)
             if isinstance(norm, FusedRMSNorm) and (address := qkv.data_ptr() + start * qkv.element_size())
         ]
 

@@ -32,9 +32,9 @@ class SummedLinear(nn.Module):
 
 
 def _summed(part: Tensor) -> Tensor:
-    """The sum over all ranks, with the same bits wherever in the batch a row is.
+    """The sum over all ranks, with the same bits at any position of a row in the batch.
 
-    A ring all-reduce adds in an order that depends on an element's place; for two ranks there is only one order.
+    A ring all-reduce adds in an order that depends on an element's position; for two ranks there is only one order.
     """
     if dist.get_world_size() <= 2:
         dist.all_reduce(part)
@@ -42,8 +42,8 @@ def _summed(part: Tensor) -> Tensor:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     total = parts[0].float()
-    for one in parts[1:]:
-        total += one
+    for addend in parts[1:]:
+        total += addend
     return total.to(part.dtype)
 
 
@@ -56,15 +56,15 @@ class GatheredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features], the same on every rank."""
-        ours: Tensor = self.shard(x)
-        all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_ranks, ours.contiguous())
+        part: Tensor = self.shard(x)
+        all_ranks = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, part.contiguous())
         return torch.cat(all_ranks, dim=-1)
 
 
 def localize(model: Any) -> int:
-    """Replace the sharded linear layers of `model` that can be replaced. Returns how many. All ranks call it
-    together."""
+    """Replace the sharded linear layers of `model` that can be replaced. Returns their number. All ranks
+    call it together."""
     count = 0
     for parent_name, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):

@@ -1,12 +1,12 @@
 """Makes a loaded Hugging Face model fast on the CPU, in place: a list of replacements, each verified before it is made.
 
-One forward pass of the unmodified model is recorded: inputs and outputs of each module that may be replaced, and what
-reached the attention function. A replacement must reproduce its record, or the module stays as it was; so what a model
-family does differently (a multiplier, another pairing in the rotation) is found without knowing the family. All
-remaining `nn.Linear` are packed. Nothing is done on other devices, or without the kernels.
+One forward pass of the unmodified model is recorded: inputs and outputs of each module that may be replaced, and the
+arguments of the attention function. A replacement must reproduce its record, or the module stays unchanged; so the
+peculiarities of a model family (a multiplier, another pairing in the rotation) are detected without knowing the family.
+All remaining `nn.Linear` are packed. Does nothing on other devices, or without the kernels.
 
 On tensor-parallel ranks, modules that contain collective operations (attention, feed-forward, the whole layer) are not
-replaced; their parts are. Ranks may therefore differ in what they replace without waiting for each other.
+replaced; their parts are. Ranks may therefore replace different modules without waiting for each other.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class FusedForward(Protocol):
         """The module's forward method."""
 
     def install(self, module: nn.Module) -> None:
-        """Replace the module's forward method, and free what the module no longer needs."""
+        """Replace the module's forward method, and free the weights that it no longer needs."""
 
 
 SCALES = {"norm": (1e-3,), "mlp": (30.0, 1000.0), "experts": (30.0, 1000.0)}
-"""Factors of the recorded input for which a replacement must agree too: small inputs show a norm's epsilon, and large
+"""Factors of the recorded input for which a replacement must agree too: small inputs reveal a norm's epsilon, large
 ones the limit of an activation."""
 
 
@@ -79,7 +79,7 @@ class AttentionRecord:
 
 
 def optimize(model: nn.Module) -> Counter[str]:
-    """Replace what can be replaced; returns how many modules of each kind. Call it after `torch.set_num_threads`.
+    """Replace modules with faster ones; returns their number by kind. Call it after `torch.set_num_threads`.
 
     Takes a causal language model of transformers in evaluation mode. Raises `RuntimeError` if the logits have changed
     in the end, which would be a defect of kvferry.
@@ -95,8 +95,8 @@ def optimize(model: nn.Module) -> Counter[str]:
         if vector_length() == SHORT_VECTOR and logits.dtype == torch.bfloat16:
             logger.warning("decoding in bfloat16 is up to a seventh slower than in float32 on this processor (no AVX2)")
         workspace = Workspace()
-        for module, found in records.items():
-            done[type(module).__name__] += replace(module, found, workspace)
+        for module, recorded in records.items():
+            done[type(module).__name__] += replace(module, recorded, workspace)
         done["Linear"] += pack_linears(model)
         with recorded_attention(model):
             done["bare weight"] += pack_bare_weights(model, run)
@@ -132,8 +132,8 @@ def record(model: nn.Module) -> tuple[Tensor, dict[nn.Module, Record]]:
         logits = run(model)
     for hook in hooks:
         hook.remove()
-    for module, found in records.items():
-        found.attention = attention.get(attending_part(module))
+    for module, recorded in records.items():
+        recorded.attention = attention.get(attending_part(module))
     return logits, dict(sorted(records.items(), key=lambda item: KINDS.index(kind_of(item[0]))))
 
 
@@ -151,7 +151,7 @@ def run(model: Any) -> Tensor:
 
 @contextmanager
 def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]:
-    """While the body runs, the attention function mixes its inputs in a simple way and records them by module."""
+    """Replace the attention function, while the body runs, by a simple mix of its inputs, recorded by module."""
     calls: dict[nn.Module, AttentionRecord] = {}
 
     def attend(
@@ -176,7 +176,7 @@ def recorded_attention(model: Any) -> Iterator[dict[nn.Module, AttentionRecord]]
         model.config._attn_implementation = before
 
 
-# What may be replaced by what.
+# Modules and their replacements.
 
 KINDS = ("norm", "mlp", "experts", "attention", "layer")
 """Kinds of modules that are replaced, parts before the modules that contain them."""
@@ -190,7 +190,7 @@ _CHILDREN = (
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """Which of KINDS `module` is; None: none of them."""
+    """The kind of `module`, one of KINDS; None: no such kind."""
     if type(module).__name__.endswith("RMSNorm"):
         return "norm"
     if holds_experts(module):
@@ -204,7 +204,7 @@ def attending_part(module: Any) -> Any:
     return getattr(module, "self_attn", module)
 
 
-def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterator[FusedForward]:
+def fused_candidates(module: nn.Module, recorded: Record, workspace: Workspace) -> Iterator[FusedForward]:
     """Faster forward methods to try for `module`."""
     match kind_of(module):
         case "norm":
@@ -213,54 +213,54 @@ def proposals(module: nn.Module, found: Record, workspace: Workspace) -> Iterato
             yield from FusedGatedMLP.variants(module)
         case "experts":
             yield from FusedExperts.variants(module)
-        case "attention" if found.attention is not None:
-            settings = {k: v for k, v in found.attention.settings.items() if k not in found.kwargs}
-            yield from FusedSelfAttention.variants(module, found.attention.tensors[0].shape[-1], settings)
-        case "layer" if found.attention is not None:
+        case "attention" if recorded.attention is not None:
+            settings = {k: v for k, v in recorded.attention.settings.items() if k not in recorded.kwargs}
+            yield from FusedSelfAttention.variants(module, recorded.attention.tensors[0].shape[-1], settings)
+        case "layer" if recorded.attention is not None:
             yield from FusedDecoderLayer.variants(module, workspace)
 
 
-def replace(module: nn.Module, found: Record, workspace: Workspace) -> bool:
-    """Replace `module`'s forward method by the first proposal that reproduces the record. Returns whether one did."""
-    for fused in proposals(module, found, workspace):
-        if _reproduces(fused, module, found):
+def replace(module: nn.Module, recorded: Record, workspace: Workspace) -> bool:
+    """Replace `module`'s forward method by the first proposal that reproduces the record. Returns True if one did."""
+    for fused in fused_candidates(module, recorded, workspace):
+        if _reproduces(fused, module, recorded):
             fused.install(module)
             return True
     return False
 
 
-def _reproduces(fused: FusedForward, module: nn.Module, found: Record) -> bool:
+def _reproduces(fused: FusedForward, module: nn.Module, recorded: Record) -> bool:
     try:
-        if found.attention is None:
+        if recorded.attention is None:
             scales = SCALES[kind_of(module) or ""]
             return (
-                _same(fused(*found.args, **found.kwargs), found.output)
-                and all(_same_scaled(fused, module, found, scale) for scale in scales)
-                and (not isinstance(fused, FusedExperts) or _same_of_every_expert(fused, module, found))
+                _same(fused(*recorded.args, **recorded.kwargs), recorded.output)
+                and all(_same_scaled(fused, module, recorded, scale) for scale in scales)
+                and (not isinstance(fused, FusedExperts) or _same_of_every_expert(fused, module, recorded))
             )
-        return _attends_alike(fused, attending_part(module), found, found.attention)
+        return _attends_equally(fused, attending_part(module), recorded, recorded.attention)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
-        return False  # it does not take the original's arguments
+        return False  # it does not accept the original's arguments
 
 
-def _same_scaled(fused: FusedForward, module: nn.Module, found: Record, scale: float) -> bool:
-    args = (found.args[0] * scale, *found.args[1:])
-    return _same(fused(*args, **found.kwargs), module(*args, **found.kwargs))
+def _same_scaled(fused: FusedForward, module: nn.Module, recorded: Record, scale: float) -> bool:
+    args = (recorded.args[0] * scale, *recorded.args[1:])
+    return _same(fused(*args, **recorded.kwargs), module(*args, **recorded.kwargs))
 
 
-def _same_of_every_expert(fused: FusedExperts, module: Any, found: Record) -> bool:
-    """The recorded tokens went to few of the experts. Also whether the module does something with a number behind those
-    of its experts: some have experts without weights, which pass on their input."""
-    hidden, chosen, shares = found.args
+def _same_of_every_expert(fused: FusedExperts, module: Any, recorded: Record) -> bool:
+    """True if the results agree for every expert: the recorded tokens went to few of them. False also if the module
+    uses a number beyond its experts: some have experts without weights, which return their input."""
+    hidden, chosen, shares = recorded.args
     rows, count = torch.arange(fused.num_experts) % len(hidden), fused.num_experts
-    everyone = (torch.arange(count)[:, None] + torch.arange(chosen.shape[1])) % count
-    routed = (hidden[rows], everyone.to(chosen.dtype), shares[rows])
+    all_experts = (torch.arange(count)[:, None] + torch.arange(chosen.shape[1])) % count
+    routed = (hidden[rows], all_experts.to(chosen.dtype), shares[rows])
     if not _same(fused(*routed), module(*routed)):
         return False
     config: Any = getattr(module, "config", None)
     before = getattr(config, "_experts_implementation", None)
     try:
-        if before is not None:  # the others take such a number for an address
+        if before is not None:  # other implementations use such a number as an address
             config._experts_implementation = "eager"
         return not bool(module(hidden, torch.full_like(chosen, count), shares).any())
     except (IndexError, RuntimeError):
@@ -270,35 +270,35 @@ def _same_of_every_expert(fused: FusedExperts, module: Any, found: Record) -> bo
             config._experts_implementation = before
 
 
-def _attends_alike(fused: FusedForward, attending: Any, found: Record, original: AttentionRecord) -> bool:
+def _attends_equally(fused: FusedForward, attending: Any, recorded: Record, original: AttentionRecord) -> bool:
     with recorded_attention(attending) as calls:
-        output = fused(*found.args, **found.kwargs)
-    ours, theirs = (value[0] if isinstance(value, tuple) else value for value in (output, found.output))
+        output = fused(*recorded.args, **recorded.kwargs)
+    actual, expected = (value[0] if isinstance(value, tuple) else value for value in (output, recorded.output))
     call = calls[attending]
     return (
-        type(output) is type(found.output)
-        and _same(ours, theirs)
+        type(output) is type(recorded.output)
+        and _same(actual, expected)
         and all(map(_same, call.tensors, original.tensors))
         and _equal_settings(call.settings, original.settings)
     )
 
 
-def _same(ours: Tensor, theirs: Tensor, tolerance: float | None = None) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+def _same(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    limit = TOLERANCE[theirs.dtype] if tolerance is None else tolerance
-    return bool((ours.double() - theirs.double()).norm() <= limit * theirs.double().norm())
+    limit = TOLERANCE[expected.dtype] if tolerance is None else tolerance
+    return bool((actual.double() - expected.double()).norm() <= limit * expected.double().norm())
 
 
-def _equal_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        value is theirs[name] or (not isinstance(value, Tensor) and value == theirs[name])
-        for name, value in ours.items()
+def _equal_settings(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        value is expected[name] or (not isinstance(value, Tensor) and value == expected[name])
+        for name, value in actual.items()
     )
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack every remaining linear layer. Returns how many."""
+    """Pack every remaining linear layer. Returns their number."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -9,7 +9,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.engine.server.config import ServerConfig
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.endpoint import chat_route, completions_route
-from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.engine.server.registrar import RegisteredServer, RegistrarConfig
 from kvferry.engine.server.utility_routes import UtilityRoutes
 from kvferry.http.server.http_server import HttpServer, OnListening, signals_end
@@ -18,7 +18,7 @@ from kvferry.http.server.routes import Route, Routes
 
 @dataclass(frozen=True)
 class App:
-    """What a server serves, and what its handlers share."""
+    """The routes of a server, and the context that its handlers share."""
 
     context: ServerContext
     routes: Routes
@@ -29,10 +29,14 @@ class App:
 
 
 def build_app(
-    front: EngineFront, config: ServerConfig | None = None, *, seed: int | None = None, clock: Clock = SYSTEM_CLOCK
+    engine_client: EngineClient,
+    config: ServerConfig | None = None,
+    *,
+    seed: int | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> App:
-    """The OpenAI server of one engine. `seed`: for requests without one; None draws one for each."""
-    context = ServerContext(front, config or ServerConfig(), seed=seed, clock=clock)
+    """The OpenAI server of one engine. `seed`: for requests without one; None: a random one for each."""
+    context = ServerContext(engine_client, config or ServerConfig(), seed=seed, clock=clock)
     routes = [
         Route("POST", "/v1/completions", completions_route(context).handle),
         Route("POST", "/v1/chat/completions", chat_route(context).handle),
@@ -42,7 +46,7 @@ def build_app(
 
 
 async def serve(
-    front: EngineFront,
+    engine_client: EngineClient,
     config: ServerConfig | None = None,
     *,
     seed: int | None = None,
@@ -50,7 +54,7 @@ async def serve(
     handle_signals: bool = True,
     registrar: RegistrarConfig | None = None,
 ) -> None:
-    """Serve `front` until the process is stopped (`shutdown_signals`). The caller closes the engine.
+    """Serve an engine until the process is stopped (`shutdown_signals`). The caller closes the engine.
 
     With `handle_signals` (main thread only), a signal begins the shutdown, and a second one cuts it short.
     Until then, the instance is registered at the routers of `registrar`. Raises `ConfigError` if the address cannot be
@@ -58,8 +62,8 @@ async def serve(
     """
 
     async def healthy() -> bool:
-        return front.healthy
+        return engine_client.healthy
 
-    server = RegisteredServer(build_app(front, config, seed=seed).server(), registrar, healthy)
+    server = RegisteredServer(build_app(engine_client, config, seed=seed).server(), registrar, healthy)
     with signals_end(server) if handle_signals else nullcontext():
         await server.run(on_listening)

@@ -1,5 +1,4 @@
-"""Assembles what the client sees of one choice from the engine's outputs: text, stop strings, offsets, finish
-reason."""
+"""Assembles one choice for the client from the engine's outputs: text, stop strings, offsets, finish reason."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ _MAX_CHARACTER = 4
 """Bytes of the longest UTF-8 character; at most one byte less can be pending, with one byte for each token."""
 
 _MAX_PENDING = 64
-"""If more tokens than this have no text yet, they are decoded as far as possible: otherwise a run of bytes that are not
-text would be decoded from its beginning with each token."""
+"""Max number of tokens without text; more are decoded as far as possible. Otherwise a run of bytes that are not text
+would be decoded from its beginning with each token."""
 
 
 class Detokenizer:
@@ -60,10 +59,10 @@ class Detokenizer:
     def _restart(self, keep: int) -> str:
         """Decode the pending tokens except the last `keep`, which may be the beginning of a character."""
         cut = len(self._pending) - keep
-        done, kept = self._pending[:cut], self._pending[cut:]
+        done, rest = self._pending[:cut], self._pending[cut:]
         text = str(self._backend.decode(done, skip_special_tokens=self._skip_special_tokens)) if done else ""
         self._stream, self._pending = self._new_stream(), []
-        return text + "".join([self.step(token_id) for token_id in kept])
+        return text + "".join([self.step(token_id) for token_id in rest])
 
     def _new_stream(self) -> DecodeStream:
         return DecodeStream(skip_special_tokens=self._skip_special_tokens)
@@ -77,7 +76,7 @@ class SendableText(msgspec.Struct, frozen=True):
 
 
 class StopStrings:
-    """Looks for stop strings in the text; with `include`, the one that is found stays in it."""
+    """Detects stop strings in the text; with `include`, the text contains the detected one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -85,20 +84,19 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> SendableText:
-        """What can be sent after `text` has arrived. With `may_stop` false, stop strings are treated as ordinary
-        text."""
+        """The text that can be sent after `text` has arrived. With `may_stop` false, stop strings are ordinary text."""
         if not self._stops:
             return SendableText(text)
         text = self._held + text
-        if may_stop and (found := self._first(text)) is not None:
+        if may_stop and (stopped := self._first(text)) is not None:
             self._held = ""
-            return found
+            return stopped
         cut = self._cut(text)
         self._held = text[cut:]
         return SendableText(text[:cut])
 
     def flush(self) -> str:
-        """The text that was held back because a stop string might have followed."""
+        """The text that was held because it might begin a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -107,11 +105,11 @@ class StopStrings:
         ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
         if not ends:
             return None
-        end, stop = min(ends, key=lambda found: found[0])
+        end, stop = min(ends, key=lambda entry: entry[0])
         return SendableText(text[: end if self._include else end - len(stop)], stop)
 
     def _cut(self, text: str) -> int:
-        """The index from which on the text must be held back."""
+        """The index from which on the text must be held."""
         longest = max(map(len, self._stops)) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if any(self._may_grow(text, start, stop) for stop in self._stops):
@@ -126,7 +124,7 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tokens become text, and which text ends the answer."""
+    """Options of detokenization, and the stop strings."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -135,7 +133,7 @@ class TextOptions:
 
 
 class Delta(msgspec.Struct):
-    """What is new in one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
+    """The new part of one choice. `offsets`: for each token, the index in the choice's text at which it begins, in
     characters.
 
     `first`: the choice begins; `finish_reason`: set when it ends. Text may come later than its tokens.
@@ -165,20 +163,20 @@ class ChoiceAssembler:
         self._num_characters = 0
 
     def replay(self, token_ids: list[int]) -> None:
-        """Take an answer so far, which the client already has. Raises `InvalidRequest` if it is complete."""
+        """Feed an answer so far, which the client already has. Raises `InvalidRequest` if it is complete."""
         if self.feed(EngineOutput(request_id="", token_ids=token_ids)).finish_reason is not None:
             raise InvalidRequest("the answer to be continued has already ended with a stop string", param=CONTINUED)
 
     def feed(self, output: EngineOutput) -> Delta:
-        """What `output` adds. A stop string ends the choice even though the engine would continue."""
+        """The delta that `output` adds. A stop string ends the choice even though the engine would continue."""
         delta = Delta(self.index, first=not self._started, prompt_logprobs=output.prompt_logprobs)
         self._started = True
         last = len(output.token_ids) - 1
-        for place, token_id in enumerate(output.token_ids):
-            stopped_by_token = place == last and output.finish_reason == "stop"
+        for position, token_id in enumerate(output.token_ids):
+            stopped_by_token = position == last and output.finish_reason == "stop"
             shown = not stopped_by_token or self._options.include_stop
             if output.logprobs:
-                delta.logprobs += output.logprobs[place : place + 1]
+                delta.logprobs += output.logprobs[position : position + 1]
             if (stop := self._take(delta, token_id, shown=shown)) is not None:
                 delta.finish_reason, delta.stop_reason = "stop", stop
                 return delta
@@ -187,38 +185,39 @@ class ChoiceAssembler:
         return delta
 
     def _take(self, delta: Delta, token_id: int, *, shown: bool) -> str | None:
-        """Take one more token. Returns the stop string that it completes, if any."""
+        """Add one token. Returns the stop string that it completes, if any."""
         delta.token_ids.append(token_id)
         delta.offsets.append(self._num_characters)
         self._num_tokens += 1
-        return self._pass_on(delta, self._detokenizer.step(token_id)) if shown else None
+        return self._emit(delta, self._detokenizer.step(token_id)) if shown else None
 
-    def _pass_on(self, delta: Delta, text: str) -> str | None:
+    def _emit(self, delta: Delta, text: str) -> str | None:
         self._num_characters += len(text)
         passed: SendableText = self._stop_strings.feed(text, may_stop=self._num_tokens > self._options.min_tokens)
         delta.text += passed.text
         return passed.stop
 
     def _end(self, delta: Delta, output: EngineOutput) -> None:
-        """The engine has ended the sequence: text that was held back is released, unless it contains a stop string."""
+        """End the choice, because the engine has ended the sequence: held text is released, unless it contains a stop
+        string."""
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
-        if (stop := self._pass_on(delta, self._detokenizer.flush())) is not None:
+        if (stop := self._emit(delta, self._detokenizer.flush())) is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
         else:
             delta.text += self._stop_strings.flush()
 
 
-def joined(deltas: Iterable[Delta]) -> Delta:
+def merge_deltas(deltas: Iterable[Delta]) -> Delta:
     """All deltas of a choice as one."""
-    whole: Delta | None = None
+    merged: Delta | None = None
     for delta in deltas:
-        if whole is None:
-            whole = delta
+        if merged is None:
+            merged = delta
             continue
-        whole.text += delta.text
-        whole.token_ids += delta.token_ids
-        whole.offsets += delta.offsets
-        whole.logprobs += delta.logprobs
-        whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-    assert whole is not None  # every choice has at least a last delta
-    return whole
+        merged.text += delta.text
+        merged.token_ids += delta.token_ids
+        merged.offsets += delta.offsets
+        merged.logprobs += delta.logprobs
+        merged.finish_reason, merged.stop_reason = delta.finish_reason, delta.stop_reason
+    assert merged is not None  # every choice has at least a last delta
+    return merged

@@ -53,17 +53,17 @@ async def render_chat(body: ChatCompletionRequest, codec: TextCodec) -> str:
     return await codec.off_loop.run_if(big, _render, codec.tokenizer, body.messages, options)
 
 
-def _is_small(value: Any, most: int) -> bool:
-    """True if the value has at most `most` characters and entries in all; stops counting there."""
-    waiting = [value]
-    while waiting and most >= 0:
-        one = waiting.pop()
-        most -= len(one) if isinstance(one, str | list | dict) else 1
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-    return most >= 0
+def _is_small(value: Any, max_size: int) -> bool:
+    """True if the value has at most `max_size` characters and entries in total. Stops counting beyond that."""
+    pending = [value]
+    while pending and max_size >= 0:
+        item = pending.pop()
+        max_size -= len(item) if isinstance(item, str | list | dict) else 1
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return max_size >= 0
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, A
         _require_message(message, f"messages[{index}]")
     try:
         forms = content_forms(tokenizer, options["tools"])
-        messages = _known_roles([_plain_message(message, forms) for message in messages], forms)
+        messages = _map_developer_role([_plain_message(message, forms) for message in messages], forms)
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
         text.encode()  # arguments of tool calls are JSON within JSON, and may contain half of a surrogate pair
     except TemplateError as error:
@@ -99,12 +99,12 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
         **options,
         "tools": body.tools or None,
         "documents": body.documents or None,
-        "add_generation_prompt": _opens_answer(body),
+        "add_generation_prompt": _adds_generation_prompt(body),
         "continue_final_message": bool(body.continue_final_message),
     }
 
 
-def _opens_answer(body: ChatCompletionRequest) -> bool:
+def _adds_generation_prompt(body: ChatCompletionRequest) -> bool:
     """True if the prompt ends with the beginning of a new answer; False if the last message is to be continued."""
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
@@ -114,13 +114,13 @@ def _opens_answer(body: ChatCompletionRequest) -> bool:
 
 
 def _require_message(message: dict[str, Any], where: str) -> None:
-    """Raise `InvalidRequest` unless this can be a message. Its content may be null, as in vLLM."""
+    """Raise `InvalidRequest` unless this is a valid message. Its content may be null, as in vLLM."""
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise InvalidRequest(f"{where}.role is required, and a string", param=f"{where}.role")
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        for place, part in enumerate(content):
-            _text_of_part(part, f"{where}.content[{place}]")
+        for position, part in enumerate(content):
+            _text_of_part(part, f"{where}.content[{position}]")
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(f"{where}.content must be a string or an array of parts", param=f"{where}.content")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
@@ -128,8 +128,8 @@ def _require_message(message: dict[str, Any], where: str) -> None:
 
 
 def _plain_message(message: dict[str, Any], forms: ContentForms) -> dict[str, Any]:
-    """The message as this template expects it: content in a form that it takes, arguments of tool calls as objects, and
-    what an assistant has thought under both names that templates use."""
+    """The message as this template expects it: content in a form that it accepts, arguments of tool calls as objects,
+    and an assistant's reasoning under both names that templates use."""
     plain, role, content = dict(message), message["role"], message.get("content")
     if not plain.get("tool_calls"):
         plain.pop("tool_calls", None)
@@ -143,9 +143,9 @@ def _plain_message(message: dict[str, Any], forms: ContentForms) -> dict[str, An
     return plain
 
 
-def _known_roles(messages: list[dict[str, Any]], forms: ContentForms) -> list[dict[str, Any]]:
-    """For a template without the role `developer`, these messages as the system's: all of them one, and the first,
-    since many templates take no other (vLLM does the same)."""
+def _map_developer_role(messages: list[dict[str, Any]], forms: ContentForms) -> list[dict[str, Any]]:
+    """Replace the role `developer` by `system` for templates without it: such messages are merged into the first one,
+    since many templates accept no other (vLLM does the same)."""
     if forms.developer or not any(message["role"] == "developer" for message in messages):
         return messages
     of_system = [message for message in messages if message["role"] in ("developer", "system")]

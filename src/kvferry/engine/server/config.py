@@ -10,7 +10,7 @@ from kvferry.http.server.config import HttpConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(HttpConfig):
-    """Where the server listens, its limits, and how it stops."""
+    """Address, limits and shutdown of the server."""
 
     max_choices: Count = 128
-    """Most answers one request may ask for: its prompts times its n."""
+    """Max number of choices of one request: its prompts times its n."""

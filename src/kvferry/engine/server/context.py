@@ -1,4 +1,4 @@
-"""What all routes of one server share."""
+"""The state that all routes of one server share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvferry.core.clock import SYSTEM_CLOCK, Clock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine.server.chat_template import render_chat
 from kvferry.engine.server.config import ServerConfig
-from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.engine.server.prompts import Prompt, require_encodable
 from kvferry.engine.server.text_codec import TextCodec, TokenTexts
 from kvferry.http.server.lifecycle import Lifecycle
@@ -17,25 +17,26 @@ from kvferry.observe.metrics import EngineMetrics
 
 
 class ServerContext:
-    """One engine, and what the server adds to it. `seed`: for requests without one; None draws one for each."""
+    """One engine, and the server's own objects for it. `seed`: for requests without one; None: a random one for
+    each."""
 
     def __init__(
-        self, front: EngineFront, config: ServerConfig, *, seed: int | None = None, clock: Clock | None = None
+        self, engine_client: EngineClient, config: ServerConfig, *, seed: int | None = None, clock: Clock | None = None
     ) -> None:
-        self.front = front
+        self.engine_client = engine_client
         self.config = config
         self.seed = seed
         self.clock = clock or SYSTEM_CLOCK
-        self.codec = TextCodec(front.tokenizer)
+        self.codec = TextCodec(engine_client.tokenizer)
         self.token_texts = TokenTexts(self.codec.backend)
         self.lifecycle = Lifecycle()
-        self.metrics = EngineMetrics(front.model_names[0])
+        self.metrics = EngineMetrics(engine_client.model_names[0])
 
     def require_model(self, name: str | None) -> str:
         """The model name for the answer: the request's, or the first one if it has none. Raises `UnknownModel`."""
-        if name is not None and name not in self.front.model_names:
+        if name is not None and name not in self.engine_client.model_names:
             raise UnknownModel(f"The model `{name}` does not exist.", param="model")
-        return self.front.model_names[0] if name is None else name
+        return self.engine_client.model_names[0] if name is None else name
 
     async def decode(self, raw: bytes, request: HttpRequest, body_type: type[Body]) -> Decoded[Body]:
         """A request body as `body_type`. Raises `InvalidRequest`."""
@@ -43,9 +44,9 @@ class ServerContext:
         return await self.codec.off_loop.run_if(len(raw) > THREAD_ABOVE_BYTES, decode_body, raw, body_type)
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
-        """The messages as tokens. Templates write special tokens themselves, so none are added unless the request asks
-        for it. Raises `InvalidRequest`."""
+        """The messages as tokens. Templates write special tokens themselves, so none are added unless the request
+        says so. Raises `InvalidRequest`."""
         text = await render_chat(body, self.codec)
         truncated = body.truncate_prompt_tokens is not None
-        await require_encodable(text, self.codec, self.front.max_model_len, "messages", truncated=truncated)
+        await require_encodable(text, self.codec, self.engine_client.max_model_len, "messages", truncated=truncated)
         return Prompt(await self.codec.encode(text, add_special_tokens=bool(body.add_special_tokens)))

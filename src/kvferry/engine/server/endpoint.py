@@ -14,7 +14,7 @@ from kvferry.api.requests import ChatCompletionRequest, CompletionRequest, Gener
 from kvferry.core.errors import RequestError
 from kvferry.core.messages.continuation import PROGRESS_HEADER
 from kvferry.core.messages.openai import REQUEST_ID_HEADER, TIMELINE_HEADER, sane_request_id
-from kvferry.engine.server.assembly import Delta, joined
+from kvferry.engine.server.assembly import Delta, merge_deltas
 from kvferry.engine.server.context import ServerContext
 from kvferry.engine.server.parameters import refused_hand_off
 from kvferry.engine.server.planning import Plan, plan_request, timeline_of
@@ -37,8 +37,7 @@ MakeWriter = Callable[..., Awaitable[AnswerWriter]]
 
 
 class GenerationRoute(Generic[GenerationBody]):
-    """One route that generates. Request, generation and answer are one task, so that whatever ends one of them ends
-    all."""
+    """One generating route. Request, generation and answer are one task, so that they end together."""
 
     def __init__(
         self, context: ServerContext, body_type: type[GenerationBody], id_prefix: str, make_writer: MakeWriter
@@ -56,11 +55,11 @@ class GenerationRoute(Generic[GenerationBody]):
             writer = await self._prepare(request, body, arrived)
         except RequestError:
             if (hand_off := refused_hand_off(body)) is not None:
-                self._context.front.refused(hand_off)
+                self._context.engine_client.refused(hand_off)
             raise
         off_loop = self._context.codec.off_loop
         if not body.stream:
-            await _send_whole(writer, off_loop, response)
+            await _send_response(writer, off_loop, response)
             return
         marks = None
         if request.header(PROGRESS_HEADER) is not None and self._is_continuable(writer, body):
@@ -71,7 +70,7 @@ class GenerationRoute(Generic[GenerationBody]):
     def _is_continuable(self, writer: AnswerWriter, body: GenerationBody) -> bool:
         children = writer.generation.children
         sampling = children[0].request.sampling
-        return len(children) == 1 and self._context.front.continues(sampling, is_seeded=body.seed is not None)
+        return len(children) == 1 and self._context.engine_client.continues(sampling, is_seeded=body.seed is not None)
 
     async def _prepare(self, request: HttpRequest, body: GenerationBody, arrived: float) -> AnswerWriter:
         model = self._context.require_model(body.model)
@@ -112,7 +111,9 @@ async def decode(
     """The body as `body_type`. The answer gets a header that names fields without effect, and tools that cannot be
     called. Raises `InvalidRequest`."""
     decoded = await context.decode(raw, request, body_type)
-    warnings = [one for one in (warning_of(decoded.ignored), _warning_of_tools(decoded.body)) if one is not None]
+    warnings = [
+        warning for warning in (warning_of(decoded.ignored), _warning_of_tools(decoded.body)) if warning is not None
+    ]
     if warnings:
         response.add_header(WARNING_HEADER.lower().encode(), "; ".join(warnings).encode("latin-1", "replace"))
     return decoded.body
@@ -127,28 +128,28 @@ def _warning_of_tools(body: msgspec.Struct) -> str | None:
 
 @cache
 def _log_tools() -> None:
-    """Log this once in the life of the process."""
+    """Log the warning once per process."""
     log.warning("a request has tools: %s. vLLM behind the router returns calls", _NO_CALLS)
 
 
-async def _send_whole(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:
+async def _send_response(writer: AnswerWriter, off_loop: ThreadOffload, response: Response) -> None:
     deltas: list[list[Delta]] = [[] for _ in writer.generation.children]
 
     async def keep(delta: Delta) -> None:
         deltas[delta.index].append(delta)
 
     await writer.generation.run(keep)
-    choices = [joined(parts) for parts in deltas]
-    answer = await off_loop.run_if(_is_large(*choices), lambda: msgspec.json.encode(writer.whole(choices)))
+    choices = [merge_deltas(parts) for parts in deltas]
+    answer = await off_loop.run_if(_is_large(*choices), lambda: msgspec.json.encode(writer.full_response(choices)))
     response.send_json(answer)
 
 
 def _is_large(*deltas: Delta) -> bool:
     """True if the deltas have so many tokens and log-probabilities that encoding them takes long."""
-    num_places = 0
+    num_tokens = 0
     for delta in deltas:
-        num_places += len(delta.token_ids) + len(delta.prompt_logprobs or ())
-    return num_places > THREAD_ABOVE_TOKENS
+        num_tokens += len(delta.token_ids) + len(delta.prompt_logprobs or ())
+    return num_tokens > THREAD_ABOVE_TOKENS
 
 
 async def _send_stream(
@@ -157,7 +158,7 @@ async def _send_stream(
     stream = EventStream(response)
 
     async def send(delta: Delta) -> None:
-        # Called for every token: nothing is awaited that need not be.
+        # Called for every token: avoids awaits.
         events = await off_loop.run_if(True, writer.events, delta) if _is_large(delta) else writer.events(delta)
         stream.write(events, () if marks is None else marks.of(delta, len(events)))
         if response.slow:

@@ -1,4 +1,4 @@
-"""The engine as the server sees it."""
+"""The server's interface to the engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.statistics import EngineSnapshot
 
 
-class EngineFront(Protocol):
-    """What the server needs of an engine. Everything is called on the server's event loop, and nothing blocks."""
+class EngineClient(Protocol):
+    """The engine methods that the server needs. All are called on the server's event loop, and none blocks."""
 
     @property
     def engine_id(self) -> str:
-        """Names this engine, and no other, for as long as its process lives."""
+        """A unique name of this engine while its process lives."""
 
     @property
     def model_names(self) -> Sequence[str]:
@@ -53,26 +53,26 @@ class EngineFront(Protocol):
         """True if requests can be served now."""
 
     def describe(self) -> InstanceFacts:
-        """What a router has to know about this instance."""
+        """The facts about this instance for routers."""
 
     def generate(self, request: Request) -> AsyncIterator[EngineOutput]:
         """The outputs as they come. An asynchronous generator: closing it ends the request and frees everything it
         holds. Raises `RequestError`."""
 
     async def release(self, transfer_id: str) -> bool:
-        """End the lease of a hand-off that nobody will fetch. True if there was one."""
+        """End the lease of a hand-off that will not be fetched. Returns True if there was one."""
 
     def continues(self, sampling: SamplingParams, *, is_seeded: bool) -> bool:
-        """Whether another instance of this kind can continue an answer in the middle, so that it is the same answer.
-        `is_seeded`: the client gave the seed."""
+        """True if another instance of this kind can continue an answer in the middle without changing it. `is_seeded`:
+        the client set the seed."""
 
     def refused(self, hand_off: HandOff) -> None:
-        """A request was refused before `generate`: tell the instance that waits for its KV, or holds KV for it. Returns
-        at once."""
+        """Notify the instance that waits for the KV of a request that was refused before `generate`, or holds KV for
+        it. Returns at once."""
 
     async def kept(self, request: Request, *, pin: bool | None) -> KeptBlocks:
-        """What the connector's store has of a prompt. `pin` true: pin it there; false: unpin it; None: change nothing.
-        Raises `InvalidRequest`, also if there is no store."""
+        """The blocks of a prompt in the connector's store. `pin` True: pin them; False: unpin them; None: change
+        nothing. Raises `InvalidRequest`, also if there is no store."""
 
     async def statistics(self) -> EngineSnapshot:
         """Gauges, and counters since the start. Raises `Unavailable` if the engine has ended, as the other methods

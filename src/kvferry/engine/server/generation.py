@@ -1,7 +1,7 @@
 """Runs the sequences of one HTTP request in the engine, all at once, and counts their tokens.
 
-Whatever ends a run (an error, the client's disconnecting, the server's shutdown) closes every engine iterator, which
-frees what the sequence held.
+The end of a run (also an error, a disconnect or the server's shutdown) closes every engine iterator, which frees the
+sequence's resources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.core.messages.continuation import answer_name
 from kvferry.core.request import EngineOutput, Request
 from kvferry.core.sampling import drawn_by
 from kvferry.engine.server.assembly import ChoiceAssembler, Delta
-from kvferry.engine.server.engine_protocol import EngineFront
+from kvferry.engine.server.engine_protocol import EngineClient
 from kvferry.observe.metrics import EngineMetrics, RequestTracker
 
 Outputs = AsyncGenerator[EngineOutput, None]
@@ -32,13 +32,13 @@ Sink = Callable[[Delta], Awaitable[None]]
 
 @dataclass
 class Child:
-    """One sequence. `leads`: the first one of its prompt. `waits`: until the leader decodes. `continued`: another
-    instance began it, so its counts began there."""
+    """One sequence. `is_leader`: the first one of its prompt. `waits_for_leader`: it waits until the leader decodes.
+    `continued`: another instance began it, so its counts include that part."""
 
     request: Request
     assembler: ChoiceAssembler
-    leads: bool
-    waits: bool = False
+    is_leader: bool
+    waits_for_leader: bool = False
     num_tokens: int = 0
     num_cached_tokens: int = 0
     continued: bool = False
@@ -48,15 +48,15 @@ class Generation:
     """The sequences of one request. `run` it once; `usage` counts meanwhile, `ticket` and `timeline` are set at the
     end.
 
-    With a hand-off, only the leader has it, and the other sequences wait until it decodes: by then the prompt's KV is
-    here for all of them.
+    Only the leader takes part in a hand-off; the other sequences wait until it decodes: by then the instance has the
+    prompt's KV for all of them.
     """
 
     def __init__(
         self,
         children: Sequence[Child],
         *,
-        front: EngineFront,
+        engine_client: EngineClient,
         metrics: EngineMetrics,
         clock: Clock,
         arrived: float,
@@ -65,18 +65,18 @@ class Generation:
         self.num_unfinished = len(children)
         self.ticket: dict[str, Any] | None = None
         self.timeline: dict[str, float] = {}
-        self._front = front
+        self._front = engine_client
         self._metrics = metrics
         self._clock = clock
         self._arrived = arrived
-        self._leader_began = asyncio.Event()
+        self._leader_decodes = asyncio.Event()
 
     @property
     def answer_name(self) -> str:
-        """What another instance compares before it continues the answer of the first sequence."""
-        request, front = self.children[0].request, self._front
-        source = drawn_by(front.model_identity, request.sampling, front.eos_token_ids)
-        return answer_name(source, front.eos_token_ids, request.prompt_token_ids, request.cache_salt)
+        """The name of the first sequence's answer, which another instance compares before it continues it."""
+        request, engine_client = self.children[0].request, self._front
+        source = drawn_by(engine_client.model_identity, request.sampling, engine_client.eos_token_ids)
+        return answer_name(source, engine_client.eos_token_ids, request.prompt_token_ids, request.cache_salt)
 
     async def run(self, sink: Sink) -> None:
         """Generate everything, and pass each delta to `sink`. Raises `RequestError` if a sequence fails."""
@@ -89,9 +89,9 @@ class Generation:
                     group.create_task(self._pump(child, sink))
 
     def usage(self, index: int | None = None) -> answers.Usage:
-        """Tokens so far: of the whole request, or of one choice (for `continuous_usage_stats`)."""
+        """Number of tokens so far: in the whole request, or in one choice (for `continuous_usage_stats`)."""
         if index is None:
-            leaders, counted = [child for child in self.children if child.leads], self.children
+            leaders, counted = [child for child in self.children if child.is_leader], self.children
         else:
             leaders = counted = [self.children[index]]
         num_prompt = sum(len(child.request.prompt_token_ids) for child in leaders)
@@ -104,8 +104,8 @@ class Generation:
         )
 
     async def _pump(self, child: Child, sink: Sink) -> None:
-        if child.waits:
-            await self._leader_began.wait()
+        if child.waits_for_leader:
+            await self._leader_decodes.wait()
         with self._metrics.track(len(child.request.prompt_token_ids), self._arrived, self._clock) as tracker:
             last = await self._until_last(child, sink, tracker)
             tracker.record_end(last.finish_reason or "stop", child.request.timeline)
@@ -120,16 +120,16 @@ class Generation:
                 _raise_failure(output)
                 tracker.record_tokens(len(output.token_ids))
                 delta = child.assembler.feed(output)
-                self._note(child, output, delta)
+                self._record(child, output, delta)
                 if delta.finish_reason is not None:
                     return delta
                 await sink(delta)
         raise Unavailable("the engine ended the request without an answer")
 
-    def _note(self, child: Child, output: EngineOutput, delta: Delta) -> None:
+    def _record(self, child: Child, output: EngineOutput, delta: Delta) -> None:
         child.num_tokens += len(delta.token_ids)
         if child.num_tokens > 1 or delta.finish_reason is not None:
-            self._leader_began.set()  # computed here: the first token came with the ticket, before any KV
+            self._leader_decodes.set()  # the first token came with the ticket, before any KV
         if not child.continued:
             child.num_cached_tokens = output.num_cached_tokens
         if output.timeline is not None:

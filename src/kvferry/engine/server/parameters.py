@@ -1,4 +1,4 @@
-"""Makes the engine's `SamplingParams` of a request's fields: the client's value, else the model's, else OpenAI's
+"""Builds the engine's `SamplingParams` from a request's fields: the client's value, else the model's, else OpenAI's
 default."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvferry.core.messages.hand_off import HandOff, Produce, parse_hand_off
 from kvferry.core.messages.kv_keys import KEY_FIELDS, KVTransferParams, parse_transfer_params
 from kvferry.core.sampling import MAX_LOGPROBS, SamplingParams
 
-_MODEL_MAY_DECIDE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_PASSED_ON = (
+_MODEL_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_PASSED_THROUGH = (
     *("presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "ignore_eos"),
     "include_stop_str_in_output",
 )
@@ -27,8 +27,8 @@ def sampling_params(
 
     Raises `InvalidRequest` that names the field.
     """
-    values: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
-    for name in _MODEL_MAY_DECIDE:
+    values: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_THROUGH}
+    for name in _MODEL_DEFAULTED:
         own = getattr(body, name)
         values[name] = defaults.get(name) if own is None else own
     sampling = SamplingParams(
@@ -50,7 +50,7 @@ def stop_strings(body: GenerationRequest) -> tuple[str, ...]:
 
 
 def num_logprobs(body: GenerationRequest) -> int | None:
-    """How many of the most likely tokens are wanted at each position; None: no log-probabilities."""
+    """Number of most likely tokens to return at each position; None: no log-probabilities."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatCompletionRequest)
@@ -71,12 +71,12 @@ def hand_off_of(body: GenerationRequest, request_id: str, num_prompts: int) -> H
 
 def transfer_params_of(body: GenerationRequest, num_prompts: int) -> list[KVTransferParams | None]:
     """The keys of each prompt. Raises `InvalidRequest` that names the field."""
-    beside = {field: getattr(body, field) for field in KEY_FIELDS}
-    return parse_transfer_params(body.kv_transfer_params, beside, num_prompts=num_prompts, tenant=body.cache_salt or "")
+    fields = {field: getattr(body, field) for field in KEY_FIELDS}
+    return parse_transfer_params(body.kv_transfer_params, fields, num_prompts=num_prompts, tenant=body.cache_salt or "")
 
 
 def refused_hand_off(body: GenerationRequest) -> HandOff:
-    """The part in a hand-off of a request that is refused; None if there is none that can be read."""
+    """The hand-off of a refused request; None if it has none, or an invalid one."""
     try:
         return parse_hand_off(body.kv_transfer_params, "")
     except InvalidRequest:
@@ -123,10 +123,10 @@ def _require_consistent_completion(body: CompletionRequest) -> None:
 
 
 def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
-    wanted = [body.prompt_logprobs]
+    numbers = [body.prompt_logprobs]
     if isinstance(body, CompletionRequest) and body.echo:
-        wanted.append(body.logprobs)
-    return max((number for number in wanted if number is not None), default=None)
+        numbers.append(body.logprobs)
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def _seed(body: GenerationRequest, default_seed: int | None) -> int:

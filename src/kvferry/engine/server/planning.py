@@ -37,12 +37,12 @@ from kvferry.engine.server.prompts import (
 from kvferry.engine.server.text_codec import THREAD_ABOVE_TOKENS
 
 _OLDEST_STAMP_S = 24 * 3600.0
-"""Older time stamps are invented by a client or come from a wrong clock, and would distort the metrics."""
+"""Max age of time stamps: older ones are forged or come from a wrong clock, and would distort the metrics."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What answers one request: `num_choices` sequences for each prompt. `shows_answer` False: only the prompt is
+    """The sequences that answer one request: `num_choices` for each prompt. `shows_answer` False: only the prompt is
     echoed. `continuation`: the part of the answer that the client already has."""
 
     prompts: list[Prompt]
@@ -57,11 +57,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class WantedTokens:
-    """How long the answer may be; `most` None: as long as the context allows. `field`: where the prompt came from."""
+class AnswerLength:
+    """The bound of the answer's length; `max_tokens` None: the context. `field`: the request's field with the
+    prompt."""
 
     field: str
-    most: int | None
+    max_tokens: int | None
     shows_answer: bool = True
 
 
@@ -69,10 +70,10 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     """Validate the request, make its prompts, and prepare its sequences. Nothing runs yet. Raises `RequestError`."""
     refuse_unsupported(body)
     require_consistent(body)
-    wanted = wanted_tokens(body)
+    length = answer_length(body)
     engine_id = f"{answer_id}-{entropy.token_hex(4)}"  # clients may repeat their ids
-    given = split_prompts(body.prompt) if isinstance(body, CompletionRequest) else []
-    num_prompts = len(given) or 1
+    raw_prompts = split_prompts(body.prompt) if isinstance(body, CompletionRequest) else []
+    num_prompts = len(raw_prompts) or 1
     hand_off = hand_off_of(body, engine_id, num_prompts)
     transfer_params = transfer_params_of(body, num_prompts)
     number = num_choices(body, hand_off)
@@ -80,19 +81,22 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
     continuation = parse_continuation(body.kv_transfer_params)
     if continuation is not None:
         _require_continuable(body, number * num_prompts, hand_off)
-    max_model_len = context.front.max_model_len
-    prompts = [truncate(prompt, body, max_model_len, wanted.most) for prompt in await _prompts(context, body, given)]
+    max_model_len = context.engine_client.max_model_len
+    prompts = [
+        truncate(prompt, body, max_model_len, length.max_tokens)
+        for prompt in await _prompts(context, body, raw_prompts)
+    ]
     for prompt, keys in zip(prompts, transfer_params, strict=True):
         if keys is not None:
             keys.num_prefix_tokens(prompt.token_ids)
-    builder = _ChildBuilder(context, body, wanted, engine_id, hand_off, timeline, continuation)
+    builder = _ChildBuilder(context, body, length, engine_id, hand_off, timeline, continuation)
     generation = Generation(
         [
             child
-            for place, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
-            for child in builder.children(prompt, place * number, number, keys)
+            for index, (prompt, keys) in enumerate(zip(prompts, transfer_params, strict=True))
+            for child in builder.children(prompt, index * number, number, keys)
         ],
-        front=context.front,
+        engine_client=context.engine_client,
         metrics=context.metrics,
         clock=context.clock,
         arrived=_arrived(timeline, hand_off),
@@ -104,11 +108,11 @@ async def plan_request(context: ServerContext, body: GenerationRequest, answer_i
             generation.children[0].assembler.replay,
             continuation.token_ids,
         )
-    return Plan(prompts, number, generation, wanted.shows_answer, continuation)
+    return Plan(prompts, number, generation, length.shows_answer, continuation)
 
 
 def timeline_of(header: str | None, now: float) -> Timeline:
-    """The router's stamps (`TIMELINE_HEADER`), or the arrival here. An invalid header is ignored."""
+    """The router's stamps (`TIMELINE_HEADER`), or the arrival at this instance. An invalid header is ignored."""
     timeline = Timeline()
     try:
         sent = msgspec.json.decode(header or "{}", type=Timeline)
@@ -122,20 +126,20 @@ def timeline_of(header: str | None, now: float) -> Timeline:
     return timeline
 
 
-def wanted_tokens(body: GenerationRequest) -> WantedTokens:
-    """How long the answer may be. Raises `InvalidRequest` if that is less than one token.
+def answer_length(body: GenerationRequest) -> AnswerLength:
+    """The bound of the answer's length. Raises `InvalidRequest` if that is less than one token.
 
-    `echo` with `max_tokens` 0 asks for the prompt alone; the engine has to make one token to compute its
+    `echo` with `max_tokens` 0 requests the prompt alone; the engine has to generate one token to compute its
     log-probabilities.
     """
     if isinstance(body, CompletionRequest):
         if body.echo and body.max_tokens == 0:
-            return WantedTokens("prompt", 1, shows_answer=False)
-        return WantedTokens("prompt", 16 if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
+            return AnswerLength("prompt", 1, shows_answer=False)
+        return AnswerLength("prompt", 16 if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
     assert isinstance(body, ChatCompletionRequest)
     if body.max_completion_tokens is not None:
-        return WantedTokens("messages", _positive("max_completion_tokens", body.max_completion_tokens))
-    return WantedTokens("messages", None if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
+        return AnswerLength("messages", _positive("max_completion_tokens", body.max_completion_tokens))
+    return AnswerLength("messages", None if body.max_tokens is None else _positive("max_tokens", body.max_tokens))
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ class _ChildBuilder:
 
     context: ServerContext
     body: GenerationRequest
-    wanted: WantedTokens
+    length: AnswerLength
     engine_id: str
     hand_off: HandOff
     timeline: Timeline
@@ -156,10 +160,10 @@ class _ChildBuilder:
         """The `number` choices of one prompt; the first one is choice `first_index` of the request, and has the
         prompt's keys."""
         sampling = self._sampling(prompt)
-        for place in range(number):
-            seed = child_seed(sampling.seed or 0, place)
+        for choice in range(number):
+            seed = child_seed(sampling.seed or 0, choice)
             own = msgspec.structs.replace(sampling, seed=seed)
-            yield self._child(prompt, first_index + place, own, place == 0, keys)
+            yield self._child(prompt, first_index + choice, own, choice == 0, keys)
 
     def _child(
         self, prompt: Prompt, index: int, sampling: SamplingParams, leads: bool, keys: KVTransferParams | None
@@ -179,20 +183,22 @@ class _ChildBuilder:
         options = self._text_options(sampling)
         assembler = ChoiceAssembler(index, self.context.codec.backend, prompt.token_ids, options)
         waits = not leads and (self.hand_off is not None or keys is not None)
-        child = Child(request, assembler, leads=leads, waits=waits)
+        child = Child(request, assembler, is_leader=leads, waits_for_leader=waits)
         if self.continuation is not None:
             child.continued, child.num_tokens = True, len(self.continuation.token_ids)
             child.num_cached_tokens = self.continuation.num_cached_tokens
         return child
 
     def _sampling(self, prompt: Prompt) -> SamplingParams:
-        front = self.context.front
-        vocab_size = front.vocab_size  # the model's, which may be larger than the tokenizer's
-        budget = answer_budget(len(prompt.token_ids), self.wanted.most, front.max_model_len, self.wanted.field)
-        sampling = sampling_params(
-            self.body, max_tokens=budget, defaults=front.default_sampling, default_seed=self.context.seed
+        engine_client = self.context.engine_client
+        vocab_size = engine_client.vocab_size  # the model's, which may be larger than the tokenizer's
+        budget = answer_budget(
+            len(prompt.token_ids), self.length.max_tokens, engine_client.max_model_len, self.length.field
         )
-        require_known_tokens(prompt.token_ids, vocab_size, self.wanted.field)
+        sampling = sampling_params(
+            self.body, max_tokens=budget, defaults=engine_client.default_sampling, default_seed=self.context.seed
+        )
+        require_known_tokens(prompt.token_ids, vocab_size, self.length.field)
         require_known_tokens(list(sampling.logit_bias), vocab_size, "logit_bias")
         require_known_tokens(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         if self.continuation is not None:
@@ -215,9 +221,11 @@ class _ChildBuilder:
         return None if self.body.timeout is None else self.context.clock.monotonic() + self.body.timeout
 
 
-async def _prompts(context: ServerContext, body: GenerationRequest, given: Sequence[str | list[int]]) -> list[Prompt]:
+async def _prompts(
+    context: ServerContext, body: GenerationRequest, raw_prompts: Sequence[str | list[int]]
+) -> list[Prompt]:
     if isinstance(body, CompletionRequest):
-        return await completion_prompts(body, given, context.codec, context.front.max_model_len)
+        return await completion_prompts(body, raw_prompts, context.codec, context.engine_client.max_model_len)
     assert isinstance(body, ChatCompletionRequest)
     return [await context.chat_prompt(body)]
 
@@ -228,12 +236,13 @@ def _positive(field: str, value: int) -> int:
     return value
 
 
-def _require_countable(number: int, num_prompts: int, most: int) -> None:
+def _require_countable(number: int, num_prompts: int, max_choices: int) -> None:
     if number < 1:
         raise InvalidRequest(f"n must be at least 1, got {number}", param="n")
-    if number * num_prompts > most:
+    if number * num_prompts > max_choices:
         raise InvalidRequest(
-            f"{num_prompts} prompts times n={number} are {number * num_prompts} choices; at most {most} are allowed",
+            f"{num_prompts} prompts times n={number} are {number * num_prompts} choices; at most {max_choices} are"
+            " allowed",
             param="n" if num_prompts == 1 else "prompt",
         )
 
@@ -260,7 +269,7 @@ def _require_room(num_tokens: int, budget: int) -> None:
 
 
 def _arrived(timeline: Timeline, hand_off: HandOff) -> float:
-    """When the client's request arrived: at the prefill instance, if the ticket says so."""
+    """Arrival time of the client's request: at the prefill instance, if the ticket has it."""
     arrived = timeline.arrived or 0.0
     result = hand_off.ticket.prefill_result if isinstance(hand_off, Consume) else None
     earlier = result.timeline.arrived if result is not None else None

@@ -1,4 +1,4 @@
-"""The prompts of a request as tokens: whether they fit the model, and their echo."""
+"""The prompts of a request as tokens, with checks that they fit the model, and their echo."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def require_encodable(
 
 
 def _require_few_tokens(text: str, codec: TextCodec, max_model_len: int, field: str) -> None:
-    """Raise if there are too many tokens. Those across boundaries count twice, which the factor 2 allows for."""
+    """Raise if there are too many tokens. Tokens across boundaries count twice; the factor 2 allows for that."""
     num_tokens = 0
     for start in range(0, len(text), _PIECE_CHARACTERS):
         num_tokens += codec.num_tokens(text[start : start + _PIECE_CHARACTERS])
@@ -109,7 +109,7 @@ def _too_long(text: str, max_model_len: int, field: str, why: str) -> ContextLen
 
 
 def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise `InvalidRequest` for a token id that the model does not have."""
+    """Raise `InvalidRequest` for a token id outside the vocabulary."""
     if not are_tokens(token_ids, vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
@@ -118,24 +118,24 @@ def require_known_tokens(token_ids: Sequence[int], vocab_size: int, field: str) 
 
 
 def truncate(prompt: Prompt, body: GenerationRequest, max_model_len: int, max_tokens: int | None) -> Prompt:
-    """Truncate the prompt to `truncate_prompt_tokens`, from the left by default; -1: to what fits the model. Raises
+    """Truncate the prompt to `truncate_prompt_tokens`, from the left by default; -1: to the model's context. Raises
     `InvalidRequest`."""
-    wanted = body.truncate_prompt_tokens
-    if wanted is None:
+    num_tokens = body.truncate_prompt_tokens
+    if num_tokens is None:
         return prompt
-    if wanted < -1 or wanted == 0:
+    if num_tokens < -1 or num_tokens == 0:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 or at least 1, got {wanted}", param="truncate_prompt_tokens"
+            f"truncate_prompt_tokens must be -1 or at least 1, got {num_tokens}", param="truncate_prompt_tokens"
         )
-    length = max(1, max_model_len - (max_tokens or 1)) if wanted == -1 else wanted
+    length = max(1, max_model_len - (max_tokens or 1)) if num_tokens == -1 else num_tokens
     if len(prompt.token_ids) <= length:
         return prompt
-    kept = prompt.token_ids[:length] if body.truncation_side == "right" else prompt.token_ids[-length:]
-    return Prompt(kept)
+    token_ids = prompt.token_ids[:length] if body.truncation_side == "right" else prompt.token_ids[-length:]
+    return Prompt(token_ids)
 
 
 def answer_budget(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
-    """How many tokens the answer may have: `max_tokens`, or what the prompt leaves of the context.
+    """Max number of tokens of the answer: `max_tokens`, or the rest of the context after the prompt.
 
     Raises `InvalidRequest` for an empty prompt, and `ContextLengthExceeded` with the numbers, in OpenAI's words.
     """

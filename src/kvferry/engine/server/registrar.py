@@ -1,7 +1,7 @@
 """An instance's side of registration: it reports to each router periodically until it leaves.
 
-Owns the last answer of each router. A router that cannot be reached, or has been restarted, gets the report as soon as
-it answers; routers do not delay each other.
+Owns the last answer of each router. A router that was unreachable, or restarted, gets the report as soon as it answers;
+routers do not delay each other.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from kvferry.http.tls import client_context
 
 logger = logging.getLogger(__name__)
 
-_ASK_S = 10.0
+_REQUEST_TIMEOUT_S = 10.0
 _MAX_ANSWER = 64 * 1024
 _FIRST_WAIT_S = 0.25
 _MAX_WAIT_S = 3.0
-"""Bounds of the wait before a router that did not answer is asked again; it doubles each time."""
-_LOOK_S = 0.25
-"""Longest interval between two questions to a router whether the instance is drained."""
+"""Bounds of the wait before a retry at a router that did not answer; it doubles each time."""
+_DRAIN_POLL_S = 0.25
+"""Max interval between two reports while a router drains the instance."""
 _RENEWALS_PER_LEASE = 3
 _MIN_RENEWAL_S, _MAX_RENEWAL_S = 0.05, 60.0
-"""Bounds of the wait between two renewals, whatever lease a router gives."""
-_LAST_WORD_S = 1.0
+"""Bounds of the wait between two renewals, for any lease of a router."""
+_DEREGISTER_S = 1.0
 _JSON = (b"content-type", b"application/json")
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegistrarConfig:
-    """The routers to register at, and what to report. `url` None: made of the host and port that the server listens on.
-    `host` is for a supervisor that registers a server of another program: the host that that server listens on."""
+    """The routers to register at, and the values to report. `url` None: built from the server's host and port. `host`
+    is for a supervisor that registers a server of another program: the host on which that server listens."""
 
     routers: tuple[str, ...]
     role: Role
@@ -71,12 +71,12 @@ class RegistrarConfig:
     def __post_init__(self) -> None:
         for router in self.routers:
             Origin.parse(router.rstrip("/"), "--register")
-        _ = self.tls  # so that a file that cannot be used is found now, not when a model has been loaded
+        _ = self.tls  # an unusable file is an error now, and not after a model is loaded
 
     @cached_property
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context for routers at https:// URLs. Its file is read once."""
-        if self.ca is None and not any(Origin.parse(one.rstrip("/")).tls for one in self.routers):
+        if self.ca is None and not any(Origin.parse(router.rstrip("/")).tls for router in self.routers):
             return None
         return client_context(self.ca)
 
@@ -91,10 +91,10 @@ def make_registrar(
     ca: Path | None = None,
     bootstrap_port: int | None = None,
 ) -> RegistrarConfig | None:
-    """The registrar that the flags describe; None if no router is named. Each item may name several routers, separated
-    by commas. An instance that does both phases registers for decode, since decode instances can do both. Raises
+    """The registrar for these flags; None if no router is named. Each item may name several routers, separated by
+    commas. An instance that does both phases registers for decode, since decode instances can do both. Raises
     `ConfigError`."""
-    named = tuple(one.strip() for item in routers for one in item.split(",") if one.strip())
+    named = tuple(name.strip() for item in routers for name in item.split(",") if name.strip())
     if not named:
         return None
     return RegistrarConfig(
@@ -110,9 +110,9 @@ def make_registrar(
 
 
 class Registrar:
-    """Registers one instance that listens on `host` and `port`. `serves` says whether it answers requests at the
-    moment; while it does not, leases are not renewed. `run` it beside the server, and call `leave` before the process
-    ends."""
+    """Registers one instance that listens on `host` and `port`. `serves` returns True if it answers requests at the
+    moment; while it does not, leases are not renewed. Call `run` as a task beside the server, and `leave` before the
+    process ends."""
 
     def __init__(
         self, config: RegistrarConfig, host: str, port: int, serves: Callable[[], Awaitable[bool]] | None = None
@@ -131,19 +131,18 @@ class Registrar:
             ):
                 client = SignedClient(http, self._config.secret)
                 for router in self._config.routers:
-                    group.create_task(self._keep(client, Origin.parse(router.rstrip("/"))))
+                    group.create_task(self._report_periodically(client, Origin.parse(router.rstrip("/"))))
         finally:
             self._done.set()
 
     async def leave(self, within_s: float) -> bool:
-        """Tell the routers to send no more requests, wait until they report that nothing runs here any more, or are
-        gone themselves, and then deregister. False if that takes longer than `within_s`; the instance deregisters
-        nevertheless."""
+        """Drain and deregister: routers send no more requests; wait until they report that no request is running, or
+        are gone. Returns False if that takes longer than `within_s`; the instance deregisters nevertheless."""
         self._change("draining")
         if await self._done_within(within_s):
             return True
         self._change("gone")
-        await self._done_within(_LAST_WORD_S)
+        await self._done_within(_DEREGISTER_S)
         return False
 
     def _change(self, state: State) -> None:
@@ -157,7 +156,7 @@ class Registrar:
                 await self._done.wait()
         return self._done.is_set()
 
-    async def _keep(self, client: SignedClient, origin: Origin) -> None:
+    async def _report_periodically(self, client: SignedClient, origin: Origin) -> None:
         """Report to one router periodically."""
         router = _Router(origin)
         while True:
@@ -168,22 +167,22 @@ class Registrar:
                 return
             if not (router.drained and state == "draining"):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s if state == "up" else _LOOK_S):
+                    async with asyncio.timeout(pause_s if state == "up" else _DRAIN_POLL_S):
                         await changed.wait()
 
     async def _notify(self, client: SignedClient, router: _Router, state: State) -> float:
-        """Report to it once; returns the seconds until the next report."""
+        """Send one report; returns the seconds until the next one."""
         try:
             if state == "up" and self._serves is not None and not await self._serves():
                 raise ProtocolError("the instance does not answer at the moment")
-            return router.on_reply(await self._ask(client, router, state), self._config.role)
-        except Exception as error:  # noqa: BLE001 - a fault of our own must not end the registration unheard
-            return router.failed(error)
+            return router.on_registered(await self._register(client, router, state), self._config.role)
+        except Exception as error:  # noqa: BLE001 - an internal error must not end the registration
+            return router.on_failure(error)
 
-    async def _ask(self, client: SignedClient, router: _Router, state: State) -> Registered:
+    async def _register(self, client: SignedClient, router: _Router, state: State) -> Registered:
         config = self._config
         url = config.url or await self._url_for(router)
-        if why := await client.rejection_reason(router.origin, _ASK_S):
+        if why := await client.rejection_reason(router.origin, _REQUEST_TIMEOUT_S):
             raise AuthenticationFailed(f"nothing is sent to it: {why}")
         announcement = Announcement(
             process=self._process,
@@ -198,22 +197,22 @@ class Registrar:
             "POST",
             REGISTER_PATH,
             purpose="register",
-            timeout_s=_ASK_S,
+            timeout_s=_REQUEST_TIMEOUT_S,
             headers=[_JSON],
             body=msgspec.json.encode(announcement),
             max_bytes=_MAX_ANSWER,
         )
         if status == Unavailable.status:
-            raise Unavailable(f"it answered {status}: {_complaint(content)}")
+            raise Unavailable(f"it answered {status}: {_error_message(content)}")
         if status != 200:
-            raise ProtocolError(f"it answered {status}: {_complaint(content)}")
+            raise ProtocolError(f"it answered {status}: {_error_message(content)}")
         try:
             return msgspec.json.decode(content, type=Registered)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"it answered {status}: {_complaint(content)}") from error
+            raise ProtocolError(f"it answered {status}: {_error_message(content)}") from error
 
     async def _url_for(self, router: _Router) -> str:
-        """The URL at which that router can reach this process, which may listen on all of the machine's addresses."""
+        """The URL at which a router can reach this process, which may listen on all of the machine's addresses."""
         host = self._host
         if host in _WILDCARDS:
             router.address = router.address or await _look_up(router.origin)
@@ -222,8 +221,8 @@ class Registrar:
 
 
 class RegisteredServer:
-    """A server that is registered at routers. When stopped, it first notifies them, and continues to serve until
-    nothing runs here or the grace period is over. Without `config` it is just the server."""
+    """A server that is registered at routers. When stopped, it first notifies them, and continues to serve until no
+    request is running or the grace period is over. Without `config` it is just the server."""
 
     def __init__(
         self, server: HttpServer, config: RegistrarConfig | None, serves: Callable[[], Awaitable[bool]] | None = None
@@ -278,35 +277,34 @@ class _Router:
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self.address: _Address | None = None
-        """The router's address, looked up once for as long as it answers."""
+        """The router's address, cached while it answers."""
         self.drained = False
         self.lost = False
-        """True if it did not answer, or refused, at the last attempt."""
-        self._trouble: str | None = ""
+        """True if the last attempt got no answer, or a refusal."""
+        self._last_error: str | None = ""
         self._wait_s = _FIRST_WAIT_S
 
-    def on_reply(self, answer: Registered, role: Role) -> float:
-        """Note the router's answer; returns the seconds until the next report."""
+    def on_registered(self, answer: Registered, role: Role) -> float:
+        """Record the router's answer; returns the seconds until the next report."""
         self.lost, self.drained = False, answer.state == "drained"
-        if self._trouble is not None:
+        if self._last_error is not None:
             logger.info("registered at %s for %s", self.origin, role)
-        self._trouble, self._wait_s = None, _FIRST_WAIT_S
+        self._last_error, self._wait_s = None, _FIRST_WAIT_S
         return min(max(answer.lease_s / _RENEWALS_PER_LEASE, _MIN_RENEWAL_S), _MAX_RENEWAL_S)
 
-    def failed(self, error: Exception) -> float:
-        """Record that it did not answer, or refused, or could not be asked; returns the seconds until the next
-        report."""
+    def on_failure(self, error: Exception) -> float:
+        """Record a failed report: no answer, a refusal, or an error; returns the seconds until the next report."""
         self.lost, self.address = not isinstance(error, Unavailable), None
         expected = isinstance(error, KvferryError)
         trouble = str(error) if expected else repr(error)
-        if trouble != self._trouble:
+        if trouble != self._last_error:
             logger.warning("not registered at %s: %s", self.origin, trouble, exc_info=None if expected else error)
-        self._trouble = trouble
+        self._last_error = trouble
         self._wait_s = min(2 * self._wait_s, _MAX_WAIT_S)
         return self._wait_s
 
 
-def _complaint(content: bytes) -> str:
+def _error_message(content: bytes) -> str:
     """The error in an answer that is not a success: the message in its error body if it has one."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])[:500]
@@ -319,28 +317,28 @@ _Address = tuple[socket.AddressFamily, Any]
 
 
 async def _look_up(peer: Origin) -> _Address:
-    """A peer's address, within `_ASK_S`. Raises `ConfigError`."""
+    """A peer's address, within `_REQUEST_TIMEOUT_S`. Raises `ConfigError`."""
     try:
-        async with asyncio.timeout(_ASK_S):
-            found = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)
+        async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+            addresses = await asyncio.get_running_loop().getaddrinfo(peer.host, peer.port, type=socket.SOCK_DGRAM)
     except TimeoutError as error:
-        raise _no_way(peer, f"its name could not be resolved within {_ASK_S:g} s") from error
+        raise _no_route(peer, f"its name could not be resolved within {_REQUEST_TIMEOUT_S:g} s") from error
     except (OSError, UnicodeError) as error:
-        raise _no_way(peer, getattr(error, "strerror", None) or str(error)) from error
-    family, _, _, _, address = found[0]
+        raise _no_route(peer, getattr(error, "strerror", None) or str(error)) from error
+    family, _, _, _, address = addresses[0]
     return family, address
 
 
-def _own_address(way: _Address, peer: Origin) -> str:
+def _own_address(target: _Address, peer: Origin) -> str:
     """This machine's address as used to reach a peer. Sends nothing and does not wait. Raises `ConfigError`."""
-    family, address = way
+    family, address = target
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise _no_way(peer, error.strerror or str(error)) from error
+        raise _no_route(peer, error.strerror or str(error)) from error
 
 
-def _no_way(peer: Origin, reason: str) -> ConfigError:
+def _no_route(peer: Origin, reason: str) -> ConfigError:
     return ConfigError(f"no way to {peer}: {reason}; set --advertise-url")

@@ -25,7 +25,7 @@ class EventStream:
         self._response = response
 
     def write(self, events: Sequence[msgspec.Struct], marks: Sequence[bytes] = ()) -> None:
-        """Send events in one piece, each behind its mark if there are marks. Does not wait: see `Response.drain`."""
+        """Send events in one write, each after its mark if there are marks. Does not wait: see `Response.drain`."""
         if not events:
             return
         self._start()
@@ -51,17 +51,17 @@ class ProgressMarks:
     def __init__(self, generation: Generation, created: int) -> None:
         self._generation, self._child = generation, generation.children[0]
         self._created = created
-        self._untold: list[int] = []
+        self._pending_tokens: list[int] = []
         self._begun = False
 
     def of(self, delta: Delta, num_events: int) -> list[bytes]:
-        """A mark for each event of `delta`. The tokens are in the last one: the other events contain none of the
-        answer's text."""
-        self._untold += delta.token_ids
+        """A mark for each event of `delta`. The last one has the tokens: the other events contain none of the answer's
+        text."""
+        self._pending_tokens += delta.token_ids
         if not num_events:
             return []
         marks = [self._mark() for _ in range(num_events)]
-        marks[-1].tokens, self._untold = self._untold, []
+        marks[-1].tokens, self._pending_tokens = self._pending_tokens, []
         marks[-1].last = delta.finish_reason is not None
         return [mark.encode() for mark in marks]
 

@@ -25,8 +25,8 @@ THREAD_ABOVE_TOKENS = 4096
 
 @lru_cache(maxsize=4)
 def _sizes(tokenizer: Any) -> tuple[int, int]:
-    """The number of a tokenizer's tokens, and how many characters the longest of them has. Many servers of one process
-    may have the same tokenizer."""
+    """The number of a tokenizer's tokens, and the length of the longest one in characters. Cached, because many servers
+    of one process may have the same tokenizer."""
     vocab = tokenizer.backend_tokenizer.get_vocab()
     return len(vocab), max(map(len, vocab), default=1)
 
@@ -57,9 +57,9 @@ class TextCodec:
         big = len(token_ids) > THREAD_ABOVE_TOKENS
         return await self.off_loop.run_if(big, self._decode, token_ids, skip_special_tokens)
 
-    async def written(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it."""
-        return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._written, token_ids)
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as written in the vocabulary."""
+        return await self.off_loop.run_if(len(token_ids) > THREAD_ABOVE_TOKENS, self._token_strings, token_ids)
 
     def num_tokens(self, text: str) -> int:
         """The number of tokens in `text`, without a list of them. Takes as long as encoding."""
@@ -71,7 +71,7 @@ class TextCodec:
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
-    def _written(self, token_ids: Sequence[int]) -> list[str]:
+    def _token_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [str(self.backend.id_to_token(token_id) or "") for token_id in token_ids]
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -86,7 +86,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     """Byte-level BPE (GPT-2) writes each byte as a printable character; this maps the characters back to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class TokenTexts:
@@ -95,8 +95,8 @@ class TokenTexts:
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self._alphabet = _byte_level_alphabet()
-        self._known: dict[int, tuple[str, bytes]] = {}
-        # Decoded behind another token, a token keeps the space that some decoders strip from the beginning of a text.
+        self._cache: dict[int, tuple[str, bytes]] = {}
+        # Decoded after another token, a token keeps the space that some decoders strip from the beginning of a text.
         self._anchor = list(backend.encode("a", add_special_tokens=False).ids)
         self._anchor_text = self._decode(self._anchor)
 
@@ -112,19 +112,19 @@ class TokenTexts:
         return self._look_up(token_id)[0]
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; those of consecutive tokens add up to UTF-8."""
+        """The token's bytes; concatenated over consecutive tokens, they are UTF-8."""
         return self._look_up(token_id)[1]
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._work_out(token_id)
-        return known
+        entry = self._cache.get(token_id)
+        if entry is None:
+            entry = self._cache[token_id] = self._compute(token_id)
+        return entry
 
-    def _work_out(self, token_id: int) -> tuple[str, bytes]:
-        behind = self._decode([*self._anchor, token_id])
-        if behind.startswith(self._anchor_text):
-            text = behind[len(self._anchor_text) :]
+    def _compute(self, token_id: int) -> tuple[str, bytes]:
+        decoded = self._decode([*self._anchor, token_id])
+        if decoded.startswith(self._anchor_text):
+            text = decoded[len(self._anchor_text) :]
         else:
             text = self._decode([token_id])
         return text, self._bytes_of_part(token_id) if _REPLACEMENT in text else text.encode()

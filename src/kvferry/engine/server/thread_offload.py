@@ -1,6 +1,6 @@
 """Threads for work of one request that would block the event loop for all: decoding bodies, tokenization, templates.
 
-Owns the limits on how much of it runs and waits.
+Owns the limits on running and waiting work.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ThreadOffload:
     """Runs functions in the event loop's threads: `at_once` at a time, `max_waiting` in a queue, each for at most
     `limit_s` seconds including the wait."""
 
-    def __init__(self, *, at_once: int = 2, max_waiting: int = 256, limit_s: float = 60.0) -> None:
-        self._turn = asyncio.Semaphore(at_once)
+    def __init__(self, *, max_concurrent: int = 2, max_waiting: int = 256, limit_s: float = 60.0) -> None:
+        self._turn = asyncio.Semaphore(max_concurrent)
         self._max_waiting = max_waiting
         self._limit_s = limit_s
         self._num_waiting = 0
@@ -31,8 +31,8 @@ class ThreadOffload:
     ) -> Result:
         """Call `function` directly, or in a thread if it is `big`.
 
-        Raises what `function` raises, `QueueFull` if too many wait, and `Unavailable` if it takes too long. A thread
-        cannot be ended, so it keeps its place until its function returns.
+        Raises the function's errors, `QueueFull` if too many calls wait, and `Unavailable` if it takes too long. A
+        thread cannot be ended, so it counts as running until its function returns.
         """
         if not big:
             return function(*args, **kwargs)
@@ -60,4 +60,4 @@ class ThreadOffload:
     def _done(self, future: asyncio.Future[Result]) -> None:
         self._turn.release()
         if not future.cancelled():
-            future.exception()  # retrieved, in case nobody waits for it any more
+            future.exception()  # marks it as retrieved: the waiter may be gone

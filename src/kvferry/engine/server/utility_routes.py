@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, tokenization, health, metrics, and kvferry's own."""
+"""The routes that do not generate: models, tokenization, health, metrics, and kvferry's own."""
 
 from __future__ import annotations
 
@@ -62,16 +62,18 @@ class UtilityRoutes:
 
     async def models(self, request: HttpRequest, response: Response) -> None:
         """The names of the model."""
-        send_json(response, answers.ModelList(data=[self._card(name) for name in self._context.front.model_names]))
+        send_json(
+            response, answers.ModelList(data=[self._card(name) for name in self._context.engine_client.model_names])
+        )
 
     async def model(self, request: HttpRequest, response: Response) -> None:
         """One name of the model; 404 if it is not served."""
         send_json(response, self._card(self._context.require_model(request.rest)))
 
     def _card(self, name: str) -> answers.Model:
-        front = self._context.front
+        engine_client = self._context.engine_client
         return answers.Model(
-            id=name, created=self._created, root=front.model_names[0], max_model_len=front.max_model_len
+            id=name, created=self._created, root=engine_client.model_names[0], max_model_len=engine_client.max_model_len
         )
 
     async def tokenize(self, request: HttpRequest, response: Response) -> None:
@@ -85,18 +87,18 @@ class UtilityRoutes:
             return
         body = await decode(self._context, request, response, raw, TokenizeCompletionRequest)
         self._context.require_model(body.model)
-        codec, max_model_len = self._context.codec, self._context.front.max_model_len
+        codec, max_model_len = self._context.codec, self._context.engine_client.max_model_len
         await require_encodable(body.prompt, codec, max_model_len, "prompt")
         token_ids = await codec.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         await self._send_tokens(response, token_ids, bool(body.return_token_strs))
 
     async def _send_tokens(self, response: Response, token_ids: list[int], with_strings: bool) -> None:
-        strings = await self._context.codec.written(token_ids) if with_strings else None
+        strings = await self._context.codec.token_strings(token_ids) if with_strings else None
         send_json(
             response,
             answers.Tokens(
                 count=len(token_ids),
-                max_model_len=self._context.front.max_model_len,
+                max_model_len=self._context.engine_client.max_model_len,
                 tokens=token_ids,
                 token_strs=strings,
             ),
@@ -106,26 +108,27 @@ class UtilityRoutes:
         """The text of tokens, with special tokens written out."""
         body = await self._decoded(request, response, DetokenizeRequest)
         self._context.require_model(body.model)
-        if len(body.tokens) > (most := self._context.front.max_model_len):
+        if len(body.tokens) > (max_tokens := self._context.engine_client.max_model_len):
             raise InvalidRequest(
-                f"tokens has {len(body.tokens)} ids; at most {most} are accepted, the model's context", param="tokens"
+                f"tokens has {len(body.tokens)} ids; at most {max_tokens} are accepted, the model's context",
+                param="tokens",
             )
         require_known_tokens(body.tokens, self._context.codec.vocab_size, "tokens")
         text = await self._context.codec.decode(body.tokens, skip_special_tokens=False)
         send_json(response, answers.Detokenized(prompt=text))
 
     async def health(self, request: HttpRequest, response: Response) -> None:
-        """200 while requests can be served, otherwise 503; with the engine's id, by which a router sees that another
-        process answers now."""
-        if not self._context.front.healthy:
+        """200 while requests can be served, otherwise 503; with the engine's id, by which a router detects a new
+        process."""
+        if not self._context.engine_client.healthy:
             raise Unavailable("the engine is not healthy")
-        response.send_json(msgspec.json.encode({"status": "ok", "engine_id": self._context.front.engine_id}))
+        response.send_json(msgspec.json.encode({"status": "ok", "engine_id": self._context.engine_client.engine_id}))
 
     async def metrics(self, request: HttpRequest, response: Response) -> None:
         """`GET /metrics`, in the format that the scraper accepts."""
         statistics: EngineSnapshot | None = None
         with suppress(Unavailable):
-            statistics = await self._context.front.statistics()
+            statistics = await self._context.engine_client.statistics()
         content, content_type = self._context.metrics.exposition(statistics, request.header("accept") or "")
         response.send(200, content, [(b"content-type", content_type.encode())])
 
@@ -138,31 +141,31 @@ class UtilityRoutes:
         response.send_json(msgspec.json.encode({"version": kvferry.__version__}))
 
     async def release(self, request: HttpRequest, response: Response) -> None:
-        """End the lease of a hand-off that nobody will fetch."""
+        """End the lease of a hand-off that will not be fetched."""
         body = await self._decoded(request, response, ReleaseRequest)
-        released = await self._context.front.release(body.transfer_id)
+        released = await self._context.engine_client.release(body.transfer_id)
         response.send_json(msgspec.json.encode({"released": released}))
 
     async def kept(self, request: HttpRequest, response: Response) -> None:
-        """What the KV stores have of a prompt, and pin or unpin it if asked to."""
+        """The blocks of a prompt in the KV stores, optionally pinned or unpinned."""
         body = await self._decoded(request, response, KeptRequest)
-        require_known_tokens(body.tokens, self._context.front.vocab_size, "tokens")
-        asked = EngineRequest(
+        require_known_tokens(body.tokens, self._context.engine_client.vocab_size, "tokens")
+        prompt = EngineRequest(
             request_id="",
             prompt_token_ids=body.tokens,
             sampling=SamplingParams(max_tokens=1),
             cache_salt=body.cache_salt or "",
         )
-        send_json(response, await self._context.front.kept(asked, pin=body.pin))
+        send_json(response, await self._context.engine_client.kept(prompt, pin=body.pin))
 
     async def instance(self, request: HttpRequest, response: Response) -> None:
-        """What a router has to know: role, names, layout, and where peers fetch KV."""
-        response.send_json(msgspec.json.encode(self._context.front.describe()))
+        """The facts for routers: role, names, layout, and the addresses at which peers fetch KV."""
+        response.send_json(msgspec.json.encode(self._context.engine_client.describe()))
 
     async def check(self, request: HttpRequest, response: Response) -> None:
-        """200 if nothing is held without an owner; 500 with what is."""
+        """200 if no resource is held without an owner; 500 with its name otherwise."""
         try:
-            await self._context.front.check()
+            await self._context.engine_client.check()
         except LeakError as error:
             raise _Leaked(str(error)) from error
         response.send_json(b'{"ok":true}')

@@ -1,4 +1,4 @@
-"""The form of answers: completions and chat completions, whole and streamed, with log-probabilities."""
+"""The form of answers: completions and chat completions, in one response or streamed, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry.engine.server.planning import Plan
 from kvferry.engine.server.prompts import Echo
 from kvferry.engine.server.text_codec import TokenTexts
 
-_LEAST = -9999.0
+_MIN_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI sends this instead."""
 
 
@@ -28,41 +28,41 @@ class LogprobWriter:
         self._as_token_ids = as_token_ids
 
     def completion(
-        self, places: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int], num_top: int
+        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offsets: Sequence[int], num_top: int
     ) -> answers.CompletionLogprobs:
         """The `num_top` most likely tokens at each position, and the token itself if it is not among them."""
         return answers.CompletionLogprobs(
             text_offset=list(offsets),
-            token_logprobs=[None if place is None else _clamp(place.logprob) for place in places],
+            token_logprobs=[None if entry is None else _clamp(entry.logprob) for entry in logprobs],
             tokens=[self._name(token_id) for token_id in token_ids],
-            top_logprobs=[None if place is None else self._top(place, num_top) for place in places],
+            top_logprobs=[None if entry is None else self._top(entry, num_top) for entry in logprobs],
         )
 
-    def chat(self, places: Sequence[TokenLogprobs], num_top: int) -> answers.ChatLogprobs:
+    def chat(self, logprobs: Sequence[TokenLogprobs], num_top: int) -> answers.ChatLogprobs:
         """The `num_top` most likely tokens at each position, which may not include the token itself."""
-        return answers.ChatLogprobs([self._chat_token(place, num_top) for place in places])
+        return answers.ChatLogprobs([self._chat_token(entry, num_top) for entry in logprobs])
 
-    def prompt(self, places: Sequence[TokenLogprobs | None], num_top: int) -> answers.PromptLogprobs:
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None], num_top: int) -> answers.PromptLogprobs:
         """vLLM's form for prompts: by token id, the token itself first."""
-        return [None if place is None else self._prompt_token(place, num_top) for place in places]
+        return [None if entry is None else self._prompt_token(entry, num_top) for entry in logprobs]
 
-    def _top(self, place: TokenLogprobs, num_top: int) -> dict[str, float]:
-        top = {self._name(token_id): _clamp(logprob) for token_id, logprob in _likeliest(place, num_top)}
-        return {self._name(place.token_id): _clamp(place.logprob)} | top
+    def _top(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+        top = {self._name(token_id): _clamp(logprob) for token_id, logprob in _top_tokens(entry, num_top)}
+        return {self._name(entry.token_id): _clamp(entry.logprob)} | top
 
-    def _chat_token(self, place: TokenLogprobs, num_top: int) -> answers.TokenLogprob:
+    def _chat_token(self, entry: TokenLogprobs, num_top: int) -> answers.TokenLogprob:
         top = [
             answers.TopLogprob(self._name(token_id), _clamp(logprob), list(self._texts.raw(token_id)))
-            for token_id, logprob in _likeliest(place, num_top)
+            for token_id, logprob in _top_tokens(entry, num_top)
         ]
-        name, raw = self._name(place.token_id), list(self._texts.raw(place.token_id))
-        return answers.TokenLogprob(name, _clamp(place.logprob), raw, top)
+        name, raw = self._name(entry.token_id), list(self._texts.raw(entry.token_id))
+        return answers.TokenLogprob(name, _clamp(entry.logprob), raw, top)
 
-    def _prompt_token(self, place: TokenLogprobs, num_top: int) -> dict[int, answers.PromptLogprob]:
-        own = {place.token_id: self._prompt_logprob(place.token_id, place.logprob, place.rank)}
+    def _prompt_token(self, entry: TokenLogprobs, num_top: int) -> dict[int, answers.PromptLogprob]:
+        own = {entry.token_id: self._prompt_logprob(entry.token_id, entry.logprob, entry.rank)}
         top = {
             token_id: self._prompt_logprob(token_id, logprob, rank)
-            for rank, (token_id, logprob) in enumerate(_likeliest(place, num_top), start=1)
+            for rank, (token_id, logprob) in enumerate(_top_tokens(entry, num_top), start=1)
         }
         return own | top
 
@@ -73,13 +73,13 @@ class LogprobWriter:
         return f"token_id:{token_id}" if self._as_token_ids else self._texts.name(token_id)
 
 
-def _likeliest(place: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
-    ranked = sorted(place.top.items(), key=lambda entry: -entry[1])
+def _top_tokens(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
+    ranked = sorted(entry.top.items(), key=lambda item: -item[1])
     return islice(ranked, num_top)
 
 
 def _clamp(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return max(logprob, _MIN_LOGPROB)
 
 
 class AnswerWriter(ABC):
@@ -105,15 +105,15 @@ class AnswerWriter(ABC):
         """The chunks for `delta`; none if there is nothing to send yet."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
-        """The answer in one piece."""
+    def full_response(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
+        """The whole answer as one response."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
         """A chunk in the form of this route."""
 
     def last_events(self) -> list[answers.ApiAnswer]:
-        """What follows when all choices have ended: the usage, if the request asked for it."""
+        """The events after the end of all choices: the usage, if requested."""
         if not self._include_usage:
             return []
         return [self._chunk([], usage=self.generation.usage(), **self._closing_fields())]
@@ -128,8 +128,7 @@ class AnswerWriter(ABC):
         return fields
 
     def _closing_fields(self) -> dict[str, Any]:
-        """The fields at the end of the answer: the ticket of a hand-off, and the timeline if the request asked for
-        it."""
+        """The fields at the end of the answer: the ticket of a hand-off, and the timeline if requested."""
         timeline = self.generation.timeline if self._returns_timeline else None
         return {"kv_transfer_params": self.generation.ticket, "timeline": timeline}
 
@@ -138,9 +137,8 @@ class AnswerWriter(ABC):
             return None
         return self._logprobs.prompt(delta.prompt_logprobs, self._num_prompt_logprobs)
 
-    def _worth_sending(self, delta: Delta, logprobs: object) -> bool:
-        """True if an event is sent for this delta: not for tokens without text, unless the event contains something
-        else."""
+    def _has_content(self, delta: Delta, logprobs: object) -> bool:
+        """True if an event is sent for this delta: not for tokens without text, unless the event has other content."""
         return bool(
             delta.text
             or delta.finish_reason is not None
@@ -162,11 +160,11 @@ class CompletionWriter(AnswerWriter):
     def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """One chunk, or none."""
         choice = self._choice(delta)
-        if not (choice.text or self._worth_sending(delta, choice.logprobs)):
+        if not (choice.text or self._has_content(delta, choice.logprobs)):
             return []
         return [self._chunk([choice], **self._fields(delta))]
 
-    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
+    def full_response(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
         """The completions in the order of their indices."""
         written = [self._choice(delta) for delta in choices]
         return self._chunk(written, usage=self.generation.usage(), **self._closing_fields())
@@ -191,15 +189,15 @@ class CompletionWriter(AnswerWriter):
         )
 
     def _choice_logprobs(self, delta: Delta, echo: Echo | None, num_top: int) -> answers.CompletionLogprobs | None:
-        places: list[TokenLogprobs | None] = [*delta.logprobs]
+        logprobs: list[TokenLogprobs | None] = [*delta.logprobs]
         token_ids, offsets = delta.token_ids, delta.offsets
         if echo is not None:
             offsets = [len(echo.text) + offset for offset in offsets]
             if delta.first:
                 prompt_token_ids = self.plan.prompt_of(delta.index).token_ids
-                places = [*(delta.prompt_logprobs or [None] * len(prompt_token_ids)), *places]
+                logprobs = [*(delta.prompt_logprobs or [None] * len(prompt_token_ids)), *logprobs]
                 token_ids, offsets = [*prompt_token_ids, *token_ids], [*echo.offsets, *offsets]
-        return self._logprobs.completion(places, token_ids, offsets, num_top) if token_ids else None
+        return self._logprobs.completion(logprobs, token_ids, offsets, num_top) if token_ids else None
 
     def _echo_of(self, delta: Delta) -> Echo | None:
         return self._echoes[delta.index // self.plan.num_choices] if self._echoes else None
@@ -217,9 +215,9 @@ class ChatWriter(AnswerWriter):
 
     def events(self, delta: Delta) -> list[answers.ApiAnswer]:
         """A choice's first chunk contains its role."""
-        chunks = [self._opening(delta)] if delta.first else []
+        chunks = [self._role_chunk(delta)] if delta.first else []
         logprobs = self._choice_logprobs(delta)
-        if not self._worth_sending(delta, logprobs):
+        if not self._has_content(delta, logprobs):
             return chunks
         choice = answers.ChatChunkChoice(
             index=delta.index,
@@ -231,7 +229,7 @@ class ChatWriter(AnswerWriter):
         )
         return [*chunks, self._chunk([choice], **self._fields(delta))]
 
-    def whole(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
+    def full_response(self, choices: Sequence[Delta]) -> answers.ApiAnswer:
         """The answers in the order of their indices."""
         return answers.ChatCompletion(
             object="chat.completion",
@@ -246,7 +244,7 @@ class ChatWriter(AnswerWriter):
     def _chunk(self, choices: list[Any], **fields: Any) -> answers.ApiAnswer:
         return answers.ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self._head, **fields)
 
-    def _opening(self, delta: Delta) -> answers.ApiAnswer:
+    def _role_chunk(self, delta: Delta) -> answers.ApiAnswer:
         choice = answers.ChatChunkChoice(
             index=delta.index,
             delta=answers.ChatMessage(role=_ROLE, content=""),
