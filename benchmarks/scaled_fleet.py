@@ -43,7 +43,7 @@ class ScaledFleet:
         router = {} if rule.from_tokens is None else {"disaggregate_from": str(rule.from_tokens)}
         kind = replace(instance, start_s=START_S, takes_any_role=True)
         spec = WorldSpec(instance=kind, router=router, has_log=False)
-        self._replay = TraceReplay(spec, arrivals, seed=1, fleet=self._fleet(start), on_look=self._look)
+        self._replay = TraceReplay(spec, arrivals, seed=1, fleet=self._fleet(start), on_sample=self._look)
         self._roles: dict[str, str] = {}
         """The role of each instance when it was looked at last."""
         self._busy_s: dict[str, float] = {}

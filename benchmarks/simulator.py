@@ -70,7 +70,7 @@ def _run(spec: WorldSpec, arrivals: Sequence[Arrival], number: int) -> Iterator[
         for part in range(1, 11):
             begun = time.process_time()
             while not world.is_done and world.num_ended < part * tenth:
-                world.run_until(lambda: world.is_done or world.num_ended >= part * tenth, spec.patience_s)  # noqa: B023
+                world.run_until(lambda: world.is_done or world.num_ended >= part * tenth, spec.request_timeout_s)  # noqa: B023
             cpu_s.append(round(time.process_time() - begun, 1))
             memory_mib.append(_resident_mib())
             yield _figures(world, world.simulation.now - first_s, cpu_s, memory_mib)

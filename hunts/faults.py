@@ -106,21 +106,21 @@ class FaultInjector:
                     return
                 instance.host.is_up = fault.kind == "crash"
                 instance.process.crash()
-                self._later(fault, instance.start_again)
+                self._later(fault, instance.restart)
             case "crash router":
                 if router.router is None:
                     self._over()
                     return
                 router.crash()
-                self._later(fault, router.start_again)
+                self._later(fault, router.restart)
             case "stall":
                 self._stall(instance.process, fault)
             case "stall router":
                 self._stall(router.process, fault)
             case "cut":
                 one, other = self._pair(fault)
-                world.network.cut(one, other)
-                self._later(fault, lambda: world.network.heal(one, other))
+                world.network.partition(one, other)
+                self._later(fault, lambda: world.network.repair(one, other))
             case "late":
                 one, other = self._pair(fault)
                 world.network.slow_down(one, other, fault.seconds)
@@ -228,7 +228,7 @@ class FaultInjector:
                 self._loop.call_later(_LOOKS_EVERY_S, look)
             else:
                 process.crash()
-                instance.start_again()
+                instance.restart()
                 then()
 
         if instance.engine is None or not process.is_alive:

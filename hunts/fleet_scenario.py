@@ -217,5 +217,5 @@ def run_fleet(scenario: FleetScenario, *, keep_log: bool = False) -> Report:
             seen = world.ledger.status()
             report.violations.append(Violation("a fleet becomes what is wanted", f"{seen}"))
         report.violations.extend(steps.violations)
-        report.violations.extend(Violation("one controller acts", what) for what in world.acts_of_others)
+        report.violations.extend(Violation("one controller acts", what) for what in world.actions_without_lease)
     return report

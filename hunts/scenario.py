@@ -143,7 +143,7 @@ def draw(seed: int, *, with_faults: bool = True) -> Scenario:
             "retries": random.choice((0, 1, 2)),
             **_IMPATIENT,
         },
-        patience_s=400.0,
+        request_timeout_s=400.0,
     )
     requests = _draw_requests(random, instance)
     if has_store:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Literal
 
 from kvferry.sim.engine import SimInstanceSpec
-from kvferry.sim.kv import right_tokens
+from kvferry.sim.kv import expected_tokens
 from kvferry.sim.network import NetworkSpec
 from kvferry.sim.times import StepTimes
 from kvferry.sim.world import DirectHandOff, RequestSpec, WorldSpec
@@ -40,7 +40,7 @@ def with_turns(random: Random, requests: Sequence[RequestSpec], instance: SimIns
     for request in requests:
         if turns and random.random() < _TURN_SHARE:
             earlier = random.choice(turns)
-            answer = right_tokens(
+            answer = expected_tokens(
                 earlier.prompt, earlier.seed, earlier.max_tokens, instance.vocab_size, instance.num_layers
             )
             prompt = [*earlier.prompt, *answer, *request.prompt[:20]]

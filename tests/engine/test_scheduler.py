@@ -179,7 +179,9 @@ def test_prompts_beside_answers_are_cut_to_the_target_between_tokens() -> None:
     bench.add("b", list(range(300)), max_tokens=1)
     while "b" not in bench.outputs:
         step = bench.step()
-        bench.scheduler.took(step, float(sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)) or 0.1)
+        bench.scheduler.record_step_duration(
+            step, float(sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)) or 0.1
+        )
     sizes = [step.num_tokens for step in bench.steps]
     assert sizes[0] == 64, "no answer runs yet"
     assert set(sizes[1:-1]) == {1 + 32}, "four fifths of the target"

@@ -21,7 +21,7 @@ def gaps(budget: StepBudget, machine: Machine, num_steps: int, num_decoding: int
     for _ in range(num_steps):
         num_prompt = budget.tokens(num_decoding) - num_decoding
         found.append(machine.seconds(num_decoding, num_prompt))
-        budget.measured(num_decoding, num_prompt, found[-1])
+        budget.observe(num_decoding, num_prompt, found[-1])
     return found
 
 
@@ -29,7 +29,7 @@ def gaps(budget: StepBudget, machine: Machine, num_steps: int, num_decoding: int
 def test_prompts_keep_no_answer_waiting_for_longer_than_the_target(token_s: float) -> None:
     budget, machine = StepBudget(2048, 0.2), Machine(0.02, token_s)
     for _ in range(5):
-        budget.measured(8, 0, machine.seconds(8, 0))
+        budget.observe(8, 0, machine.seconds(8, 0))
     found = gaps(budget, machine, 20)
     assert max(found) <= 0.2
     assert found[-1] >= min(0.75 * 0.2, machine.seconds(8, 2040)), "and are not slower than that needs"
@@ -37,13 +37,13 @@ def test_prompts_keep_no_answer_waiting_for_longer_than_the_target(token_s: floa
 
 def test_steps_without_answers_are_as_large_as_ever() -> None:
     budget = StepBudget(2048, 0.01)
-    budget.measured(0, 2048, 1.0)
+    budget.observe(0, 2048, 1.0)
     assert budget.tokens(0) == 2048
 
 
 def test_without_a_target_nothing_changes() -> None:
     budget = StepBudget(2048, None)
-    budget.measured(8, 100, 100.0)
+    budget.observe(8, 100, 100.0)
     assert budget.tokens(8) == 2048
 
 
@@ -64,5 +64,5 @@ def test_a_step_that_took_no_time_says_nothing() -> None:
     budget = StepBudget(2048, 0.2)
     gaps(budget, Machine(0.0, 1e-3), 3)
     before = budget.tokens(8)
-    budget.measured(8, 100, 0.0)
+    budget.observe(8, 100, 0.0)
     assert budget.tokens(8) == before

@@ -13,7 +13,7 @@ HAPPENS: dict[Kind, str] = {
     "stall": "decode0 stands still",
     "crash router": "router1 ends",
     "stall router": "router1 stands still",
-    "cut": "are cut off from each other",
+    "cut": "are partitioned",
     "reset": "a connection of",
     "lose": "is forgotten",
     "late": "s late",

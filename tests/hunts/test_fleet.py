@@ -41,7 +41,7 @@ def test_a_fleet_becomes_what_is_wanted(kind: ChangeKind) -> None:
     assert not report.violations
     happens = {
         "scale": "prefill-2 is started",
-        "swap": "another fleet is wanted",
+        "swap": "another fleet is applied",
         "roll": "decode-2 is started",
         "kill": "decode-0 ends",
         "controller": "controller1 ends",

@@ -207,7 +207,7 @@ def test_an_answer_whose_end_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SteppedEngine, "_dispatch", lose_the_end)
     scenario = draw(1, with_faults=False)
-    report = run(replace(scenario, world=replace(scenario.world, patience_s=20.0, router={})))
+    report = run(replace(scenario, world=replace(scenario.world, request_timeout_s=20.0, router={})))
     assert any(one.name == "nothing waits without an end" for one in report.violations)
 
 

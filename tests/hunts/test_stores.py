@@ -152,7 +152,7 @@ def test_a_tier_that_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) 
 def test_a_load_whose_end_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreLoader, "_on_load_ended", lambda self, load: None)
     scenario = _scenario([FILE])
-    names = _names(run(replace(scenario, world=replace(scenario.world, patience_s=20.0, router={}))))
+    names = _names(run(replace(scenario, world=replace(scenario.world, request_timeout_s=20.0, router={}))))
     assert {"nothing waits without an end", "nothing is on its way into a store"} <= names
 
 

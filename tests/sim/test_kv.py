@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvferry.sim.kv import KVContents, chain, right_tokens, sample
+from kvferry.sim.kv import KVContents, chain, expected_tokens, sample
 
 VOCAB, LAYERS = 1000, 3
 
@@ -26,7 +26,9 @@ def test_chunks_and_blocks_do_not_matter(chunk: int) -> None:
     random = Random(1)
     prompt = [random.randrange(VOCAB) for _ in range(61)]
     blocks = random.sample(range(40), 12)
-    assert _generate(KVContents(LAYERS, 40, 8), blocks, prompt, 20, chunk) == right_tokens(prompt, 5, 20, VOCAB, LAYERS)
+    assert _generate(KVContents(LAYERS, 40, 8), blocks, prompt, 20, chunk) == expected_tokens(
+        prompt, 5, 20, VOCAB, LAYERS
+    )
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 9000])

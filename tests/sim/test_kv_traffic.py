@@ -63,7 +63,7 @@ def test_the_busiest_ten_seconds_begin_anywhere() -> None:
 
 def test_a_store_that_keeps_all_of_it() -> None:
     found = store_use(TURNS, 5 * BLOCK, TIMES, 2048)
-    assert found.found == pytest.approx(2048 / (3 * 1024 + 1300))
+    assert found.hit_share == pytest.approx(2048 / (3 * 1024 + 1300))
     assert found.reads == pytest.approx(2048 * 1000 / 10)
     assert found.writes == pytest.approx(2048 * 1000 / 10)  # in the first ten seconds
     assert found.saves == pytest.approx((1.024 + 0.01 + 1.024) / 12)  # of one prompt no step is left
@@ -71,7 +71,7 @@ def test_a_store_that_keeps_all_of_it() -> None:
 
 
 def test_a_store_that_is_too_small_has_what_was_used_last() -> None:
-    assert store_use(TURNS, 2 * BLOCK, TIMES, 2048).found == pytest.approx(1024 / (3 * 1024 + 1300))
+    assert store_use(TURNS, 2 * BLOCK, TIMES, 2048).hit_share == pytest.approx(1024 / (3 * 1024 + 1300))
 
 
 def test_sizes_up_to_all_of_it() -> None:

@@ -47,7 +47,7 @@ class _Pair:
         listener = self.b.process.host.listen(self.b.process, 80)
 
         def accept() -> None:
-            listener.accept()[0].adopted_by(self.b, self.far)
+            listener.accept()[0].attach(self.b, self.far)
 
         self.b.add_reader(listener, accept)
         self.dial(port)
@@ -126,12 +126,12 @@ def test_nothing_arrives_between_hosts_that_are_cut_off_and_all_of_it_afterwards
     with pair.simulation.running():
         pair.connect()
         one, other = pair.a.process.host, pair.b.process.host
-        pair.network.cut(one, other)
+        pair.network.partition(one, other)
         for number in range(10):
             pair.on(pair.a, pair.near.transport.write, bytes([number]))
         pair.run(30.0)
         assert pair.far.received == b""
-        pair.network.heal(one, other)
+        pair.network.repair(one, other)
         pair.run()
         assert bytes(pair.far.received) == bytes(range(10))
 

@@ -69,7 +69,7 @@ def test_blocks_that_were_there_before_are_not_asked_for_again() -> None:
 
 
 def test_only_what_may_keep_up_is_tried() -> None:
-    needs = Estimate(prefill_s=2.5, decode_s=0.8, alone=0.0, fewest=(2.5, 0.8, 3.3))
+    needs = Estimate(prefill_s=2.5, decode_s=0.8, alone=0.0, min_instances=(2.5, 0.8, 3.3))
     assert needs.busy(Candidate(both=4)) == pytest.approx(0.825)
     assert needs.busy(Candidate(prefill=2, decode=2)) == pytest.approx(1.25)
     assert candidates(3, needs, TIMES) == []

@@ -88,7 +88,7 @@ def test_an_answer_that_goes_on_is_waited_for() -> None:
     slow = replace(PLAIN, instance=replace(INSTANCE, times=StepTimes(base_s=2.0)))
     found = _run(slow, [Arrival(0.0, 10, 600)], Targets(e2e=1300.0))
     assert (found.complete, found.within) == (1, 1.0)
-    assert found.duration_s > 2 * PLAIN.patience_s * 0.6
+    assert found.duration_s > 2 * PLAIN.request_timeout_s * 0.6
     assert found.roles["both"].busy <= 1.0
 
 
@@ -146,7 +146,7 @@ def test_what_is_wanted_of_a_fleet_can_change_while_a_trace_runs() -> None:
             world.want(fleet(2))
 
     spec = replace(PLAIN, instance=replace(INSTANCE, start_s=1.0))
-    found = TraceReplay(spec, SEPARATE, fleet=fleet(1), on_look=grow).run(Targets(ttft=1.0))
+    found = TraceReplay(spec, SEPARATE, fleet=fleet(1), on_sample=grow).run(Targets(ttft=1.0))
     assert found.complete == 5
     assert (found.roles["prefill"].instances, found.roles["prefill"].fewest) == (1, 1)
     assert (found.roles["decode"].instances, found.roles["decode"].fewest) == (2, 1)

@@ -215,7 +215,7 @@ class EngineCore:
         self.plans.begin_step(step.plan)  # stored first, so that no later failure can lose it
         result = yield from self._execute(step.chunks)
         self.num_steps += bool(step.chunks)
-        self.scheduler.took(step, self.clock.monotonic() - begun)
+        self.scheduler.record_step_duration(step, self.clock.monotonic() - begun)
         for request_id, error in result.failed.items():
             self.scheduler.fail(request_id, error)
         try:

@@ -198,14 +198,14 @@ class Scheduler:
         if self.limits.itl_target_s is None:
             return 0
         running = self._queues.running()
-        return sum(one.num_missing_tokens == 1 and one.status is Status.RUNNING for one in running)
+        return sum(sequence.num_missing_tokens == 1 and sequence.status is Status.RUNNING for sequence in running)
 
-    def took(self, step: Step, seconds: float) -> None:
-        """Note how long a step took, from `schedule` to its results."""
+    def record_step_duration(self, step: Step, seconds: float) -> None:
+        """Record the duration of a step, from `schedule` to its results."""
         if step.chunks:
             num_prompt_tokens = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
             num_decoding = sum(chunk.num_tokens == 1 for chunk in step.chunks)
-            self.budget.measured(num_decoding, num_prompt_tokens, seconds)
+            self.budget.observe(num_decoding, num_prompt_tokens, seconds)
 
     def decoding(self) -> list[Sequence]:
         """All running sequences, if each has one token to compute and no request waits, else none: until the next

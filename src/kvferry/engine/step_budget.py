@@ -1,7 +1,7 @@
-"""How many tokens a step may compute, so that the prompts in it do not keep running answers waiting.
+"""The number of tokens that a step may compute, so that the prompts in it do not delay running answers.
 
-Owns what has been measured of steps. A step takes the time of its decoding sequences, which is learned from steps
-without a prompt, and a time for each token of prompts, which is learned from all others.
+Owns the measured durations of steps. A step takes the time of its decoding sequences, which is estimated from steps
+without a prompt, and a time for each token of prompts, which is estimated from all others.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ _MIN_TOKENS = 16
 _FIRST_TOKENS = 64
 """Prompt tokens of a step beside answers as long as no prompt has been measured."""
 _MIN_MEASURED = 8
-"""Prompt tokens of a step from which their time is learned."""
+"""Prompt tokens of a step from which their time is estimated."""
 _MARGIN = 0.8
 """Share of the target that is planned for: steps vary."""
 _NEW_SHARE = 0.3
-"""How much a measurement changes what was learned, where steps become faster; where they become slower, at once."""
+"""Weight of a measurement in the estimate where steps become faster. Where they become slower, it is 1."""
 
 
 class StepBudget:
     """The token budget of an engine's steps. `max_tokens`: of any step; `target_s`: longest time between two tokens of
-    an answer, None: whatever a step takes."""
+    an answer; None: no limit."""
 
     def __init__(self, max_tokens: int, target_s: float | None) -> None:
         self._max_tokens, self._target_s = max_tokens, target_s
@@ -32,23 +32,23 @@ class StepBudget:
         if self._target_s is None or not num_decoding:
             return self._max_tokens
         if self._token_s is None:
-            num_prompt = _FIRST_TOKENS
+            num_prompt_tokens = _FIRST_TOKENS
         else:
             left_s = _MARGIN * self._target_s - self._decode_s
-            num_prompt = max(_MIN_TOKENS, int(min(left_s / self._token_s, self._max_tokens)))
-        return min(self._max_tokens, num_decoding + num_prompt)
+            num_prompt_tokens = max(_MIN_TOKENS, int(min(left_s / self._token_s, self._max_tokens)))
+        return min(self._max_tokens, num_decoding + num_prompt_tokens)
 
-    def measured(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step that took so long; nothing from one that took no time, as in simulations that make several
-        at once."""
+    def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Update the estimates from a step; a step that took no time, as in simulations that make several at once, is
+        ignored."""
         if self._target_s is None or seconds <= 0.0:
             return
         if not num_prompt_tokens:
-            self._decode_s = _learned(self._decode_s, seconds)
+            self._decode_s = _smoothed(self._decode_s, seconds)
         elif num_prompt_tokens >= _MIN_MEASURED:
             token_s = max(seconds - (self._decode_s if num_decoding else 0.0), 1e-6) / num_prompt_tokens
-            self._token_s = token_s if self._token_s is None else _learned(self._token_s, token_s)
+            self._token_s = token_s if self._token_s is None else _smoothed(self._token_s, token_s)
 
 
-def _learned(before: float, measured: float) -> float:
-    return measured if measured > before else before + _NEW_SHARE * (measured - before)
+def _smoothed(estimate: float, measured: float) -> float:
+    return measured if measured > estimate else estimate + _NEW_SHARE * (measured - estimate)

@@ -1,6 +1,7 @@
-"""A simulated instance: the real HTTP server, scheduler, block pool and connector, whose forward pass is only a time.
+"""A simulated instance: the real HTTP server, scheduler, block pool and connector, with a duration instead of a forward
+pass.
 
-Owns the executor, which replaces the model by `sim.kv`, and the task that makes the engine's steps.
+Owns the executor, which replaces the model by `sim.kv`, and the task that runs the engine's steps.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ from kvferry.sim.transfers import SimMemory
 from kvferry.transport.memory import BlockGeometry, Region
 
 MODEL = "simulated"
-_FEW_STEPS = 3
-"""Fewest steps that are worth making together."""
-_LOOKS_EVERY_S = 0.25
-"""How often an engine looks whether something that waits is overdue, with tokens that leave some at a time. A real one
-looks every 5 ms; whatever else happens wakes it."""
+_MIN_STEPS = 3
+"""Min number of steps that are batched."""
+_POLL_S = 0.25
+"""Seconds between two checks of an idle engine for overdue requests if tokens leave in batches. A real one checks every
+5 ms; all other events wake it."""
 Role = Literal["prefill", "decode", "both"]
 KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
     "prefill": "kv_producer",
@@ -70,16 +71,16 @@ KV_ROLES: dict[Role, Literal["kv_producer", "kv_consumer", "kv_both"]] = {
 
 @dataclass(frozen=True)
 class SimInstanceSpec:
-    """One kind of instance. `layer_bytes`: of the KV of one token in one layer. `start_s`: from the start of a process
-    until it listens; `empty_step_s`: a step that computes nothing; `wake_s`: until the engine's thread acts on what a
-    transfer loop has for it, and the other way round; `token_s`: for which router and client compute for each token, if
-    they have the same cores (`Network.cores`). `connector`: its name, and `options`: what it is
-    told (`kv_connector_extra_config`); `engine`: further settings of `EngineConfig`; `takes_any_role`: it may be given
-    another role while it runs.
+    """One kind of instance. `layer_bytes`: bytes of the KV of one token in one layer. `start_s`: from the start of a
+    process until it listens; `empty_step_s`: duration of a step that computes nothing; `wake_s`: delay between the
+    engine's thread and a transfer loop, in both directions; `token_s`: CPU time of router and client for each token, if
+    they have the same cores (`Network.cores`). `connector`: its name, and `options`: its settings
+    (`kv_connector_extra_config`); `engine`: further settings of `EngineConfig`; `takes_any_role`: its role may change
+    while it runs.
 
     `has_contents`: blocks have contents (`sim.kv`), and a wrong one gives a wrong token; if not, a token depends only
     on seed and position, and `tokens_at_once` may be more than 1: so many tokens of an answer leave an instance
-    together, all but its first, and steps that only decode are made together.
+    together, except its first, and decode-only steps are batched.
     """
 
     num_blocks: int = 2048
@@ -112,25 +113,25 @@ class SimInstanceSpec:
 
     def transfer(self, role: Role, host: str) -> KVTransferConfig:
         """The connector's configuration for an instance with this role."""
-        own = self._of_connector({"kv_connector": self.connector, "kv_connector_extra_config": self.options})
+        connector = self._of_connector({"kv_connector": self.connector, "kv_connector_extra_config": self.options})
         return KVTransferConfig(
             kv_role="kv_both" if self.takes_any_role else KV_ROLES[role],
             kv_ip=host,
             kv_load_failure_policy=self.kv_load_failure_policy,
-            **own,
+            **connector,
         )
 
-    def _of_connector(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What is given of a connector, with what the simulator replaces."""
-        options = dict(given.get("kv_connector_extra_config", {}))
+    def _of_connector(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A connector's configuration, with the simulator's replacements."""
+        options = dict(config.get("kv_connector_extra_config", {}))
         if "connectors" in options:
-            options["connectors"] = [self._of_connector(one) for one in options["connectors"]]
-        elif given["kv_connector"] == "P2pConnector":
+            options["connectors"] = [self._of_connector(child) for child in options["connectors"]]
+        elif config["kv_connector"] == "P2pConnector":
             options["lookup_buffer"] = "kvferry.sim.transfers:SimLookupBuffer"
-        else:  # what waits for the store are as many blocks, of fewer bytes
+        else:  # as many blocks wait for the store, but with fewer bytes
             default = KVTransferConfig(kv_connector="").kv_buffer_size
-            given = {**given, "kv_buffer_size": given.get("kv_buffer_size", default) / self.layout().true_bytes()}
-        return {**given, "kv_connector_extra_config": options}
+            config = {**config, "kv_buffer_size": config.get("kv_buffer_size", default) / self.layout().true_bytes()}
+        return {**config, "kv_connector_extra_config": options}
 
 
 class _Tokenizer:
@@ -148,7 +149,7 @@ def _tokenizer(vocab_size: int) -> _Tokenizer:
 
 
 class _Model:
-    """What the engine asks of a model besides its logits."""
+    """The attributes of a model that the engine needs besides its logits."""
 
     fingerprint = MODEL
     trained_context = None
@@ -161,7 +162,7 @@ class _Model:
 
 
 class SimExecutor(Executor):
-    """Computes at once what a model would, or in the time that it takes (`run`). One rank, the real worker side."""
+    """Computes a model's results at once, or in the model's time (`run`). One rank, the real worker side."""
 
     model: Any
 
@@ -199,7 +200,7 @@ class SimExecutor(Executor):
         """Time of all steps that computed something."""
 
     def _memory(self, process: SimProcess) -> SimMemory:
-        """The KV cache: where each byte of the real one is, and what the simulator has of it."""
+        """The KV cache: the geometry of the real one, and the simulator's contents."""
         geometry = BlockGeometry.dense(self.layout.real(), self.num_blocks)
         regions = (Region(0, self.num_blocks * self.layout.block_bytes),)
         nothing = memoryview(bytearray(TOKEN_BYTES * self.layout.block_size))
@@ -209,18 +210,18 @@ class SimExecutor(Executor):
     def p2p(self) -> P2pWorkerSide | None:
         """The worker side of the P2P connector, alone or as one of several."""
         sides = self.side.children if isinstance(self.side, MultiWorkerSide) else [self.side]
-        return next((one for one in sides if isinstance(one, P2pWorkerSide)), None)
+        return next((side for side in sides if isinstance(side, P2pWorkerSide)), None)
 
     def execute(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """Do a step that takes no time."""
+        """Execute a step in no time."""
         self._begin(chunks, plans)
         for layer in range(self.spec.num_layers):
             self._save_layer(layer)
         return self._end(chunks)
 
     async def run(self, chunks: Sequence[Chunk], plans: PlanQueue) -> StepResult:
-        """A step in its time: what it writes is there at its beginning, what it announces when its layer is done, and
-        what it reads is read at its end."""
+        """Execute a step in its time: it writes KV at its beginning, announces blocks when their layer is done, and
+        reads at its end."""
         saves = self._begin(chunks, plans)
         seconds = self._seconds(chunks) if chunks else self.spec.empty_step_s
         num_parts = self.spec.num_layers if saves else 1
@@ -249,19 +250,23 @@ class SimExecutor(Executor):
         return seconds
 
     def decode_seconds(self, sequences: Sequence[EngineSequence], number: int) -> list[float]:
-        """How long the next steps take if in each these sequences decode and nothing else happens."""
-        times, each = self.spec.times, len(sequences)
-        num_new = sum(one.request_id not in self._running for one in sequences)
-        context = sum(one.num_computed_tokens + 1 for one in sequences)
+        """The durations of the next steps if these sequences decode in each of them and nothing else happens."""
+        times, num_sequences = self.spec.times, len(sequences)
+        num_new = sum(sequence.request_id not in self._running for sequence in sequences)
+        context = sum(sequence.num_computed_tokens + 1 for sequence in sequences)
         works = [
-            StepWork(decode_sequences=each, context_tokens=context + place * each, num_new=0 if place else num_new)
-            for place in range(number)
+            StepWork(
+                decode_sequences=num_sequences,
+                context_tokens=context + step * num_sequences,
+                num_new=0 if step else num_new,
+            )
+            for step in range(number)
         ]
         return [times.drawn(work, self._random) for work in works]
 
     def decode(self, chunks: Sequence[Chunk], plans: PlanQueue, seconds: float, *, is_last: bool) -> StepResult:
-        """A step of sequences that decode, in no time. `is_last`: of several that are made together; transfers cannot
-        have moved before, or fewer steps would have been made."""
+        """Execute a decode-only step in no time. `is_last`: the last one of a batch; transfers cannot have advanced
+        before, or the batch would be shorter."""
         self._running = frozenset(chunk.sequence.request_id for chunk in chunks)
         self.busy_s += seconds
         if plans.waiting:
@@ -270,16 +275,16 @@ class SimExecutor(Executor):
         return StepResult(sampled, self.side.poll() if is_last else [])
 
     def decode_at_once(self, engine: EngineCore, seconds: list[float]) -> list[list[EngineOutput]] | None:
-        """Do as many steps as there are times, if nothing but decoding can happen in them: see `sim.stretch`."""
-        made = decode_at_once(
-            engine, len(seconds), lambda seed, place: counted_token(seed, place, self.spec.vocab_size)
+        """Execute a step for each of `seconds`, if they can only decode: see `sim.stretch`."""
+        outputs = decode_at_once(
+            engine, len(seconds), lambda seed, position: counted_token(seed, position, self.spec.vocab_size)
         )
-        if made is not None:
+        if outputs is not None:
             self.busy_s += sum(seconds)
-        return made
+        return outputs
 
     def _begin(self, chunks: Sequence[Chunk], plans: PlanQueue) -> bool:
-        """Begin the waiting plans, as `engine.worker` does. Returns whether the step announces blocks."""
+        """Begin the waiting plans, as `engine.worker` does. Returns True if the step announces blocks."""
         side, saves = self.side, False
         try:
             for number, plan in enumerate(tuple(plans.waiting), plans.first):
@@ -332,20 +337,20 @@ class SimExecutor(Executor):
 
 
 def _announces(plan: StepPlan | None) -> bool:
-    """True if a plan has blocks announced layer by layer."""
+    """True if a plan announces blocks layer by layer."""
     if isinstance(plan, MultiPlan):
         return any(map(_announces, plan.plans))
     return isinstance(plan, P2pPlan) and bool(plan.saves)
 
 
 class SimEngine(SteppedEngine):
-    """An engine whose steps are made by a task on a loop of its own."""
+    """An engine whose steps run in a task on its own loop."""
 
     def __init__(self, engine: EngineCore, executor: SimExecutor, process: SimProcess) -> None:
         super().__init__(engine, [MODEL])
         self._executor, self._process = executor, process
         self._thread = process.thread("engine")
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._ended: asyncio.Future[None]
         self._is_stepping = False
         self.is_between_steps = True
@@ -354,7 +359,7 @@ class SimEngine(SteppedEngine):
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         host, token_s = self._process.host, self._executor.spec.token_s
-        if host.cores and token_s and (number := sum(len(one.token_ids) for one in outputs)):
+        if host.cores and token_s and (number := sum(len(output.token_ids) for output in outputs)):
             host.network.core_of(host.network.cores, host).spend(number * token_s, lambda: None)
         if self._batches is not None:
             outputs = self._batches.pass_on(outputs, self._process.simulation.now)
@@ -381,11 +386,11 @@ class SimEngine(SteppedEngine):
         return self._is_stepping
 
     def wake(self) -> None:
-        """End the rest between two steps."""
-        self._thread.call_soon_threadsafe(self._news.set)
+        """Wake the task if it waits between two steps."""
+        self._thread.call_soon_threadsafe(self._wakeup.set)
 
     def _wake_later(self) -> None:
-        """Called by a transfer loop's thread: `wake`, in the time that this takes."""
+        """Call `wake` after `wake_s`; called by a transfer loop's thread."""
         if wake_s := self._executor.spec.wake_s:
             asyncio.get_running_loop().call_later(wake_s, self.wake)
         else:
@@ -394,17 +399,17 @@ class SimEngine(SteppedEngine):
     async def _run(self) -> None:
         try:
             while not self._closing:
-                self._news.clear()
+                self._wakeup.clear()
                 self._serve_calls()
                 self.is_between_steps = False
                 outputs = await self._step()
                 self.is_between_steps = True
-                if (look := self._process.simulation.after_step) is not None:
-                    look(self.engine)
+                if (after_step := self._process.simulation.after_step) is not None:
+                    after_step(self.engine)
                 self._deliver(outputs)
                 if self._batches is not None and not self._process.host.cores:
-                    await self._decode_on(self._batches)
-                await self._rest()
+                    await self._decode_ahead(self._batches)
+                await self._wait_for_work()
         except Exception as failure:  # noqa: BLE001 - as in `AsyncEngine`
             self._process.simulation.errors.append(
                 {"message": f"an engine failed: {failure!r}", "exception": failure, "loop": self._thread.name}
@@ -420,12 +425,12 @@ class SimEngine(SteppedEngine):
         try:
             chunks = next(stepping)
             while True:
-                if chunks and self._process.simulation.is_noting:
-                    about = " ".join(f"{one.sequence.order}:{one.start}+{one.num_tokens}" for one in chunks)
+                if chunks and self._process.simulation.is_logging:
+                    about = " ".join(f"{chunk.sequence.order}:{chunk.start}+{chunk.num_tokens}" for chunk in chunks)
                     self._process.simulation.note(f"{self._process.name} computes {about}")
                 try:
                     result = await self._executor.run(chunks, self.engine.plans)
-                except Exception as error:  # noqa: BLE001 - the edge between scheduling and the ranks
+                except Exception as error:  # noqa: BLE001 - the boundary between scheduling and the ranks
                     chunks = stepping.throw(error)
                 else:
                     chunks = stepping.send(result)
@@ -433,38 +438,38 @@ class SimEngine(SteppedEngine):
             outputs: list[Any] = end.value
             return outputs
 
-    async def _decode_on(self, batches: Batches) -> None:
-        """If all sequences decode: wait until the last step before one of them ends, or until something happens, and
-        then make all steps that are over by then. Each is a step of the real engine, in no time."""
+    async def _decode_ahead(self, batches: Batches) -> None:
+        """Batch decode-only steps: wait until the last step before a sequence ends, or until an event, and then execute
+        all finished steps. Each is a step of the real engine, in no time."""
         seconds = self._seconds_ahead()
-        if len(seconds) < _FEW_STEPS:
+        if len(seconds) < _MIN_STEPS:
             return
         ends = list(accumulate(seconds, initial=self._thread.time()))[1:]
         try:
             async with asyncio.timeout_at(ends[-1]):
-                await self._news.wait()
+                await self._wakeup.wait()
         except TimeoutError:
             pass
-        number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # that which is under way, too
+        number = min(bisect_left(ends, self._thread.time()) + 1, len(ends))  # including the running step
         await asyncio.sleep(ends[number - 1] - self._thread.time())
         super()._deliver(self._make_steps(seconds[:number], ends[:number], batches))
 
     def _make_steps(self, seconds: list[float], ends: list[float], batches: Batches) -> list[EngineOutput]:
-        """The first and the last as the engine makes them, with what transfers bring and want; those between at once,
-        unless something may happen to them."""
+        """Execute the first and the last step as the engine does, with transfers; the steps between in one batch,
+        unless events are possible."""
         last = len(ends) - 1
         steps = [self._step_at_once(seconds[0], is_last=last == 0)]
-        if last >= _FEW_STEPS:
+        if last >= _MIN_STEPS:
             steps += self._executor.decode_at_once(self.engine, seconds[1:last]) or ()
-        for place in range(len(steps), len(ends)):
-            steps.append(self._step_at_once(seconds[place], is_last=place == last))
-        return [one for step, end in zip(steps, ends, strict=True) for one in batches.pass_on(step, end)]
+        for step_index in range(len(steps), len(ends)):
+            steps.append(self._step_at_once(seconds[step_index], is_last=step_index == last))
+        return [output for step, end in zip(steps, ends, strict=True) for output in batches.pass_on(step, end)]
 
     def _seconds_ahead(self) -> list[float]:
-        """How long each of the next steps takes in which nothing happens but that all sequences decode."""
+        """The durations of the next steps if all sequences only decode."""
         running = self.engine.scheduler.decoding()
-        left = [one.request.sampling.max_tokens - one.num_output_tokens for one in running]
-        number = min(self._executor.spec.tokens_at_once, *left) - 1 if left else 0
+        remaining = [sequence.request.sampling.max_tokens - sequence.num_output_tokens for sequence in running]
+        number = min(self._executor.spec.tokens_at_once, *remaining) - 1 if remaining else 0
         return self._executor.decode_seconds(running, number)
 
     def _step_at_once(self, seconds: float, *, is_last: bool) -> list[EngineOutput]:
@@ -477,21 +482,21 @@ class SimEngine(SteppedEngine):
             outputs: list[EngineOutput] = end.value
             return outputs
 
-    async def _rest(self) -> None:
+    async def _wait_for_work(self) -> None:
         rest_s = self._idle_timeout_s()
         if rest_s == 0.0:
             return
         if rest_s is not None and self._batches is not None:
-            rest_s = _LOOKS_EVERY_S
+            rest_s = _POLL_S
         try:
             async with asyncio.timeout(rest_s):
-                await self._news.wait()
+                await self._wakeup.wait()
         except TimeoutError:
             pass
 
 
 class SimInstance:
-    """One instance of a deployment, over all its processes: when one has crashed, the next may begin at the same
+    """One instance of a deployment, across its processes: after a crash, a new process may start at the same
     address."""
 
     def __init__(
@@ -517,12 +522,12 @@ class SimInstance:
 
     @property
     def is_between_steps(self) -> bool:
-        """True if the engine may be looked at."""
+        """True if the engine may be inspected."""
         return self.engine_client is not None and self.engine_client.is_between_steps
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """The URL at which it serves."""
         return f"http://{self.host.address}:{self.port}"
 
     def start(self, after_s: float = 0.0) -> None:
@@ -531,11 +536,11 @@ class SimInstance:
         loop.call_soon(lambda: loop.create_task(self._serve(after_s)))
 
     def crash(self) -> None:
-        """End at once, as a process that is killed."""
+        """End at once, like a killed process."""
         self.process.crash()
 
-    def start_again(self) -> None:
-        """Start a new process, after the last one has ended. It serves after the time that a start takes."""
+    def restart(self) -> None:
+        """Start a new process after the last one has ended. It serves after `start_s`."""
         self._number += 1
         self.engine = self.executor = self.engine_client = self.server = None
         self.host.is_up = True
@@ -569,24 +574,25 @@ class SimInstance:
         finally:
             await engine_client.close()
             process.simulation.note(f"{process.name} has stopped")
-            if self.engine is engine:  # its process may go on, for as long as a disk hangs
+            if self.engine is engine:  # its process may continue while a disk hangs
                 self.engine = None
 
     def keep(self, prompt: Sequence[int], *, pin: bool) -> None:
-        """Pin what its stores have of a prompt, or unpin it, as an operator does who gets no answer."""
+        """Pin or unpin a prompt's blocks in the instance's stores, as an operator does, without waiting for the
+        answer."""
         engine_client, loop = self.engine_client, self._server_loop
         if engine_client is None or not self.process.is_alive:
             return
-        asked = Request(request_id="", prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1))
+        request = Request(request_id="", prompt_token_ids=list(prompt), sampling=SamplingParams(max_tokens=1))
 
-        async def ask() -> None:
+        async def change_pins() -> None:
             with suppress(KvferryError):
-                await engine_client.kept(asked, pin=pin)
+                await engine_client.kept(request, pin=pin)
 
-        loop.call_soon(lambda: loop.create_task(ask()))
+        loop.call_soon(lambda: loop.create_task(change_pins()))
 
     def release(self, transfer_id: str) -> None:
-        """End a hand-off, as a router does that nobody will fetch it for, and which gets no answer."""
+        """Release a hand-off, as a router does if it will not be fetched, without waiting for the answer."""
         engine_client, loop = self.engine_client, self._server_loop
         if engine_client is None or not self.process.is_alive:
             return
@@ -598,7 +604,7 @@ class SimInstance:
         loop.call_soon(lambda: loop.create_task(release()))
 
     def stop(self) -> None:
-        """Shut down as at SIGTERM, which ends at once what does not serve yet."""
+        """Shut down as at SIGTERM, which ends a starting instance at once."""
         if self.server is not None:
             self.server.stop()
         else:

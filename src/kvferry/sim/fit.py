@@ -17,36 +17,36 @@ MIN_SAMPLES = len(_COSTS)
 
 
 def fit_steps(samples: Sequence[StepSample]) -> tuple[StepTimes, FitError]:
-    """The costs that are nearest to the samples, and how near. Raises `ConfigError` if there are too few samples.
+    """The costs with the least error, and their error. Raises `ConfigError` if there are too few samples.
 
-    A step that takes twice as long may be twice as far off: what is minimised is the sum of the squared relative
-    errors. With five costs, every set of them that may be zero is tried, which is exact. A step that no time was seen
-    of, as its token came together with the one before, says nothing.
+    A step that takes twice as long may be twice as far off: the sum of the squared relative errors is minimised. With
+    five costs, every subset that may be non-zero is tried, which is exact. Steps without a measured time, because their
+    token arrived together with the previous one, are left out.
     """
-    samples = [one for one in samples if one.seconds > 0]
+    samples = [sample for sample in samples if sample.seconds > 0]
     if len(samples) < MIN_SAMPLES:
         raise ConfigError(f"{len(samples)} measured steps are too few to fit {len(_COSTS)} costs")
-    measured = np.array([one.seconds for one in samples])
-    relative = np.array([_row(one) for one in samples]) / measured[:, None]
+    measured = np.array([sample.seconds for sample in samples])
+    relative = np.array([_row(sample) for sample in samples]) / measured[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
-    best, least = np.zeros(len(_COSTS)), float("inf")
+    best, least_error = np.zeros(len(_COSTS)), float("inf")
     for number in range(1, len(_COSTS) + 1):
         for chosen in combinations(range(len(_COSTS)), number):
             columns = list(chosen)
-            found = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(samples)), rcond=None)[0]
-            error = float(((relative[:, columns] / scale[columns] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least - 1e-12:
-                least, best = error, np.zeros(len(_COSTS))
-                best[columns] = found / scale[columns]
-    off = np.sort(np.abs(relative @ best - 1))
-    p50, p90 = (float(off[int(len(off) * share)]) for share in (0.5, 0.9))
+            solution = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(samples)), rcond=None)[0]
+            error = float(((relative[:, columns] / scale[columns] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < least_error - 1e-12:
+                least_error, best = error, np.zeros(len(_COSTS))
+                best[columns] = solution / scale[columns]
+    relative_errors = np.sort(np.abs(relative @ best - 1))
+    p50, p90 = (float(relative_errors[int(len(relative_errors) * share)]) for share in (0.5, 0.9))
     costs: dict[str, Any] = dict(zip(_COSTS, map(float, best), strict=True))
-    return StepTimes(**costs), FitError(len(samples), p50, p90, float(off[-1]))
+    return StepTimes(**costs), FitError(len(samples), p50, p90, float(relative_errors[-1]))
 
 
 def spread(measured: Mapping[StepWork, Sequence[float]], *, prefill: bool) -> list[float]:
-    """How long steps that prefill, or only decode, took, over the median of those with the same work, if that
-    is not 0, as where tokens came together. `_QUANTILES` values in rising order, `MAX_FACTOR` at most."""
+    """Durations of steps that prefill, or only decode, divided by the median for the same work, unless that is 0, as
+    for tokens that arrived together. `_QUANTILES` values in ascending order, at most `MAX_FACTOR`."""
     ratios = [
         np.array(seconds) / np.median(seconds)
         for work, seconds in measured.items()
@@ -70,8 +70,8 @@ def _row(sample: StepSample) -> list[float]:
 
 
 def fit_transfer(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes per second of transfers (bytes, seconds), and what each takes besides. Where larger ones took no longer,
-    the bandwidth is that of the largest. Raises `ConfigError` if there is none."""
+    """Bytes per second of transfers (bytes, seconds), and the constant seconds of each. If larger ones took no longer,
+    the bandwidth of the largest. Raises `ConfigError` if there is none."""
     if not samples:
         raise ConfigError("no transfer was measured")
     sizes, seconds = np.array(samples).T

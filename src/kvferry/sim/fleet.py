@@ -1,10 +1,11 @@
-"""A simulated fleet: the real controller, its loop, its ledger and its orders to the routers, over simulated processes.
+"""A simulated fleet: the real controller, its loop, its ledger and its declarations to the routers, over simulated
+processes.
 
 `SimBackend` starts and stops simulated instances and routers; they outlive the controller, whose process may crash, and
-the next one takes them up. The ledger is a real folder: what is in it has no time.
+the next one adopts them. The ledger is a real folder: its use takes no virtual time.
 
-There may be several controllers, each on a machine and with a ledger of its own. One of them acts, as long as it holds
-the lease (`SimLease`), which is kept on the host `cluster`.
+There may be several controllers, each on its own machine and with its own ledger. One of them is the leader, as long as
+it holds the lease (`SimLease`), which is on the host `cluster`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from kvferry.sim.router import SimRouter
 from kvferry.sim.world import PORT, TOKEN, World, WorldSpec
 
 LEASE_HOST = "cluster"
-_LOOKS_EVERY_S = 0.05
-_COMES_UP_S = 120.0
+_POLL_S = 0.05
+_READY_TIMEOUT_S = 120.0
 _ROUTER_STARTS_S = 1.0
 _GRACE_S = 30.0
-_LEASE_ANSWERS_S = 2.0
-"""How long the host of the lease is waited for."""
-_STARTED_AGAIN_S = 1.0
-"""When a controller that has ended for another one is started again."""
+_LEASE_TIMEOUT_S = 2.0
+"""Max seconds to wait for the host of the lease."""
+_RESTART_DELAY_S = 1.0
+"""Seconds until a controller that has ended for another one is restarted."""
 
 
 @dataclass
@@ -50,37 +51,37 @@ class StartedMember:
     is_stopping: bool = False
 
     def member(self) -> Member:
-        """What the backend reports of it."""
+        """The member as the backend reports it."""
         what, spec = self.what, self.spec
         if not what.process.is_alive:
-            return self._in(MemberState.ENDED)
+            return self._with_state(MemberState.ENDED)
         serves = what.engine_client is not None if isinstance(what, SimInstance) else what.router is not None
         if not serves:
-            return self._in(MemberState.STARTING)
+            return self._with_state(MemberState.STARTING)
         health = what.url if spec.role == "router" else ""
-        return replace(self._in(MemberState.SERVING), url=what.url, health_url=health)
+        return replace(self._with_state(MemberState.SERVING), url=what.url, health_url=health)
 
-    def _in(self, state: MemberState) -> Member:
+    def _with_state(self, state: MemberState) -> Member:
         spec = self.spec
         reason = "was killed" if state is MemberState.ENDED else ""
         return Member(spec.name, spec.role, spec.revision, state, unit=spec.unit, reason=reason)
 
 
 class SimLease(FleetLease):
-    """The right to act on the fleet of a `FleetWorld`, for one of its controllers."""
+    """The leadership of a `FleetWorld`'s fleet, for one of its controllers."""
 
     def __init__(self, world: FleetWorld, me: SimProcess) -> None:
         super().__init__(world.simulation.monotonic)
-        self._world, self._me = world, me
+        self._world, self._own_process = world, me
         self._seen = (-1, 0.0)
-        """How often the lease had been renewed, and since when."""
+        """Number of renewals of the lease, and the time since which it is unchanged."""
 
     async def try_to_take(self) -> bool:
-        """Take it if its holder has not renewed it for as long as others wait."""
+        """Take the lease if its holder has not renewed it for `TAKEN_S`."""
         begun = self._clock()
         await self._reach()
         world = self._world
-        if world.lease_holder not in ("", self._me.name):
+        if world.lease_holder not in ("", self._own_process.name):
             self.holder = world.lease_holder
             if self._seen[0] != world.num_renewals:
                 self._seen = (world.num_renewals, self._clock())
@@ -90,49 +91,49 @@ class SimLease(FleetLease):
         return True
 
     async def renew(self) -> None:
-        """Renew it, unless another controller has taken it."""
+        """Renew the lease, unless another controller has taken it."""
         begun = self._clock()
         await self._reach()
-        if self._world.lease_holder == self._me.name:
+        if self._world.lease_holder == self._own_process.name:
             self._hold(begun)
         else:
             self._is_lost()
 
     async def give_up(self) -> None:
-        """Let another controller act at once."""
+        """Release the lease, so that another controller can take it at once."""
         self._is_lost()
-        if self._world.lease_holder == self._me.name:
+        if self._world.lease_holder == self._own_process.name:
             self._world.lease_holder = ""
 
     async def remove(self) -> None:
-        """Forget who has it: the fleet has ended."""
+        """Remove the lease: the fleet has ended."""
         await self.give_up()
 
     def _hold(self, begun: float) -> None:
-        self._world.lease_holder = self._me.name
+        self._world.lease_holder = self._own_process.name
         self._world.num_renewals += 1
         self._is_renewed(begun)
 
     async def _reach(self) -> None:
-        """Wait for the answer of the host that has the lease. Raises `LeaseUnknown`."""
-        network, host = self._world.network, self._me.host
-        place = network.host(LEASE_HOST)
-        if network.is_cut(host, place):
-            await asyncio.sleep(_LEASE_ANSWERS_S)
+        """Wait for the answer of the lease's host. Raises `LeaseUnknown`."""
+        network, host = self._world.network, self._own_process.host
+        lease_host = network.host(LEASE_HOST)
+        if network.is_partitioned(host, lease_host):
+            await asyncio.sleep(_LEASE_TIMEOUT_S)
             raise LeaseUnknown(f"{LEASE_HOST} does not answer")
-        await asyncio.sleep(max(0.0, network.arrival(host, place, 0) - self._clock()))
+        await asyncio.sleep(max(0.0, network.arrival(host, lease_host, 0) - self._clock()))
 
 
 class SimRouterClient(RouterClient):
-    """Declares instances to the routers, and notes who does."""
+    """Declares instances to the routers, and records the controller."""
 
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(TOKEN)
         self._backend = backend
 
     async def declare(self, *args: Any, **options: Any) -> Mapping[str, View] | None:
-        """Declare instances to the routers, and note who does."""
-        self._backend.note_act("declares instances")
+        """Declare instances to the routers, and record the controller."""
+        self._backend.record_action("declares instances")
         return await super().declare(*args, **options)
 
 
@@ -149,31 +150,31 @@ class SimBackend(FleetBackend):
         """None for one controller alone."""
         return SimLease(self._world, self._process) if self._world.num_controllers > 1 else None
 
-    def note_act(self, what: str) -> None:
-        """Note what a controller does; it may be one that must do nothing any more."""
+    def record_action(self, what: str) -> None:
+        """Record an action of a controller that does not hold the lease."""
         world = self._world
         if world.num_controllers > 1 and world.lease_holder not in ("", self._process.name):
-            world.acts_of_others.append(f"{self._process.name} {what}, {world.lease_holder} has the lease")
+            world.actions_without_lease.append(f"{self._process.name} {what}, {world.lease_holder} has the lease")
 
     def use(self, fleet: DesiredFleet) -> None:
         """Does nothing: all fleets can be run."""
 
     async def open(self) -> None:
-        """Does nothing: the world has what an earlier controller left."""
+        """Does nothing: the world has the members of an earlier controller."""
 
     def members(self) -> Sequence[Member]:
-        """The members, and the state each is in now."""
-        return [one.member() for one in self._world.started.values()]
+        """The members with their current state."""
+        return [member.member() for member in self._world.started.values()]
 
     async def start(self, member: MemberSpec) -> None:
-        """Start a new process, on the machine that has the member's name."""
-        self.note_act(f"starts {member.name}")
+        """Start a new process on the host with the member's name."""
+        self.record_action(f"starts {member.name}")
         self._world.start_member(member)
         self.changed.set()
 
     async def stop(self, name: str, grace_s: float) -> None:
         """Stop the member as SIGTERM does, and after `grace_s` as SIGKILL does."""
-        self.note_act(f"stops {name}")
+        self.record_action(f"stops {name}")
         started = self._world.started.get(name)
         if started is None:
             return
@@ -182,42 +183,42 @@ class SimBackend(FleetBackend):
         if process.is_alive and not started.is_stopping:
             started.is_stopping = True
             self._world.on_stop(started, grace_s)
-            self._world.changes(started)
+            self._world.before_member_change(started)
             started.what.stop()
-        while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(_LOOKS_EVERY_S)
+        while process.is_alive and process.tasks() and loop.time() < until:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(_POLL_S)
         if self._world.started.get(name) is started:
             self._world.forget_member(name)
             self.changed.set()
 
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Note its role."""
-        self.note_act(f"changes the role of {name}")
+        """Change the member's role."""
+        self.record_action(f"changes the role of {name}")
         started = self._world.started.get(name)
         if started is not None:
-            self._world.changes(started, role)
+            self._world.before_member_change(started, role)
             self.changed.set()
 
     async def close(self) -> None:
-        """Let another controller act: members outlive it."""
+        """Release the lease; members outlive the backend."""
         await self.give_up()
 
 
 @dataclass
 class _SimController:
-    """A place where a controller runs, over all its processes, and its ledger."""
+    """A controller across its processes, and its ledger."""
 
     ledger: Ledger
     process: SimProcess | None = None
 
     @property
-    def runs(self) -> bool:
-        """True if a process is there that does something."""
+    def is_running(self) -> bool:
+        """True if it has a live process with tasks."""
         return self.process is not None and self.process.is_alive and bool(self.process.tasks())
 
 
 class FleetWorld(World):
-    """A deployment that a controller brings up and looks after. `router` of the spec are settings of its routers."""
+    """A deployment that a controller starts and reconciles. `router` of the spec: settings of its routers."""
 
     def __init__(
         self, spec: WorldSpec, fleet: DesiredFleet, seed: int, *, num_controllers: int = 1, keep_log: bool = False
@@ -237,10 +238,10 @@ class FleetWorld(World):
         self._controllers: list[_SimController] = []
         self._num_started = 0
         self.lease_holder = ""
-        """The process of the controller that may act; empty: nobody has said that it does."""
+        """The process of the controller that holds the lease; empty: none."""
         self.num_renewals = 0
-        self.acts_of_others: list[str] = []
-        """What controllers have done while another one had the lease."""
+        self.actions_without_lease: list[str] = []
+        """Actions of controllers while another one held the lease."""
 
     @contextmanager
     def running(self) -> Iterator[World]:
@@ -255,7 +256,7 @@ class FleetWorld(World):
 
     def _start(self) -> None:
         self.start_controllers()
-        self.run_until(lambda: self.is_settled, _COMES_UP_S + self.spec.instance.start_s)
+        self.run_until(lambda: self.is_settled, _READY_TIMEOUT_S + self.spec.instance.start_s)
         super()._start()
 
     # The controllers.
@@ -273,12 +274,12 @@ class FleetWorld(World):
         loop = process.thread("controller")
         loop.call_soon(lambda: loop.create_task(self._control(controller, process)))
 
-    async def _control(self, place: _SimController, process: SimProcess) -> None:
-        """Run a controller until it ends. Another one is started in its place if it has ended for another one."""
+    async def _control(self, slot: _SimController, process: SimProcess) -> None:
+        """Run a controller until it ends. It is restarted if it has lost the leadership."""
         backend, clock = SimBackend(self, process), self.simulation
         async with SimRouterClient(backend) as router_client:
-            controller = Controller(place.ledger, backend, router_client, _Silent(), clock, grace_s=_GRACE_S)
-            process.on_end[controller] = controller.close  # the kernel's, when a process ends
+            controller = Controller(slot.ledger, backend, router_client, _Silent(), clock, grace_s=_GRACE_S)
+            process.on_end[controller] = controller.close  # the kernel closes it when a process ends
             try:
                 end = await controller.run()
                 if isinstance(end, ShutdownRequested):
@@ -288,75 +289,75 @@ class FleetWorld(World):
                 process.on_end.pop(controller, None)
                 controller.close()
         if isinstance(end, LeadershipLost):
-            self.network.loop.call_later(_STARTED_AGAIN_S, self._start_controller, place)
+            self.network.loop.call_later(_RESTART_DELAY_S, self._start_controller, slot)
 
     @property
-    def _has_acting(self) -> bool:
+    def _has_leader(self) -> bool:
         """True if the process that holds the lease is alive."""
         return self.controller_process.name == self.lease_holder and self.controller_process.is_alive
 
     @property
-    def _acting(self) -> _SimController:
-        """The controller that acts, or has acted last."""
-        for one in self._controllers:
-            if one.process is not None and one.process.name == self.lease_holder:
-                return one
+    def _leader(self) -> _SimController:
+        """The current or last leader."""
+        for controller in self._controllers:
+            if controller.process is not None and controller.process.name == self.lease_holder:
+                return controller
         return self._controllers[0]
 
     @property
     def ledger(self) -> Ledger:
-        """That of the controller that acts."""
-        return self._acting.ledger
+        """The leader's ledger."""
+        return self._leader.ledger
 
     @property
     def controller_process(self) -> SimProcess:
-        """That of the controller that acts."""
-        process = self._acting.process
+        """The leader's process."""
+        process = self._leader.process
         assert process is not None
         return process
 
     @property
     def is_settled(self) -> bool:
-        """True if a controller acts, and has seen all that is wanted now."""
-        if self.num_controllers > 1 and not self._has_acting:
+        """True if there is a leader, and it has reached the desired state."""
+        if self.num_controllers > 1 and not self._has_leader:
             return False
         seen = self.ledger.status()
         return seen is not None and seen.settled and seen.number == self.ledger.wanted().number
 
     def want(self, fleet: DesiredFleet) -> None:
         """Apply another spec."""
-        for one in self._controllers:
-            one.ledger.want(fleet)
-        self.simulation.note("another fleet is wanted")
+        for controller in self._controllers:
+            controller.ledger.want(fleet)
+        self.simulation.note("another fleet is applied")
 
     # Its members.
 
     def hosts(self) -> list[SimHost]:
         """The hosts of all members, of the controllers, and of the lease if there is one."""
-        controllers = [one.process.host for one in self._controllers if one.process is not None]
-        places = [self.network.host(LEASE_HOST)] if len(controllers) > 1 else []
-        return [*super().hosts(), *controllers, *places]
+        controllers = [controller.process.host for controller in self._controllers if controller.process is not None]
+        lease_hosts = [self.network.host(LEASE_HOST)] if len(controllers) > 1 else []
+        return [*super().hosts(), *controllers, *lease_hosts]
 
     def open_routers(self) -> list[SimRouter]:
-        """Routers that are ready, as a load balancer in front of them asks, and are not to end; else any that was."""
+        """Ready routers that are not stopping, as for a load balancer; all earlier routers if there is none."""
         ready = [
-            one.what
-            for one in self.started.values()
-            if isinstance(one.what, SimRouter) and one.what.is_ready and not one.is_stopping
+            member.what
+            for member in self.started.values()
+            if isinstance(member.what, SimRouter) and member.what.is_ready and not member.is_stopping
         ]
-        return ready or [one for one in self._last.values() if isinstance(one, SimRouter)]
+        return ready or [member for member in self._last.values() if isinstance(member, SimRouter)]
 
     def start_member(self, spec: MemberSpec) -> None:
         """Start a member, for the backend. Raises `NotStarted`."""
         if spec.name in self.started:
-            raise NotStarted(f"{spec.name} is here")
+            raise NotStarted(f"{spec.name} is already running")
         self.simulation.note(f"{spec.name} is started")
         self.on_start(spec)
         what = self._last.get(spec.name)
         if what is not None:
             if isinstance(what, SimInstance) and spec.role != "router":
-                what.role = spec.role  # it may have changed it when it ran last
-            what.start_again()
+                what.role = spec.role  # its last process may have had another role
+            what.restart()
         elif spec.role == "router":
             config = RouterConfig(declared=True, **self.spec.router)
             after_s = min(_ROUTER_STARTS_S, self.spec.instance.start_s)
@@ -372,8 +373,8 @@ class FleetWorld(World):
         else:
             self.instances.append(what)
 
-    def changes(self, started: StartedMember, role: MemberRole | None = None) -> None:
-        """A member is about to be stopped, or to have another role, for the backend."""
+    def before_member_change(self, started: StartedMember, role: MemberRole | None = None) -> None:
+        """Call `before_change` for a member that is about to be stopped or to change its role, for the backend."""
         if isinstance(started.what, SimInstance):
             self.before_change(started.what)
             if role is not None and role != "router":
@@ -391,16 +392,21 @@ class FleetWorld(World):
     # The end.
 
     def end(self) -> bool:
-        """The fleet is deleted, and its controller ends everything; returns whether all of it ended."""
-        members = [one.what.process for one in self.started.values()]
-        for one in self._controllers:
-            one.ledger.delete()
-        self.run_until(lambda: not (self.started or any(one.runs for one in self._controllers)), _COMES_UP_S)
-        return super().end() and not any(one.tasks() for one in members if one.is_alive) and not self.started
+        """Delete the fleet, so that its controller ends everything; returns True if all of it ended."""
+        members = [member.what.process for member in self.started.values()]
+        for controller in self._controllers:
+            controller.ledger.delete()
+        self.run_until(
+            lambda: not (self.started or any(controller.is_running for controller in self._controllers)),
+            _READY_TIMEOUT_S,
+        )
+        return (
+            super().end() and not any(process.tasks() for process in members if process.is_alive) and not self.started
+        )
 
 
 class _Silent:
-    """A display that shows nothing."""
+    """A display that ignores everything."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None

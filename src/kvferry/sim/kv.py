@@ -1,6 +1,6 @@
-"""KV that shows where it came from: each token's KV is a number that depends on all tokens before it, and the token
-that is sampled depends on all of the KV that attention would read. So a block that is wrong, in any layer, gives a
-wrong token, and what the right ones are can be computed from the prompt alone.
+"""KV with a checkable origin: each token's KV is a number that depends on all tokens before it, and the sampled token
+depends on all of the KV that attention would read. So a wrong block, in any layer, gives a wrong token, and the right
+tokens can be computed from the prompt alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MASK = 2**64 - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _INVERSE = pow(_FACTOR, -1, 2**64)
 _ROOT = 0x243F6A8885A308D3
-_AT_ONCE = 4096
+_CHUNK = 4096
 
 
 def mixed(number: int) -> int:
@@ -31,29 +31,29 @@ def mixed(number: int) -> int:
 
 
 def mixed_tokens(tokens: Sequence[int] | Numbers) -> Numbers:
-    """`mixed`, of each of these after a constant is added."""
-    found = np.asarray(tokens, dtype=np.uint64) + np.uint64(_FACTOR)
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Numbers = found ^ (found >> np.uint64(31))
+    """`mixed` of each number plus a constant."""
+    numbers = np.asarray(tokens, dtype=np.uint64) + np.uint64(_FACTOR)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Numbers = numbers ^ (numbers >> np.uint64(31))
     return mixed
 
 
 @cache
 def _powers(base: int) -> Numbers:
     """`base` to the powers 1, 2, … modulo 2^64."""
-    found, power = np.empty(_AT_ONCE, dtype=np.uint64), 1
-    for place in range(_AT_ONCE):
+    powers, power = np.empty(_CHUNK, dtype=np.uint64), 1
+    for index in range(_CHUNK):
         power = power * base & _MASK
-        found[place] = power
-    return found
+        powers[index] = power
+    return powers
 
 
 def chain(before: int, tokens: Sequence[int]) -> Numbers:
     """The KV of tokens that follow a token with the KV `before`: h = (h of the token before + its own) * factor."""
     pieces = []
-    for start in range(0, len(tokens), _AT_ONCE):
-        part = mixed_tokens(tokens[start : start + _AT_ONCE])
+    for start in range(0, len(tokens), _CHUNK):
+        part = mixed_tokens(tokens[start : start + _CHUNK])
         number = len(part)
         # h_n = f^n h_0 + Σ f^(n-j+1) c_j, so h_n / f^n is a running sum.
         sums = np.cumsum(part * _powers(_INVERSE)[:number] * np.uint64(_FACTOR), dtype=np.uint64)
@@ -64,7 +64,7 @@ def chain(before: int, tokens: Sequence[int]) -> Numbers:
 
 
 def follow(before: int, token: int) -> int:
-    """The KV of one token that follows a token with the KV `before`: as `chain`, with less around it."""
+    """The KV of one token that follows a token with the KV `before`: `chain` for one token, faster."""
     return (before + mixed((token + _FACTOR) & _MASK)) * _FACTOR & _MASK
 
 
@@ -75,12 +75,12 @@ def _layer_factors(num_layers: int) -> Numbers:
 
 
 def sample(attended: int, seed: int, position: int, vocab_size: int) -> int:
-    """The token at this position, where attention has read KV with this sum."""
+    """The token at this position if attention has read KV with this sum."""
     return mixed(attended ^ mixed(seed ^ mixed(position))) % vocab_size
 
 
-def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int, num_layers: int) -> list[int]:
-    """The answer to a prompt."""
+def expected_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int, num_layers: int) -> list[int]:
+    """The right answer to a prompt."""
     values = chain(_ROOT, prompt)
     before, total = int(values[-1]), int(values.sum(dtype=np.uint64))
     factor = int(_layer_factors(num_layers).sum(dtype=np.uint64))
@@ -94,20 +94,20 @@ def right_tokens(prompt: Sequence[int], seed: int, number: int, vocab_size: int,
 
 
 def counted_token(seed: int, position: int, vocab_size: int) -> int:
-    """The token at this position where no KV is looked at."""
+    """The token at this position, independent of KV."""
     return (seed + position) % vocab_size
 
 
 TOKEN_BYTES = 8
-"""What the simulator has of one token's KV in one layer."""
+"""Bytes in the simulator of one token's KV in one layer."""
 
 
 class SimLayout(KVLayout, frozen=True, kw_only=True):
-    """A layout of whose spans the simulator has `TOKEN_BYTES` for each token. A block takes the room and the time of
-    all its bytes (`block_bytes`); only these few are moved and kept."""
+    """A layout with `TOKEN_BYTES` for each token in the simulator. A block takes the space and the time of all its
+    bytes (`block_bytes`), but only these few are moved and stored."""
 
     def span_bytes(self, layer: int) -> int:
-        """Bytes that are moved."""
+        """Bytes that the simulator moves."""
         return TOKEN_BYTES * self.block_size
 
     @property
@@ -120,18 +120,18 @@ class SimLayout(KVLayout, frozen=True, kw_only=True):
         return KVLayout(**{name: getattr(self, name) for name in KVLayout.__struct_fields__})
 
     def true_bytes(self) -> float:
-        """How many bytes of a real block one byte of a stored record stands for."""
+        """Number of bytes of a real block for each byte of a stored record."""
         return self.block_bytes / RecordFormat(self, NoCodec(self)).max_record_bytes
 
 
 class KVContents:
-    """What is in the KV blocks of one instance: `[layers, blocks, block_size]`."""
+    """The content of the KV blocks of one instance: `[layers, blocks, block_size]`."""
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.values: Numbers = np.zeros((num_layers, num_blocks, block_size), dtype=np.uint64)
         self._factors = _layer_factors(num_layers)
-        self._whole_factors: list[int] = self._factors.tolist()
+        self._int_factors: list[int] = self._factors.tolist()
 
     def compute(self, block_ids: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         """Write the KV of tokens `start`, `start + 1`, … of a sequence with these blocks."""
@@ -140,13 +140,13 @@ class KVContents:
         if start:
             before = int(self.values[0, block_ids[(start - 1) // size], (start - 1) % size])
         if len(tokens) == 1:
-            value, place = follow(before, tokens[0]), (block_ids[start // size], start % size)
-            for layer, factor in enumerate(self._whole_factors):
-                self.values[layer, *place] = value * factor & _MASK
+            value, slot = follow(before, tokens[0]), (block_ids[start // size], start % size)
+            for layer, factor in enumerate(self._int_factors):
+                self.values[layer, *slot] = value * factor & _MASK
             return
-        places = np.arange(start, start + len(tokens))
-        blocks = np.asarray(block_ids, dtype=np.int64)[places // size]
-        self.values[:, blocks, places % size] = chain(before, tokens)[None, :] * self._factors[:, None]
+        positions = np.arange(start, start + len(tokens))
+        blocks = np.asarray(block_ids, dtype=np.int64)[positions // size]
+        self.values[:, blocks, positions % size] = chain(before, tokens)[None, :] * self._factors[:, None]
 
     def attended(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """The sum of the KV of the first `num_tokens` tokens, in all layers."""
@@ -160,6 +160,6 @@ class KVContents:
         """The memory of one block of one layer, as bytes."""
         return memoryview(self.values[layer, block_id]).cast("B")
 
-    def copy(self, layer: int, source: KVContents, theirs: Sequence[int], ours: Sequence[int]) -> None:
+    def copy(self, layer: int, source: KVContents, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
         """Copy blocks of one layer from another instance."""
-        self.values[layer, ours] = source.values[layer, theirs]
+        self.values[layer, target_ids] = source.values[layer, source_ids]

@@ -1,5 +1,5 @@
-"""What moving and keeping the KV of a trace needs: bytes a second from P to D, and what stores of several sizes would
-find, read and write. Computed from the block hashes; nothing is simulated.
+"""The KV traffic of a trace: bytes a second from P to D, and the hits, reads and writes of stores of several sizes.
+Computed from the block hashes; nothing is simulated.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from kvferry.sim.times import MachineTimes, StepTimes, StepWork
 from kvferry.sim.traffic import BLOCK_TOKENS, Arrival
@@ -21,13 +23,13 @@ STORE_POLICY = "lru"
 _SIZES = (1 / 16, 1 / 4, 1.0)
 """Sizes of stores, as shares of all different blocks of a trace; each is rounded up to a power of two of bytes."""
 ENOUGH = 0.95
-"""Share of what the largest store finds from which a smaller one is as good."""
+"""Share of the largest store's hits from which a smaller one is as good."""
 WORTH = 0.05
-"""How much larger a share of prompts' tokens than the prefix caches a store must find to be worth its trouble."""
+"""Min gain of a store's hit share over the prefix caches' to be worth its cost."""
 
 
 def prefill_seconds(times: StepTimes, num_tokens: int, chunk: int, start: int = 0) -> float:
-    """The steps of one prompt from a token on: those before it are there already."""
+    """Seconds of the steps of one prompt from token `start` on: earlier ones are cached."""
     seconds = times.request_s
     while start < num_tokens:
         number = min(chunk, num_tokens - start)
@@ -37,18 +39,16 @@ def prefill_seconds(times: StepTimes, num_tokens: int, chunk: int, start: int = 
     return seconds
 
 
-@dataclass(frozen=True)
-class StoreUse:
-    """What one store would do for a trace, if no instance had a prefix cache.
+class StoreUse(msgspec.Struct, frozen=True, rename={"hit_share": "found"}):
+    """The effect of one store on a trace, if no instance had a prefix cache.
 
-    `num_bytes`: its size; `found`: the share of the prompts' tokens that it has; `reads`, `writes`: bytes a second, of
-    the blocks that it has and of those that it gets, each in its busiest ten seconds; `saves`: seconds of prefill that
-    it saves in a second, in the mean: so many instances; `min_bandwidth`: bytes a second at which reading takes as
-    long as computing, 0 if nothing is found.
+    `num_bytes`: its size; `hit_share`: the share of the prompts' tokens that it has; `reads`, `writes`: bytes a second
+    of hits and of new blocks, each in its busiest ten seconds; `saves`: mean seconds of prefill saved in a second, so
+    a number of instances; `min_bandwidth`: bytes a second at which reading takes as long as computing, 0 without hits.
     """
 
     num_bytes: int
-    found: float
+    hit_share: float
     reads: float
     writes: float
     saves: float
@@ -56,47 +56,50 @@ class StoreUse:
 
 
 def peak_rate(tokens: Iterable[tuple[float, float]], token_bytes: int) -> float:
-    """Bytes a second in the busiest of all windows of ten seconds, of (second, tokens) in the order of their time."""
+    """Bytes a second in the busiest window of ten seconds, for (second, tokens) in the order of their time."""
     window = deque[tuple[float, float]]()
-    here = most = 0.0
+    in_window = peak = 0.0
     for at_s, number in tokens:
         window.append((at_s, number))
-        here += number
+        in_window += number
         while window[0][0] <= at_s - WINDOW_S:
-            here -= window.popleft()[1]
-        most = max(most, here)
-    return most * token_bytes / WINDOW_S
+            in_window -= window.popleft()[1]
+        peak = max(peak, in_window)
+    return peak * token_bytes / WINDOW_S
 
 
 def hand_off_rate(arrivals: Sequence[Arrival], token_bytes: int) -> float:
     """Bytes a second from P to D in the busiest ten seconds, if every prompt is handed off as a whole."""
-    return peak_rate(((one.at_s, one.prompt_tokens) for one in arrivals), token_bytes)
+    return peak_rate(((arrival.at_s, arrival.prompt_tokens) for arrival in arrivals), token_bytes)
 
 
 def store_use(arrivals: Sequence[Arrival], num_bytes: int, times: MachineTimes, chunk: int) -> StoreUse:
-    """What a store of this size would do."""
+    """The effect of a store of this size."""
     token_bytes, step = times.kv.token_bytes, times.step
-    found = list(_found_tokens(arrivals, num_bytes // (BLOCK_TOKENS * token_bytes)))
+    hits = list(_found_tokens(arrivals, num_bytes // (BLOCK_TOKENS * token_bytes)))
     saved_s = sum(
-        prefill_seconds(step, one.prompt_tokens, chunk) - prefill_seconds(step, one.prompt_tokens, chunk, number)
-        for one, number in zip(arrivals, found, strict=True)
+        prefill_seconds(step, arrival.prompt_tokens, chunk)
+        - prefill_seconds(step, arrival.prompt_tokens, chunk, number)
+        for arrival, number in zip(arrivals, hits, strict=True)
     )
     lasts_s = max(1.0, arrivals[-1].at_s)
-    read = [(one.at_s, float(number)) for one, number in zip(arrivals, found, strict=True)]
-    written = [(one.at_s, float(one.prompt_tokens - number)) for one, number in zip(arrivals, found, strict=True)]
+    read = [(arrival.at_s, float(number)) for arrival, number in zip(arrivals, hits, strict=True)]
+    written = [
+        (arrival.at_s, float(arrival.prompt_tokens - number)) for arrival, number in zip(arrivals, hits, strict=True)
+    ]
     return StoreUse(
         num_bytes=num_bytes,
-        found=sum(found) / sum(one.prompt_tokens for one in arrivals),
+        hit_share=sum(hits) / sum(arrival.prompt_tokens for arrival in arrivals),
         reads=peak_rate(read, token_bytes),
         writes=peak_rate(written, token_bytes),
         saves=saved_s / lasts_s,
-        min_bandwidth=sum(found) * token_bytes / saved_s if saved_s > 0 else 0.0,
+        min_bandwidth=sum(hits) * token_bytes / saved_s if saved_s > 0 else 0.0,
     )
 
 
 def store_uses(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int) -> list[StoreUse]:
-    """Stores of several sizes, the largest of which keeps all blocks of the trace; none if no block comes twice."""
-    ids = [block for one in arrivals for block in one.block_ids]
+    """Stores of several sizes, the largest of which holds all blocks of the trace; none if no block is repeated."""
+    ids = [block for arrival in arrivals for block in arrival.block_ids]
     different = len(set(ids))
     if different == len(ids):
         return []
@@ -106,17 +109,19 @@ def store_uses(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int) -> 
 
 
 def large_enough(uses: Sequence[StoreUse]) -> StoreUse:
-    """The smallest store that finds nearly as much as the largest."""
-    return next(one for one in uses if one.found >= ENOUGH * uses[-1].found)
+    """The smallest store with nearly as many hits as the largest."""
+    return next(use for use in uses if use.hit_share >= ENOUGH * uses[-1].hit_share)
 
 
 def _found_tokens(arrivals: Sequence[Arrival], num_blocks: int) -> Iterator[int]:
     """The tokens at the beginning of each prompt that a store of `num_blocks` blocks has."""
     cache = PolicyCache(make_eviction_policy(STORE_POLICY, num_blocks), num_blocks, uses_finishes=False)
-    for one in arrivals:
+    for arrival in arrivals:
         before = cache.hits
-        cache.request(TraceRequest(one.at_s * 1e3, one.prompt_tokens, one.answer_tokens, list(one.block_ids)))
-        yield min(one.prompt_tokens, (cache.hits - before) * BLOCK_TOKENS)
+        cache.request(
+            TraceRequest(arrival.at_s * 1e3, arrival.prompt_tokens, arrival.answer_tokens, list(arrival.block_ids))
+        )
+        yield min(arrival.prompt_tokens, (cache.hits - before) * BLOCK_TOKENS)
 
 
 def _power_of_two(number: float) -> int:
@@ -124,7 +129,7 @@ def _power_of_two(number: float) -> int:
 
 
 def to_size(num_bytes: int) -> str:
-    """A size as `memory:` takes it."""
+    """A size in the form of `memory:` URLs."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
         if num_bytes >= 1 << power:
             return f"{num_bytes / (1 << power):.4g}{unit}"
@@ -136,11 +141,11 @@ Way = Literal["nothing", "P2P", "a store", "P2P and a store"]
 
 @dataclass(frozen=True)
 class KVPlan:
-    """How the KV of a trace is to be moved and kept.
+    """The recommended transport and storage of a trace's KV.
 
     `hand_offs`: bytes a second from P to D in the busiest ten seconds, 0 for plain instances; `stores`: of several
-    sizes; `caches`: a store as large as all prefix caches together, which find at most as much; `store`: the one to
-    take, if any; `why`: in one sentence.
+    sizes; `caches`: a store as large as all prefix caches together, an upper bound of their hits; `store`: the
+    recommended one, if any; `why`: in one sentence.
     """
 
     way: Way
@@ -151,8 +156,8 @@ class KVPlan:
     store: StoreUse | None = None
 
     def bandwidths(self) -> Iterator[tuple[Way, float, float, float]]:
-        """Bytes a second by P2P, read from and written to the store, for each way to hand off By a store alone, D reads
-        all prompts from there."""
+        """Bytes a second by P2P, read from and written to the store, for each way to hand off. Through a store alone, D
+        reads all prompts from it."""
         store = self.store or (large_enough(self.stores) if self.stores else None)
         reads, writes = (store.reads, store.writes) if store is not None else (0.0, self.hand_offs)
         yield "P2P", self.hand_offs, 0.0, 0.0
@@ -162,7 +167,7 @@ class KVPlan:
 
 
 def plan_kv(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int, num_caches: int, *, is_split: bool) -> KVPlan:
-    """Choose how to move and keep the KV of a trace. `num_caches`: instances that compute prompts."""
+    """Choose transport and storage of a trace's KV. `num_caches`: instances that compute prompts."""
     hand_offs = hand_off_rate(arrivals, times.kv.token_bytes) if is_split else 0.0
     without: Way = "P2P" if is_split else "nothing"
     stores = store_uses(arrivals, times, chunk)
@@ -172,10 +177,10 @@ def plan_kv(arrivals: Sequence[Arrival], times: MachineTimes, chunk: int, num_ca
     store = large_enough(stores)
     caches = store_use(arrivals, num_caches * times.kv.num_tokens * times.kv.token_bytes, times, chunk)
     why = (
-        f"a store would have {store.found:.0%} of the prompts' tokens, and the prefix caches of {num_caches} instances"
-        f" together {caches.found:.0%} at most"
+        f"a store would have {store.hit_share:.0%} of the prompts' tokens, and the prefix caches of {num_caches}"
+        f" instances together {caches.hit_share:.0%} at most"
     )
-    if store.found < caches.found + WORTH:
+    if store.hit_share < caches.hit_share + WORTH:
         return KVPlan(without, why, hand_offs, stores, caches)
     if times.transfer.bandwidth < store.min_bandwidth:
         why += ", but computing a prompt is faster than hand-offs were measured to be"

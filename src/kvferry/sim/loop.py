@@ -1,12 +1,12 @@
 """A virtual clock, and event loops of asyncio that run on it: one for each simulated thread.
 
-`Simulation` owns the time, everything that waits for it, and the one generator of random numbers from which every
-choice comes. Time stands still while callbacks run, and jumps to the next timer when none is ready. The callbacks of
-one loop run in the order that asyncio promises. Which of several loops goes on is drawn, and so is the order of timers
-that are due at the same time. So the same seed gives the same events, bit for bit, which `EventLog` shows.
+`Simulation` owns the time, all timers, and the only random generator, which makes every choice. Time stands still while
+callbacks run, and jumps to the next timer when none is ready. The callbacks of one loop run in the order that asyncio
+promises. The next of several ready loops is random, and so is the order of timers that are due at the same time. So the
+same seed gives the same events, bit for bit, which `EventLog` shows.
 
-A `SimProcess` has one loop for each of its threads. When it crashes, nothing of it runs any more, and its connections
-break (`sim.network`). There are no real sockets, no files and no threads: what code gives to an executor runs at once.
+A `SimProcess` has one loop for each of its threads. When it crashes, none of its code runs any more, and its
+connections break (`sim.network`). There are no real sockets, no files and no threads: executor jobs run at once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ EPOCH_S = 1_700_000_000.0
 """The wall clock's time at the beginning of a simulation."""
 _LAST_EVENTS = 256
 _LINES_AT_ONCE = 64
-_FEW_TIMERS = 256
-_FEW_TASKS = 256
-_LAST_WORDS = 8
-"""How often a coroutine is closed that waits for something when it is to end."""
+_MIN_TIMERS = 256
+_MIN_TASKS = 256
+_MAX_CLOSES = 8
+"""Max number of attempts to close a coroutine that awaits something while it ends."""
 
 
 class Deadlock(Exception):
-    """Something waits, and nothing will ever happen."""
+    """Code waits, and no event is left."""
 
 
 class EventLog:
-    """What happens, in order. Owns a digest of all of it, the last events as text, and the whole text if it is kept."""
+    """The events, in order. Owns a digest of all of them, the last ones as text, and all text with `keep`."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._digest = hashlib.blake2b(digest_size=16)
@@ -54,7 +54,7 @@ class EventLog:
         self.last: deque[str] = deque(maxlen=None if keep else _LAST_EVENTS)
 
     def note(self, now: float, what: str) -> None:
-        """Note something that has happened."""
+        """Record an event."""
         self.num_events += 1
         self.last.append(f"{now!r} {what}")
         if self.num_events % _LINES_AT_ONCE == 0:
@@ -66,15 +66,15 @@ class EventLog:
         self._num_digested = self.num_events
 
     def digest(self) -> str:
-        """Equal for two runs exactly if all events were the same, at the same times, in the same order. Ask at the
-        end: what is noted afterwards counts as another run's would that was asked at the same place."""
+        """Equal for two runs exactly if all events were the same, at the same times, in the same order. Call it at the
+        same points of both runs, best at the end."""
         if self._num_digested != self.num_events:
             self._digest_last(self.num_events - self._num_digested)
         return self._digest.hexdigest()
 
 
 class SimProcess:
-    """A simulated process on a host: its loops live and die together. `name` is for the log."""
+    """A simulated process on a host; its loops end together. `name` is for the log."""
 
     def __init__(self, simulation: Simulation, host: SimHost, name: str) -> None:
         self.simulation, self.host, self.name = simulation, host, name
@@ -82,21 +82,21 @@ class SimProcess:
         self.is_alive = True
         self.stalled_until = 0.0
         self._tasks: dict[SimTask, None] = {}
-        self._num_tasks_kept = _FEW_TASKS
+        self._num_tasks_kept = _MIN_TASKS
         self.on_end: dict[object, Callable[[], None]] = {}
-        """What ends with it, its connections and listeners, and how."""
+        """Callbacks at its end, by owner: its connections and listeners."""
 
         simulation.processes.append(self)
 
-    def keep_task(self, task: SimTask) -> None:
+    def add_task(self, task: SimTask) -> None:
         """Keep a task for `SimLoop.create_task` until it is done, and then until many are."""
         self._tasks[task] = None
         if len(self._tasks) > self._num_tasks_kept:
-            self._num_tasks_kept = _FEW_TASKS + 2 * len(self.tasks())
+            self._num_tasks_kept = _MIN_TASKS + 2 * len(self.tasks())
 
     def tasks(self) -> list[SimTask]:
-        """All tasks that are not done, in the order in which they began. The others are forgotten, and so an error of
-        theirs that nobody has asked for is told to their loop."""
+        """All tasks that are not done, in the order of their start. The others are dropped, so that their unretrieved
+        errors are reported to their loop."""
         living = [task for task in self._tasks if not task.done()]
         self._tasks = dict.fromkeys(living)
         return living
@@ -108,11 +108,11 @@ class SimProcess:
         self._tasks.clear()
 
     def thread(self, name: str) -> SimLoop:
-        """A new thread, with a loop that runs from now on."""
+        """A new thread, with a running loop."""
         return SimLoop(self.simulation, self, f"{self.name}/{name}")  # type: ignore[abstract]
 
     def crash(self) -> None:
-        """End at once. Nothing of it runs any more, not even what was to be done last."""
+        """End at once. None of its code runs any more, not even `finally` blocks."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -122,7 +122,7 @@ class SimProcess:
         self.on_end.clear()
 
     def stall(self, seconds: float) -> None:
-        """Run nothing for this long, as a process that is stopped, or whose machine is busy."""
+        """Run nothing for this long, like a stopped process, or one on a busy machine."""
         self.stalled_until = max(self.stalled_until, self.simulation.now + seconds)
         self.simulation.note(f"{self.name} stands still for {seconds:.6f} s")
 
@@ -132,23 +132,23 @@ class Simulation:
 
     def __init__(self, seed: int, *, keep_log: bool = False, has_log: bool = True) -> None:
         self.seed = seed
-        self.is_noting = has_log
-        """Whether what happens is noted: a long simulation goes without."""
+        self.is_logging = has_log
+        """True if events are logged; False for long simulations."""
         self.random = Random(f"kvferry {seed}")
         self.log = EventLog(keep=keep_log)
         self.now = 0.0
         self.num_callbacks = self.num_tasks = 0
         self.errors: list[dict[str, Any]] = []
-        """What loops were told by `call_exception_handler`: errors that nobody waits for."""
+        """Unhandled errors, reported by `call_exception_handler`."""
         self._timers: list[tuple[float, float, int, SimHandle]] = []
         self._num_timers = self._num_cancelled = 0
         self._ready: list[SimLoop] = []
         self.processes: list[SimProcess] = []
         self.token_times: dict[str, deque[tuple[float, list[float]]]] = {}
-        """When each batch of an answer's tokens has left the engine, and when each token was computed, by the id of an
+        """(time at which a batch of tokens left the engine, times at which its tokens were computed), by the id of an
         answer whose client measures it."""
         self.after_callbacks: Callable[[], None] | None = None
-        """Called each time that the time is about to move: for checks that are cheap."""
+        """Called each time before the clock advances: for cheap checks."""
         self.after_step: Callable[[EngineCore], None] | None = None
         """Called with an engine between two of its steps."""
 
@@ -159,59 +159,58 @@ class Simulation:
         return self.now
 
     def wall(self) -> float:
-        """Seconds since the epoch, as the machine has them whose code runs."""
+        """Seconds since the epoch, on the clock of the machine whose code runs."""
         loop = asyncio._get_running_loop()
         return EPOCH_S + self.now + (loop.process.host.clock_s if isinstance(loop, SimLoop) else 0.0)
 
     def note(self, what: str) -> None:
-        """Note something that has happened: see `EventLog`."""
-        if self.is_noting:
+        """Record an event: see `EventLog`."""
+        if self.is_logging:
             self.log.note(self.now, what)
 
-    # What is to run.
+    # Callbacks and timers.
 
     def add_timer(self, when: float, handle: SimHandle) -> None:
-        """Add a timer for `SimLoop.call_at`. Timers that are due at the same time run in an order that is drawn."""
+        """Add a timer for `SimLoop.call_at`. Timers that are due at the same time run in random order."""
         self._num_timers += 1
         heappush(self._timers, (when, self.random.random(), self._num_timers, handle))
 
     def timer_cancelled(self) -> None:
         """Count a cancelled timer. When most timers are cancelled, these are dropped: some are far in the future."""
         self._num_cancelled += 1
-        if self._num_cancelled > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers):
-            self._timers = [one for one in self._timers if not one[3]._cancelled]
+        if self._num_cancelled > _MIN_TIMERS and 2 * self._num_cancelled > len(self._timers):
+            self._timers = [timer for timer in self._timers if not timer[3]._cancelled]
             heapify(self._timers)
             self._num_cancelled = 0
 
-    def is_ready(self, loop: SimLoop) -> None:
-        """Record that this loop has something to run, and had nothing before."""
+    def add_ready_loop(self, loop: SimLoop) -> None:
+        """Add a loop that has become ready."""
         self._ready.append(loop)
 
     def run_until(self, done: Callable[[], bool], *, until: float = float("inf"), max_callbacks: int = 2**62) -> bool:
-        """Run until it is `done`, which is checked when the time is about to move, or the time is `until`, or so many
-        callbacks have run, which is when it returns True. Raises `Deadlock` if nothing more happens, and there is no
-        `until`."""
+        """Run until `done`, which is checked before the clock advances, or until the time `until`. Returns True if it
+        stopped after `max_callbacks` instead. Raises `Deadlock` if no event is left, and there is no `until`."""
         last = self.num_callbacks + max_callbacks
         while not self._run_ready(last):
             if done() or self.now >= until:
                 return False
             if not self._advance(until):
-                raise Deadlock("nothing more happens, and something is still waited for")
+                raise Deadlock("no event is left, and code is still waiting")
         return True
 
     def _run_ready(self, last: int) -> bool:
-        """Run all callbacks that are ready, the next one of a loop that is drawn each time. True: `num_callbacks` is
-        `last` now. The innermost loop of a simulation, and so all in one place."""
+        """Run all ready callbacks, each time the next one of a random loop. Returns True when `num_callbacks` reaches
+        `last`. The innermost loop of a simulation, and so inlined."""
         ready, draw, set_running, now = self._ready, self.random.random, asyncio._set_running_loop, self.now
         number = self.num_callbacks
         running: SimLoop | None = None
         try:
             while ready:
-                place = int(draw() * num_ready) if (num_ready := len(ready)) > 1 else 0
-                loop = ready[place]
+                index = int(draw() * num_ready) if (num_ready := len(ready)) > 1 else 0
+                loop = ready[index]
                 process = loop.process
                 if process.stalled_until > now or not process.is_alive:
-                    ready[place] = ready[-1]
+                    ready[index] = ready[-1]
                     ready.pop()
                     loop.park()
                     continue
@@ -229,8 +228,8 @@ class Simulation:
                     number += 1
                 if not (loop.ready and process.is_alive):
                     loop.is_listed = False
-                    place = place if ready[place] is loop else ready.index(loop)
-                    ready[place] = ready[-1]
+                    index = index if ready[index] is loop else ready.index(loop)
+                    ready[index] = ready[-1]
                     ready.pop()
                 if number >= last:
                     return True
@@ -240,7 +239,7 @@ class Simulation:
             set_running(None)
 
     def _advance(self, until: float) -> bool:
-        """Move the time to the next timer; what is due then becomes ready. False: there is none."""
+        """Advance the clock to the next timer, and make due callbacks ready. Returns False if there is none."""
         if self.after_callbacks is not None:
             self.after_callbacks()
         timers = self._timers
@@ -260,8 +259,8 @@ class Simulation:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the body runs, all time and all randomness of kvferry are this simulation's. At the end, nothing is
-        left of its loops."""
+        """Use this simulation's time and randomness for all of kvferry while the body runs. At the end, all its loops
+        are dropped."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=None, finalizer=_finalize)
         try:
@@ -269,15 +268,14 @@ class Simulation:
                 try:
                     yield
                 finally:
-                    self._forget()
+                    self._end_all()
         finally:
             sys.set_asyncgen_hooks(*hooks)
 
-    def _forget(self) -> None:
-        """End all processes, those that have crashed too: drop their timers and callbacks, close their coroutines. Code
-        that waits for something on its way out is closed there again, at most `_LAST_WORDS` times; what it would
-        begin does not begin, and what it would log is not logged. The newest end first, because older ones own the
-        groups in which they run."""
+    def _end_all(self) -> None:
+        """End all processes, also crashed ones: drop their timers and callbacks, close their coroutines. Code that
+        awaits something while it is closed is closed again, at most `_MAX_CLOSES` times; it cannot start tasks or log.
+        The newest tasks end first, because older ones own the groups in which they run."""
         for process in self.processes:
             process.is_alive = False
         were_disabled = logging.root.manager.disable
@@ -293,17 +291,17 @@ class Simulation:
 
 
 def _finalize(generator: AsyncGenerator[Any, Any]) -> None:
-    """An asynchronous generator was dropped: close it, as asyncio does."""
+    """Close a dropped asynchronous generator, as asyncio does."""
     loop = asyncio._get_running_loop()
     if loop is not None:
         loop.create_task(generator.aclose())
 
 
 def _close(task: SimTask) -> None:
-    """End the coroutine of a task that never runs again. Its last words are heard by nobody: its process has ended."""
+    """End the coroutine of a task that never runs again. Its errors are ignored: its process has ended."""
     asyncio._set_running_loop(task.get_loop())
     try:
-        for _ in range(_LAST_WORDS):
+        for _ in range(_MAX_CLOSES):
             with suppress(BaseException):
                 task.context.run(task.get_coro().close)
                 return
@@ -312,22 +310,23 @@ def _close(task: SimTask) -> None:
 
 
 class SimTask(asyncio.Task[Any]):
-    """asyncio keeps tasks in sets, and iterates over them: their order must not follow from addresses."""
+    """A task whose hash is its number: asyncio iterates over sets of tasks, and their order must not depend on
+    addresses."""
 
     def __init__(self, number: int, coro: Any, loop: SimLoop, name: str | None, context: Context) -> None:
-        self.number, self.context = number, context  # first: asyncio asks for the hash at once
+        self.number, self.context = number, context  # first, because asyncio uses the hash at once
         super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self.number
 
 
-def _nothing() -> None:
-    """What a cancelled callback does."""
+def _noop() -> None:
+    """Do nothing, in place of a cancelled callback."""
 
 
 class SimHandle(asyncio.TimerHandle):
-    """A callback of a loop. As asyncio's, with less around it: most of a simulation's time goes into callbacks."""
+    """A callback of a loop. Simpler than asyncio's, because callbacks take most of a simulation's time."""
 
     __slots__ = ()
     _loop: SimLoop
@@ -345,39 +344,39 @@ class SimHandle(asyncio.TimerHandle):
         """Cancel, as asyncio's handles do."""
         if not self._cancelled:
             self._cancelled = True
-            self._callback, self._args = _nothing, ()
+            self._callback, self._args = _noop, ()
             self._loop.simulation.timer_cancelled()
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """The event loop of one simulated thread. Runs what asyncio and kvferry need of a loop; anything else is an
-    `AttributeError` or `NotImplementedError`, which then is to be written here."""
+    """The event loop of one simulated thread, with the methods that asyncio and kvferry need; any other raises
+    `AttributeError` or `NotImplementedError`, and has to be added."""
 
     def __init__(self, simulation: Simulation, process: SimProcess, name: str) -> None:
         self.simulation, self.process, self.name = simulation, process, name
         self.ready: deque[SimHandle] = deque()
-        """Callbacks that are ready; the simulation runs them."""
+        """Ready callbacks; the simulation runs them."""
         self.is_listed = self._is_parked = False
-        """True if the simulation has it among the loops that have something to run."""
+        """True if it is in the simulation's list of ready loops."""
         self.wake_s = 0.0
-        """Seconds until this thread runs what another one gives it."""
-        self._given: deque[SimHandle] = deque()
+        """Seconds until this thread runs a call from another one."""
+        self._pending_calls: deque[SimHandle] = deque()
         self._closed = False
         self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
 
     # Running.
 
     def add_ready(self, handle: SimHandle) -> None:
-        """Run this behind what is ready already."""
+        """Append a callback to the ready ones."""
         if not self.process.is_alive:
             return
         self.ready.append(handle)
         if not (self.is_listed or self._is_parked):
             self.is_listed = True
-            self.simulation.is_ready(self)
+            self.simulation.add_ready_loop(self)
 
     def park(self) -> None:
-        """Run nothing, as the process stands still, or has ended."""
+        """Run nothing, because the process is stalled, or has ended."""
         self.is_listed = False
         if not self.process.is_alive:
             self.ready.clear()
@@ -389,14 +388,14 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     @property
     def simulation_loop(self) -> SimLoop:
-        """The loop on which things happen to this one's process from outside."""
+        """The loop for events from outside of this one's process."""
         return self.process.host.network.loop
 
     def _unpark(self) -> None:
         self._is_parked = False
         if self.ready and self.process.is_alive:
             self.is_listed = True
-            self.simulation.is_ready(self)
+            self.simulation.add_ready_loop(self)
 
     # What asyncio calls.
 
@@ -426,18 +425,18 @@ class SimLoop(asyncio.AbstractEventLoop):
             raise RuntimeError("Event loop is closed")
         if not self.wake_s or asyncio._get_running_loop() is self:
             return self.call_soon(callback, *args, context=context)
-        self._given.append(SimHandle(0.0, callback, args, self, copy_context() if context is None else context))
-        self.call_later(self.wake_s, self._take, context=Context())
-        return self._given[-1]
+        self._pending_calls.append(SimHandle(0.0, callback, args, self, copy_context() if context is None else context))
+        self.call_later(self.wake_s, self._run_pending, context=Context())
+        return self._pending_calls[-1]
 
-    def _take(self) -> None:
-        """Run the oldest of what was given, whichever timer this is of."""
-        self.add_ready(self._given.popleft())
+    def _run_pending(self) -> None:
+        """Run the oldest pending call, for any timer."""
+        self.add_ready(self._pending_calls.popleft())
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> SimHandle:
-        simulation = self.simulation  # as `call_at`, without a frame more
+        simulation = self.simulation  # as `call_at`, without another frame
         handle = SimHandle(simulation.now + delay, callback, args, self, copy_context() if context is None else context)
         if self.process.is_alive:
             simulation.add_timer(handle._when, handle)
@@ -467,8 +466,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             context = copy_context()
         self.simulation.num_tasks += 1
         task = SimTask(self.simulation.num_tasks, coro, self, name, context)
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # of processes that crash, all are
-        self.process.keep_task(task)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # tasks of crashed processes are always pending
+        self.process.add_task(task)
         return task
 
     def get_task_factory(self) -> None:
@@ -477,7 +476,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Run it now: an executor's threads would take no virtual time."""
+        """Run the function now: an executor's threads would take no virtual time."""
         done: asyncio.Future[Result] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -486,14 +485,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         return done
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nobody waits for: it is noted, and told to the handler if there is one."""
+        """Record an unhandled error, and pass it to the handler if there is one."""
         self.simulation.errors.append({**context, "loop": self.name})
-        self.simulation.note(f"{self.name} has an error that nobody waits for: {context.get('message')}")
+        self.simulation.note(f"{self.name} has an unhandled error: {context.get('message')}")
         if self._on_exception is not None:
             self._on_exception(self, context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        pass  # `call_exception_handler` has noted it
+        pass  # `call_exception_handler` has recorded it
 
     def set_exception_handler(
         self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
@@ -510,10 +509,10 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """Watch a listening socket of the simulated network."""
-        fd.watched_by(self, callback, args)
+        fd.add_watcher(self, callback, args)
 
     def remove_reader(self, fd: Any) -> bool:
-        """Watch it no more."""
+        """Stop watching it."""
         return bool(fd.unwatch())
 
     async def create_connection(  # type: ignore[override]
@@ -527,4 +526,4 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, protocol_factory: Callable[[], asyncio.Protocol], sock: Any, *, ssl: Any = None, **_: Any
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
         protocol = protocol_factory()
-        return sock.adopted_by(self, protocol), protocol
+        return sock.attach(self, protocol), protocol

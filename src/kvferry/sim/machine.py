@@ -1,5 +1,5 @@
-"""The machine of one simulated process: its threads are event loops of the simulation, its calls that block take
-virtual time, and its files and shared memory are those of `sim.storage`; and a core that several processes share.
+"""The machine of one simulated process: its threads are event loops of the simulation, its blocking calls take virtual
+time, and its files and shared memory are in `sim.storage`; and a core that several processes share.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvferry.transport.transfer_loop import TransferLoop
 Result = TypeVar("Result")
 _NOTHING_S = 1e-9
 _Computing = tuple[float, int, Callable[[], object]]
-"""What `SimCore._served_s` will be at its end, its number, and what follows."""
+"""`SimCore._served_s` at its end, its number, and the callback."""
 
 
 class SimTransferLoop(TransferLoop):
-    """A `TransferLoop` whose thread is a loop of the simulation. Where the real one has its caller wait, what is called
-    later waits: `run` and `close` begin when all that was run before is over."""
+    """A `TransferLoop` whose thread is a loop of the simulation. If the real one would block its caller, later calls
+    wait instead: `run` and `close` begin when all earlier jobs are finished."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop: SimLoop = loop
@@ -42,7 +42,7 @@ class SimTransferLoop(TransferLoop):
         self._last = self._loop.create_task(self._after(self._last, job, within_s))
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], bool], within_s: float) -> bool:
-        """No time can pass here."""
+        """Return the condition: no time can pass in this call."""
         return condition()
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class SimTransferLoop(TransferLoop):
                 await job
         except TimeoutError:
             pass
-        except Exception as error:  # noqa: BLE001 - the caller, who would get it, is not there any more
+        except Exception as error:  # noqa: BLE001 - the caller has returned
             self._loop.call_exception_handler({"message": f"a job failed: {error!r}", "exception": error})
         finally:
             job.close()
@@ -70,53 +70,54 @@ class SimTransferLoop(TransferLoop):
 
 
 class SimCore:
-    """A core that several threads share: where `n` of them compute, each takes `n` times as long. `loop`: one that is
-    outside of all processes."""
+    """A core that several threads share: if `n` of them compute, each takes `n` times as long. `loop`: outside of all
+    processes."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
         self._ends: list[_Computing] = []
-        """A heap of all that compute."""
+        """A heap of all computations."""
         self._number = 0
         self._served_s, self._at = 0.0, 0.0
-        """Seconds of computing that one that was always there has got, and when."""
+        """Virtual service time of the core: seconds that a permanent computation would have got; and its last
+        update."""
         self._timer: SimHandle | None = None
 
     @property
     def num_computing(self) -> int:
-        """How many compute now."""
+        """Number of running computations."""
         return len(self._ends)
 
     async def compute(self, seconds: float) -> None:
-        """Compute for so long, on the loop that this is called on, or until its process ends."""
+        """Compute for `seconds`, on the current loop, or until its process ends."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimLoop)
         done, on_end = loop.create_future(), loop.process.on_end
         entry = self.spend(seconds, lambda: loop.call_soon_threadsafe(_end, done))
-        on_end[done] = lambda: self._leave(entry)
+        on_end[done] = lambda: self._cancel(entry)
         try:
             await done
         finally:
             on_end.pop(done, None)
 
-    def spend(self, seconds: float, then: Callable[[], object]) -> _Computing:
-        """Have somebody compute for so long, and call `then`, outside of all processes."""
-        self._serve()
+    def spend(self, seconds: float, on_done: Callable[[], object]) -> _Computing:
+        """Occupy the core for `seconds`, and then call `on_done`, outside of all processes."""
+        self._update_served()
         self._number += 1
-        entry = (self._served_s + seconds, self._number, then)
+        entry = (self._served_s + seconds, self._number, on_done)
         heappush(self._ends, entry)
         self._set_timer()
         return entry
 
-    def _leave(self, entry: _Computing) -> None:
-        self._serve()
+    def _cancel(self, entry: _Computing) -> None:
+        self._update_served()
         if entry in self._ends:
             self._ends.remove(entry)
             heapify(self._ends)
             self._set_timer()
 
-    def _serve(self) -> None:
-        """Count what those that compute have got so far."""
+    def _update_served(self) -> None:
+        """Update the service time."""
         now = self._loop.time()
         if self._ends:
             self._served_s += (now - self._at) / len(self._ends)
@@ -127,19 +128,19 @@ class SimCore:
             self._timer.cancel()
         self._timer = None
         if self._ends:
-            left_s = max(0.0, self._ends[0][0] - self._served_s) * len(self._ends)
-            self._timer = self._loop.call_later(left_s, self._look, context=Context())
+            remaining_s = max(0.0, self._ends[0][0] - self._served_s) * len(self._ends)
+            self._timer = self._loop.call_later(remaining_s, self._on_timer, context=Context())
 
-    def _look(self) -> None:
-        """End those that are done."""
+    def _on_timer(self) -> None:
+        """End finished computations."""
         self._timer = None
-        self._serve()
-        over = []
+        self._update_served()
+        finished = []
         while self._ends and self._ends[0][0] <= self._served_s + _NOTHING_S:
-            over.append(heappop(self._ends)[2])
+            finished.append(heappop(self._ends)[2])
         self._set_timer()
-        for then in over:
-            then()
+        for on_done in finished:
+            on_done()
 
 
 def _end(future: asyncio.Future[None]) -> None:
@@ -148,11 +149,11 @@ def _end(future: asyncio.Future[None]) -> None:
 
 
 class _Ended(BaseException):
-    """The simulation ends, and so does the call that is made beside it."""
+    """The simulation has ended, and ends the call."""
 
 
-_HERE = threading.local()
-"""`.call`: the `_CallAside` that this thread makes, if it makes one."""
+_CURRENT = threading.local()
+"""`.call`: the `_PausableCall` that this thread runs, if any."""
 
 
 def _closed_gate() -> threading.Lock:
@@ -162,32 +163,32 @@ def _closed_gate() -> threading.Lock:
 
 
 class _Thread:
-    """A thread that makes one call after the other: starting one takes longer than most calls."""
+    """A thread that runs one call after the other: starting a thread takes longer than most calls."""
 
     idle: ClassVar[list[_Thread]] = []
 
     def __init__(self) -> None:
-        self.may_go, self.has_stopped = _closed_gate(), _closed_gate()
-        self.call: _CallAside | None = None
-        """The next one."""
+        self.resumed, self.paused = _closed_gate(), _closed_gate()
+        self.call: _PausableCall | None = None
+        """The next call."""
         _thread.start_new_thread(self._work, ())
 
     def _work(self) -> None:
         while True:
-            self.may_go.acquire()
-            _HERE.call, self.call = self.call, None
-            _HERE.call.make()
-            del _HERE.call  # an idle thread keeps nothing of a simulation
+            self.resumed.acquire()
+            _CURRENT.call, self.call = self.call, None
+            _CURRENT.call.run()
+            del _CURRENT.call  # an idle thread must not reference a simulation
             self.idle.append(self)
-            self.has_stopped.release()
+            self.paused.release()
 
 
 os.register_at_fork(after_in_child=_Thread.idle.clear)
 
 
-class _CallAside:
-    """A plain function on a thread of its own, which runs only while the simulation stands still for it: so it can
-    pause in the middle, for virtual time."""
+class _PausableCall:
+    """A plain function on its own thread, which runs only while the simulation waits for it: so it can pause in the
+    middle, for virtual time."""
 
     def __init__(self, function: Callable[[], Any], loop: SimLoop) -> None:
         self._function, self._loop = function, loop
@@ -198,48 +199,48 @@ class _CallAside:
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def go_on(self) -> float | None:
-        """Let it run until it pauses, and return for how many seconds; None: it has ended."""
-        self._thread.may_go.release()
-        self._thread.has_stopped.acquire()
+    def resume(self) -> float | None:
+        """Let it run until it pauses, and return the seconds of the pause; None: it has ended."""
+        self._thread.resumed.release()
+        self._thread.paused.acquire()
         return self._pause_s
 
     def end(self) -> None:
-        """The simulation goes on without it."""
+        """End the call: the simulation continues without it."""
         if not self._is_over:
             self._is_ended = True
-            self.go_on()
+            self.resume()
 
     # On the thread.
 
     def pause(self, seconds: float) -> None:
         """Called by the function."""
         self._pause_s = seconds
-        self._thread.has_stopped.release()
-        self._thread.may_go.acquire()
+        self._thread.paused.release()
+        self._thread.resumed.acquire()
         if self._is_ended:
             raise _Ended
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Call the function."""
         asyncio._set_running_loop(self._loop)
         try:
             if not self._is_ended:
                 self.result = self._function()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+        except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
             self.error = error
         asyncio._set_running_loop(None)
         self._pause_s, self._is_over = None, True
 
 
 class SimThreads(Threads):
-    """At most `number` calls at a time, each in the virtual time that its bytes take. One that is left behind goes on,
-    and another takes its place, as with real ones. `pauses` false: the time of a call passes behind it."""
+    """At most `number` calls at a time, each in the virtual time of its bytes. An abandoned call continues, and frees
+    its slot, as in the real class. `pauses` False: the time of a call passes after it."""
 
     def __init__(self, machine: SimMachine, number: int, name: str, *, pauses: bool) -> None:
         self._machine, self._pauses = machine, pauses
         self._sim_loop = machine.process.thread(name)
-        self._places = asyncio.Semaphore(number)
+        self._slots = asyncio.Semaphore(number)
         self._sim_num_left = 0
         self._sim_closed = False
 
@@ -248,31 +249,31 @@ class SimThreads(Threads):
             state = "is closed" if self._sim_closed else f"has {self._sim_num_left} calls that do not return"
             raise StoreError(f"the store {state}")
         call = ThreadCall(function)
-        self._sim_loop.call_soon(lambda: self._sim_loop.create_task(self._make(call)))
+        self._sim_loop.call_soon(lambda: self._sim_loop.create_task(self._run_call(call)))
         try:
-            found: Result = await asyncio.wrap_future(call.future)
-            return found
+            result: Result = await asyncio.wrap_future(call.future)
+            return result
         except asyncio.CancelledError:
             call.stop.now()
             if call.future.running():
                 call.is_left = True
                 self._sim_num_left += 1
-                self._places.release()
+                self._slots.release()
             raise
 
-    async def _make(self, call: ThreadCall) -> None:
-        await self._places.acquire()
+    async def _run_call(self, call: ThreadCall) -> None:
+        await self._slots.acquire()
         try:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_result(await self._called(call))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the caller's
-            # A real store waits for its calls when it closes; here they meet one that is closed.
+        except Exception as error:  # noqa: BLE001 - any error belongs to the caller
+            # A real store waits for its calls when it closes; simulated calls get an error instead.
             call.future.set_exception(StoreError("the store is closed") if self._sim_closed else error)
         finally:
             if call.is_left:
                 self._sim_num_left -= 1
             else:
-                self._places.release()
+                self._slots.release()
 
     async def _called(self, call: ThreadCall) -> Any:
         if not self._pauses:
@@ -282,9 +283,9 @@ class SimThreads(Threads):
                 return call.function(call.stop)
             finally:
                 await asyncio.sleep(machine.ends_at - now)
-        aside = _CallAside(lambda: call.function(call.stop), self._sim_loop)
+        aside = _PausableCall(lambda: call.function(call.stop), self._sim_loop)
         try:
-            while (seconds := aside.go_on()) is not None:  # noqa: ASYNC110 - it says for how long
+            while (seconds := aside.resume()) is not None:  # noqa: ASYNC110 - the call sets the pause
                 await asyncio.sleep(seconds)
         finally:
             aside.end()
@@ -297,9 +298,9 @@ class SimThreads(Threads):
 
 
 class SimMachine(Machine):
-    """What the connector of one simulated process uses. `true_bytes`: see `SimDisk`. `pauses`: time passes in the
-    middle of calls; if not, which is cheaper, they are made at once, and their time passes behind them. `wake_s`: until
-    a transfer loop runs what another thread gives it."""
+    """The machine for the connector of one simulated process. `true_bytes`: see `SimDisk`. `pauses`: time passes in the
+    middle of calls; if not, which is cheaper, they run at once, and their time passes after them. `wake_s`: seconds
+    until a transfer loop runs a call from another thread."""
 
     def __init__(
         self, storage: Storage, process: SimProcess, true_bytes: float, *, pauses: bool = True, wake_s: float = 0.0
@@ -308,7 +309,7 @@ class SimMachine(Machine):
         self._wake_s = wake_s
         self.disk = SimDisk(storage, process, true_bytes, self)
         self.ends_at = 0.0
-        """How far the call has come that is made at once."""
+        """The virtual time of a call that runs at once."""
 
     def threads(self, number: int, name: str, *, moves_blocks: bool = True) -> Threads:
         return SimThreads(self, number, name, pauses=moves_blocks and self._pauses)
@@ -322,12 +323,12 @@ class SimMachine(Machine):
         return SimArena(self._storage, self.process, name, num_bytes, self._true_bytes, self)
 
     def now(self) -> float:
-        """The time of the call, as `CallTime` has it."""
-        return self.process.simulation.now if hasattr(_HERE, "call") else self.ends_at
+        """The time of the call: see `CallTime`."""
+        return self.process.simulation.now if hasattr(_CURRENT, "call") else self.ends_at
 
     def wait_until(self, when: float) -> None:
-        """Wait as `CallTime` does."""
-        call = getattr(_HERE, "call", None)
+        """Wait: see `CallTime`."""
+        call = getattr(_CURRENT, "call", None)
         if call is not None:
             call.pause(when - self.process.simulation.now)
         else:

@@ -1,12 +1,11 @@
-"""A simulated network: hosts, listening sockets, TCP connections, and what can go wrong with them.
+"""A simulated network: hosts, listening sockets, TCP connections, and their faults.
 
-Bytes arrive in order, after the latency of the link and the time that they take at its bandwidth, in pieces that may
-be cut anywhere. At most `WINDOW_BYTES` of a connection are on their way or unread at the other end: who writes further
-has to wait, and is told so (`pause_writing`). While two hosts are cut off from each other, nothing arrives; what was
-sent arrives when they see each other again, as TCP repeats it. A process that ends resets its connections; a machine
-that ends says nothing.
+Bytes arrive in order, after the latency of the link and their time at its bandwidth, in pieces that may be cut
+anywhere. At most `WINDOW_BYTES` of a connection are in flight or unread at the other end: then the writer has to wait
+(`pause_writing`). While two hosts are partitioned, nothing arrives; bytes in flight arrive after the repair, as TCP
+retransmits them. A process that ends resets its connections; a machine that ends sends nothing.
 
-Owns hosts, sockets and connections. `Network.loop` is where things happen from outside: it belongs to no machine.
+Owns hosts, sockets and connections. `Network.loop` runs events from outside: it belongs to no machine.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ WINDOW_BYTES = 256 * 1024
 HIGH_WATER_BYTES = 64 * 1024
 BACKLOG = 2048
 CONNECT_S = 127.0
-"""Seconds after which Linux gives up a connection to which nobody answers."""
+"""Seconds after which Linux gives up a connection attempt without an answer."""
 _FIRST_PORT = 32768
 _Mark = Literal["end", "reset"]
 _END: Final = "end"
 _RESET: Final = "reset"
 _NO_CONTEXT = Context()
-"""The context in which what comes from outside happens."""
+"""The context of events from outside."""
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
     """One link for all pairs of hosts. Times in seconds, bandwidth in bytes per second for each host and direction.
 
-    `peer_s`: the latency between connectors, and of reads of another instance's blocks; `late_share`: of all pieces,
-    those that take up to `late_s` longer; `cut_share`: those that arrive in two parts.
+    `peer_s`: the latency between connectors, and of reads of another instance's blocks; `late_share`: the
+    fraction of pieces with up to `late_s` of extra latency; `cut_share`: the fraction that arrives in two parts.
     """
 
     latency_s: float = 50e-6
@@ -61,11 +60,11 @@ class SimHost:
     def __init__(self, network: Network, address: str) -> None:
         self.network, self.address = network, address
         self.cores: Sequence[SimCore] = ()
-        """On which what arrives is read; empty: on others, that nothing else needs."""
+        """The cores on which arriving bytes are read; empty: on otherwise unused ones."""
         self.listeners: dict[int, ListeningSocket] = {}
         self.is_up = True
         self.clock_s = 0.0
-        """How far its wall clock is ahead."""
+        """Seconds by which its wall clock is ahead."""
         self.sends_free_at = self.receives_free_at = 0.0
         self._port = _FIRST_PORT
 
@@ -74,7 +73,7 @@ class SimHost:
         return SimProcess(self.network.simulation, self, name)
 
     def free_port(self) -> int:
-        """A port that nobody has had."""
+        """A port that was never used."""
         self._port += 1
         return self._port
 
@@ -88,7 +87,7 @@ class SimHost:
 
 
 class ListeningSocket:
-    """A listening socket, as far as `http.door` uses a `socket.socket`."""
+    """A listening socket, as far as the HTTP acceptor uses a `socket.socket`."""
 
     def __init__(self, host: SimHost, process: SimProcess, port: int) -> None:
         self._host, self._process, self._port = host, process, port
@@ -100,14 +99,14 @@ class ListeningSocket:
         """Address and port."""
         return self._host.address, self._port
 
-    def watched_by(self, loop: SimLoop, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Call back for each connection that waits."""
+    def add_watcher(self, loop: SimLoop, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Call back for each waiting connection."""
         self._watcher = loop, callback, args
         for _ in self._waiting:
             self._wake()
 
     def unwatch(self) -> bool:
-        """Call nobody any more."""
+        """Remove the watcher."""
         was_watched, self._watcher = self._watcher is not None, None
         return was_watched
 
@@ -116,8 +115,8 @@ class ListeningSocket:
             loop, callback, args = self._watcher
             loop.call_soon(callback, *args)
 
-    def reached_by(self, accepted: AcceptedSocket) -> bool:
-        """Record that a connection has come; False if too many wait."""
+    def enqueue(self, accepted: AcceptedSocket) -> bool:
+        """Queue a new connection; False if the backlog is full."""
         if len(self._waiting) >= BACKLOG:
             return False
         self._waiting.append(accepted)
@@ -132,7 +131,7 @@ class ListeningSocket:
         return accepted, accepted.transport.peer.sockname
 
     def close(self) -> None:
-        """Free the port; connections that wait are reset."""
+        """Free the port; waiting connections are reset."""
         self._process.on_end.pop(self, None)
         self._watcher = None
         if self._host.listeners.get(self._port) is self:
@@ -142,26 +141,26 @@ class ListeningSocket:
 
 
 class AcceptedSocket:
-    """A connection that has been made and has no protocol yet."""
+    """An established connection without a protocol yet."""
 
     def __init__(self, transport: SimTransport) -> None:
         self.transport = transport
 
     def setblocking(self, flag: bool) -> None:
-        """Ignored: no call blocks here."""
+        """Ignored: simulated calls never block."""
 
-    def adopted_by(self, loop: SimLoop, protocol: asyncio.Protocol) -> SimTransport:
-        """Give what comes to this protocol from now on."""
+    def attach(self, loop: SimLoop, protocol: asyncio.Protocol) -> SimTransport:
+        """Attach a protocol, which gets all further bytes."""
         self.transport.begin(loop, protocol)
         return self.transport
 
     def close(self) -> None:
         """Reset it."""
-        self.transport.break_off(tell="reset")
+        self.transport.disconnect(tell="reset")
 
 
 class SendBuffer:
-    """What one end of a connection has written, and the connection has not taken yet."""
+    """Bytes that one end of a connection has written and not sent yet."""
 
     def __init__(self) -> None:
         self._pieces: deque[bytes] = deque()
@@ -169,26 +168,26 @@ class SendBuffer:
         self.set_limits(None, None)
 
     def set_limits(self, high: int | None, low: int | None) -> None:
-        """Number of bytes above which the writer has to wait, and down to which it has to."""
+        """Set the high and low water marks in bytes, as in asyncio."""
         self.high = HIGH_WATER_BYTES if high is None else high
         self.low = self.high // 4 if low is None else low
 
     def append(self, data: bytes) -> None:
-        """More is written."""
+        """Append written bytes."""
         self._pieces.append(data)
         self.num_bytes += len(data)
 
-    def take(self, most: int) -> bytes:
-        """The oldest piece, or as many bytes of it as may be taken."""
+    def take(self, max_bytes: int) -> bytes:
+        """Remove the oldest piece, or at most `max_bytes` of it."""
         piece = self._pieces.popleft()
-        if len(piece) > most:
-            self._pieces.appendleft(piece[most:])
-            piece = piece[:most]
+        if len(piece) > max_bytes:
+            self._pieces.appendleft(piece[max_bytes:])
+            piece = piece[:max_bytes]
         self.num_bytes -= len(piece)
         return piece
 
     def clear(self) -> None:
-        """Nothing of it is sent."""
+        """Drop all bytes."""
         self._pieces.clear()
         self.num_bytes = 0
 
@@ -201,25 +200,25 @@ class SimTransport(asyncio.Transport):
     def __init__(self, network: Network, process: SimProcess, sockname: tuple[str, int]) -> None:
         super().__init__()
         self._network, self.process, self.sockname = network, process, sockname
-        self.is_of_connectors = False
-        """True if it is between two connectors."""
+        self.is_between_connectors = False
+        """True if the connection is between two connectors."""
         self._loop: SimLoop | None = None
         self._protocol: asyncio.Protocol
         self._unsent = SendBuffer()
-        self._num_under_way = 0
-        """Bytes that the other end has not read yet."""
-        self._under_way: deque[bytes | _Mark] = deque()
-        """What is on its way to this end."""
+        self._num_in_flight = 0
+        """Number of bytes that the other end has not read yet."""
+        self._in_flight: deque[bytes | _Mark] = deque()
+        """Bytes and marks in flight to this end."""
         self._last_arrival = 0.0
-        """When the last of it arrives."""
+        """Arrival time of the last of them."""
         self._unread: deque[bytes | _Mark] = deque()
-        self._reads = self._told_to_wait = self._has_sent_end = False
+        self._reads = self._is_writing_paused = self._has_sent_end = False
         self._state: Literal["open", "closing", "over"] = "open"
         network.num_open += 1
         process.on_end[self] = self._process_ends
 
     def begin(self, loop: SimLoop, protocol: asyncio.Protocol) -> None:
-        """Call the protocol from now on."""
+        """Attach the protocol."""
         self._loop, self._protocol, self._reads = loop, protocol, True
         self._call(protocol.connection_made, self)
         if self._unread:
@@ -284,17 +283,17 @@ class SimTransport(asyncio.Transport):
     # Sending.
 
     def _send(self) -> None:
-        """Pass on what the connection takes now."""
+        """Send as many bytes as the window allows."""
         unsent = self._unsent
-        while unsent.num_bytes and self._num_under_way < WINDOW_BYTES:
-            piece = unsent.take(WINDOW_BYTES - self._num_under_way)
-            self._num_under_way += len(piece)
-            self.peer.expect(piece)
-        if unsent.num_bytes > unsent.high and not self._told_to_wait:
-            self._told_to_wait = True
+        while unsent.num_bytes and self._num_in_flight < WINDOW_BYTES:
+            piece = unsent.take(WINDOW_BYTES - self._num_in_flight)
+            self._num_in_flight += len(piece)
+            self.peer.deliver_later(piece)
+        if unsent.num_bytes > unsent.high and not self._is_writing_paused:
+            self._is_writing_paused = True
             self._call(self._protocol.pause_writing)
-        elif unsent.num_bytes <= unsent.low and self._told_to_wait:
-            self._told_to_wait = False
+        elif unsent.num_bytes <= unsent.low and self._is_writing_paused:
+            self._is_writing_paused = False
             self._call(self._protocol.resume_writing)
         if not unsent.num_bytes:
             if self._state == "closing":
@@ -304,49 +303,49 @@ class SimTransport(asyncio.Transport):
 
     def _send_end(self) -> None:
         if not self.is_over:
-            self.peer.expect(_END)
+            self.peer.deliver_later(_END)
 
     def _close(self) -> None:
-        """End the connection, as all is sent."""
+        """End the connection after all bytes are sent."""
         self._has_sent_end = True
         self._finish(None, tell="reset" if self._unread and self._unread[0] not in (_END, _RESET) else "end")
 
     def acknowledge(self, num_bytes: int) -> None:
         """Record that the other end has read `num_bytes`."""
-        self._num_under_way -= num_bytes
+        self._num_in_flight -= num_bytes
         if self._unsent.num_bytes and not self.is_over:
             self._on_loop(self._send)
 
     # Arriving.
 
-    def expect(self, what: bytes | _Mark) -> None:
-        """Record that the other end has sent something: it arrives later."""
+    def deliver_later(self, what: bytes | _Mark) -> None:
+        """Schedule the arrival of bytes or a mark from the other end."""
         network = self._network
         num_bytes = 0 if what is _END or what is _RESET else len(what)
         source, target = self.peer.process.host, self.process.host
-        self._under_way.append(what)
+        self._in_flight.append(what)
         if target.cores:
-            work_s = network.work_s(num_bytes, is_of_connectors=self.is_of_connectors)
-            network.core_of(target.cores, source).spend(work_s, self.arrive)
+            work_s = network.work_s(num_bytes, is_between_connectors=self.is_between_connectors)
+            network.core_of(target.cores, source).spend(work_s, self.deliver)
             return
-        arrival = network.arrival(source, target, num_bytes, is_of_connectors=self.is_of_connectors)
+        arrival = network.arrival(source, target, num_bytes, is_between_connectors=self.is_between_connectors)
         self._last_arrival = max(arrival, self._last_arrival)
         loop = network.loop if self._loop is None or not self.process.is_alive else self._loop
-        loop.call_at(self._last_arrival, self.arrive, context=_NO_CONTEXT)
+        loop.call_at(self._last_arrival, self.deliver, context=_NO_CONTEXT)
 
-    def arrive(self) -> None:
-        """The oldest of what is on its way is here, unless the hosts are cut off from each other."""
+    def deliver(self) -> None:
+        """Deliver the oldest bytes or mark in flight, unless the hosts are partitioned."""
         network = self._network
-        if network.holds(self):
+        if network.is_held(self):
             return
-        what = self._under_way.popleft()
-        if network.simulation.is_noting:
+        what = self._in_flight.popleft()
+        if network.simulation.is_logging:
             about = what if what is _END or what is _RESET else f"{len(what)} {zlib.crc32(cast(bytes, what)):x}"
             network.simulation.note(f"{self.peer.process.name} > {self.process.name} {self.sockname[1]} {about}")
         if what is _RESET:
             self._unread.clear()
         if self.is_over or not self.process.is_alive:
-            self._unexpected(what)
+            self._on_unexpected(what)
             return
         self._unread.append(what)
         if self._loop is not None and (self._reads or what is _RESET) and len(self._unread) == 1:
@@ -355,13 +354,13 @@ class SimTransport(asyncio.Transport):
             else:
                 self._loop.call_soon(self._read)
 
-    def _unexpected(self, what: bytes | _Mark) -> None:
-        """What comes on a connection that is over is answered with a reset, if there is a machine to send one."""
+    def _on_unexpected(self, what: bytes | _Mark) -> None:
+        """Answer bytes on a closed connection with a reset, if the machine is up."""
         if what is not _RESET and what is not _END and self.process.host.is_up and not self.peer.is_over:
-            self.peer.expect(_RESET)
+            self.peer.deliver_later(_RESET)
 
     def _read(self) -> None:
-        """Give what has arrived to the protocol, for as long as it reads."""
+        """Pass arrived bytes to the protocol while it reads."""
         while self._unread and not self.is_over and (self._reads or self._unread[0] is _RESET):
             what = self._unread.popleft()
             if what is _RESET:
@@ -371,7 +370,7 @@ class SimTransport(asyncio.Transport):
                     self.close()
             else:
                 self.peer.acknowledge(len(what))
-                for part in self._network.parts(cast(bytes, what)):
+                for part in self._network.split(cast(bytes, what)):
                     if not self.is_over:
                         self._call(self._protocol.data_received, part)
 
@@ -385,34 +384,34 @@ class SimTransport(asyncio.Transport):
     def _finish(self, error: Exception | None, tell: _Mark | None) -> None:
         if self.is_over:
             return
-        self.break_off(tell)
+        self.disconnect(tell)
         if self._loop is not None:
             self._loop.call_soon(partial(self._call, self._protocol.connection_lost, error))
 
-    def break_off(self, tell: _Mark | None) -> None:
-        """Close this end without a word to the protocol. `tell`: what the other end gets."""
+    def disconnect(self, tell: _Mark | None) -> None:
+        """Close this end without notifying the protocol. `tell`: the mark that the other end gets."""
         if self.is_over:
             return
         self._state, self._reads = "over", False
         self._network.num_open -= 1
         self.process.on_end.pop(self, None)
-        for one in self._unread:
-            if one is not _END and one is not _RESET:
-                self.peer.acknowledge(len(one))
+        for piece in self._unread:
+            if piece is not _END and piece is not _RESET:
+                self.peer.acknowledge(len(piece))
         self._unread.clear()
         if tell is not None and not self.peer.is_over:
-            self.peer.expect(tell)
+            self.peer.deliver_later(tell)
 
     def _process_ends(self) -> None:
         if self.process.host.is_up:
-            self.break_off(tell=self._network.draw_end())
+            self.disconnect(tell=self._network.draw_end())
         else:
-            self.break_off(tell=None)
+            self.disconnect(tell=None)
 
     def reset(self) -> None:
-        """Break the connection, as somebody on the way: both ends hear of it."""
-        for one in (self, self.peer):
-            one.expect(_RESET)
+        """Reset both ends of the connection, as a middlebox might."""
+        for end in (self, self.peer):
+            end.deliver_later(_RESET)
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         if self._loop is not None:
@@ -422,7 +421,7 @@ class SimTransport(asyncio.Transport):
         """Call the protocol; if it raises, the connection ends, as in asyncio."""
         try:
             return call(*args)
-        except Exception as error:  # noqa: BLE001 - the edge between one connection and its loop
+        except Exception as error:  # noqa: BLE001 - the boundary between one connection and its loop
             assert self._loop is not None
             self._loop.call_exception_handler(
                 {"message": f"a protocol failed: {error!r}", "exception": error, "transport": self}
@@ -433,28 +432,28 @@ class SimTransport(asyncio.Transport):
 
 
 class Network:
-    """All hosts, and how bytes pass between them."""
+    """All hosts, and the links between them."""
 
     def __init__(self, simulation: Simulation, spec: NetworkSpec) -> None:
         self.simulation, self.spec = simulation, spec
         self.hosts: dict[str, SimHost] = {}
         self.memories: dict[tuple[str, int], object] = {}
-        """What can be read over the network, by the address of its owner (`sim.transfers`)."""
-        self._cut: set[tuple[str, str]] = set()
+        """Memory that can be read over the network, by the address of its owner (`sim.transfers`)."""
+        self._partitioned: set[tuple[str, str]] = set()
         self._held: dict[SimTransport, int] = {}
         self._slow: dict[tuple[str, str], float] = {}
         self._lost: set[SimTransport] = set()
-        """Ends of connections at which nothing arrives any more."""
+        """Ends of connections at which bytes are lost."""
         self.cores: Sequence[SimCore] = ()
-        """All cores, if all hosts are one machine's."""
+        """All cores, if all hosts are on one machine."""
         self.num_open = 0
-        """Ends of connections that are open."""
+        """Number of open ends of connections."""
         self.connections: list[SimTransport] = []
-        """The dialling ends of connections, those that are over too until they are looked at."""
+        """The dialling ends of connections; closed ones are removed from time to time."""
         self.loop = self.host("outside").process("outside").thread("loop")
 
     def host(self, address: str) -> SimHost:
-        """The host of this address, made when it is first named."""
+        """The host of this address, created at first use."""
         if address not in self.hosts:
             self.hosts[address] = SimHost(self, address)
         return self.hosts[address]
@@ -464,37 +463,37 @@ class Network:
     async def connect(
         self, loop: SimLoop, factory: Callable[[], asyncio.Protocol], address: str, port: int
     ) -> tuple[SimTransport, asyncio.Protocol]:
-        """A new connection. Raises `ConnectionRefusedError`, or `TimeoutError` if nobody answers."""
+        """A new connection. Raises `ConnectionRefusedError`, or `TimeoutError` without an answer."""
         source, target = loop.process.host, self.host(address)
         begun = loop.time()
         while True:
             await asyncio.sleep(self.arrival(source, target, 0) - loop.time())
-            if target.is_up and not self.is_cut(source, target):
+            if target.is_up and not self.is_partitioned(source, target):
                 break
             if loop.time() - begun > CONNECT_S:
                 raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-            await asyncio.sleep(1.0)  # as TCP repeats it
+            await asyncio.sleep(1.0)  # TCP retransmits
         listener = target.listeners.get(port)
         accepted = None
         if listener is not None:
-            ours = SimTransport(self, loop.process, (source.address, source.free_port()))
-            theirs = SimTransport(self, listener._process, (address, port))
-            ours.peer, theirs.peer = theirs, ours
-            accepted = AcceptedSocket(theirs)
-            if not listener.reached_by(accepted):
+            local = SimTransport(self, loop.process, (source.address, source.free_port()))
+            remote = SimTransport(self, listener._process, (address, port))
+            local.peer, remote.peer = remote, local
+            accepted = AcceptedSocket(remote)
+            if not listener.enqueue(accepted):
                 accepted = None
         try:
             await asyncio.sleep(self.arrival(target, source, 0) - loop.time())
         except asyncio.CancelledError:
             if accepted is not None:
-                accepted.transport.peer.break_off(tell="reset")
+                accepted.transport.peer.disconnect(tell="reset")
             raise
         if accepted is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        ours, protocol = accepted.transport.peer, factory()
-        self._remember(ours)
-        ours.begin(loop, protocol)
-        return ours, protocol
+        local, protocol = accepted.transport.peer, factory()
+        self._remember(local)
+        local.begin(loop, protocol)
+        return local, protocol
 
     def _remember(self, end: SimTransport) -> None:
         self.connections.append(end)
@@ -503,14 +502,16 @@ class Network:
 
     def open_connections(self) -> list[SimTransport]:
         """The dialling ends of all connections that are open."""
-        return [one for one in self.connections if not one.is_over]
+        return [connection for connection in self.connections if not connection.is_over]
 
     # Time.
 
-    def arrival(self, source: SimHost, target: SimHost, num_bytes: int, *, is_of_connectors: bool = False) -> float:
-        """When bytes that are sent now are there. Those of one host leave one after the other, and so they arrive."""
+    def arrival(
+        self, source: SimHost, target: SimHost, num_bytes: int, *, is_between_connectors: bool = False
+    ) -> float:
+        """The arrival time of bytes that are sent now. A host sends, and receives, one piece after the other."""
         spec, random, now = self.spec, self.simulation.random, self.simulation.now
-        latency_s = (spec.peer_s if is_of_connectors else spec.latency_s) + random.random() * spec.jitter_s
+        latency_s = (spec.peer_s if is_between_connectors else spec.latency_s) + random.random() * spec.jitter_s
         if spec.late_share and random.random() < spec.late_share:
             latency_s += random.random() * spec.late_s
         if self._slow:
@@ -525,67 +526,67 @@ class Network:
         return ends
 
     def core_of(self, cores: Sequence[SimCore], source: SimHost) -> SimCore:
-        """The core, of these, on which somebody reads what this host has sent: where the least compute. The sender, who
-        may go on, counts as one if it has one core."""
+        """The core on which bytes from this host are read: the one with the fewest computations. The sender, which may
+        continue, counts as one if it has a single core."""
         random = self.simulation.random.random
-        return min(cores, key=lambda one: (one.num_computing + (source.cores == [one]), random()))
+        return min(cores, key=lambda core: (core.num_computing + (source.cores == [core]), random()))
 
-    def work_s(self, num_bytes: int, *, is_of_connectors: bool) -> float:
-        """For how long a core reads so many bytes that another process of the same machine has sent."""
+    def work_s(self, num_bytes: int, *, is_between_connectors: bool) -> float:
+        """Seconds that a core takes to read bytes from another process of the same machine."""
         spec = self.spec
-        return (spec.peer_s if is_of_connectors else spec.latency_s) + num_bytes / spec.bandwidth
+        return (spec.peer_s if is_between_connectors else spec.latency_s) + num_bytes / spec.bandwidth
 
-    def parts(self, piece: bytes) -> tuple[bytes, ...]:
-        """A piece as it is read: seldom in two parts."""
+    def split(self, piece: bytes) -> tuple[bytes, ...]:
+        """The piece, rarely cut into two parts."""
         random = self.simulation.random
         if len(piece) > 1 and random.random() < self.spec.cut_share:
-            place = random.randrange(1, len(piece))
-            return piece[:place], piece[place:]
+            cut = random.randrange(1, len(piece))
+            return piece[:cut], piece[cut:]
         return (piece,)
 
     def draw_end(self) -> _Mark:
-        """How a process that dies leaves a connection: reset if it had unread bytes, else at its end."""
+        """The mark that a dying process leaves on a connection, at random: a reset (unread bytes) or an end."""
         return _RESET if self.simulation.random.random() < 0.5 else _END
 
     # Partitions.
 
-    def is_cut(self, one: SimHost, other: SimHost) -> bool:
-        """True if nothing arrives between these two."""
-        return bool(self._cut) and (one.address, other.address) in self._cut
+    def is_partitioned(self, first: SimHost, second: SimHost) -> bool:
+        """True if these two hosts are partitioned."""
+        return bool(self._partitioned) and (first.address, second.address) in self._partitioned
 
-    def cut(self, one: SimHost, other: SimHost) -> None:
-        """Let nothing arrive between these two until `heal`."""
-        self.simulation.note(f"{one.address} and {other.address} are cut off from each other")
-        self._cut |= {(one.address, other.address), (other.address, one.address)}
+    def partition(self, first: SimHost, second: SimHost) -> None:
+        """Partition two hosts until `repair`."""
+        self.simulation.note(f"{first.address} and {second.address} are partitioned")
+        self._partitioned |= {(first.address, second.address), (second.address, first.address)}
 
-    def heal(self, one: SimHost, other: SimHost) -> None:
-        """Let what was sent meanwhile arrive now."""
-        self.simulation.note(f"{one.address} and {other.address} see each other again")
-        self._cut -= {(one.address, other.address), (other.address, one.address)}
+    def repair(self, first: SimHost, second: SimHost) -> None:
+        """End the partition of two hosts; held bytes arrive now."""
+        self.simulation.note(f"{first.address} and {second.address} are connected again")
+        self._partitioned -= {(first.address, second.address), (second.address, first.address)}
         held, self._held = self._held, {}
         for end, number in held.items():
             for _ in range(number):
-                self.loop.call_at(self.arrival(end.peer.process.host, end.process.host, 0), end.arrive)
+                self.loop.call_at(self.arrival(end.peer.process.host, end.process.host, 0), end.deliver)
 
-    def slow_down(self, one: SimHost, other: SimHost, max_s: float) -> None:
-        """All between these two takes up to `max_s` longer from now on; with 0, as long as before."""
-        self.simulation.note(f"between {one.address} and {other.address} all is up to {max_s:.3f} s late")
-        self._slow[one.address, other.address] = self._slow[other.address, one.address] = max_s
+    def slow_down(self, first: SimHost, second: SimHost, max_s: float) -> None:
+        """Add a random delay of up to `max_s` between two hosts; 0 ends it."""
+        self.simulation.note(f"between {first.address} and {second.address} all is up to {max_s:.3f} s late")
+        self._slow[first.address, second.address] = self._slow[second.address, first.address] = max_s
 
     def lose(self, connection: SimTransport) -> None:
-        """Whatever is on its way or sent on this connection from now on is lost, and neither end hears of it: as when
-        something in between forgets it."""
+        """Lose all bytes in flight or sent later on this connection, without notifying the ends, as when a middlebox
+        drops its state."""
         self.simulation.note(f"a connection of {connection.process.name} is forgotten")
         self._lost |= {connection, connection.peer}
 
-    def holds(self, end: SimTransport) -> bool:
-        """True if what would arrive at this end now has to wait."""
+    def is_held(self, end: SimTransport) -> bool:
+        """True if bytes cannot arrive at this end now; they are held."""
         source, target = end.peer.process.host, end.process.host
         if not target.is_up:
             return True  # for good
         if end in self._lost:
             return True
-        if not self.is_cut(source, target):
+        if not self.is_partitioned(source, target):
             return False
         self._held[end] = self._held.get(end, 0) + 1
         return True

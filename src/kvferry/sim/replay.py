@@ -1,6 +1,6 @@
-"""A trace, run on a simulated deployment, and what came of it.
+"""A run of a trace on a simulated deployment, and its results.
 
-Owns the figures of one run. What runs is `sim.world`; what it costs in time, `sim.times`.
+Owns the statistics of one run. `sim.world` runs it; `sim.times` has the costs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvferry.sim.targets import Targets
 from kvferry.sim.traffic import Arrival, TracePrompt
 from kvferry.sim.world import RequestResult, RequestSpec, World, WorldSpec
 
-_LOOK_EVERY_S = 0.1
-"""Virtual seconds between two looks at how full the KV caches are, and between two reports of progress."""
+_SAMPLE_INTERVAL_S = 0.1
+"""Virtual seconds between two samples of the KV cache usage, and between two reports of progress."""
 _REASONS = 3
 _OF_STORES = ("stored", "loaded", "evicted")
 _MAX_REASON = 200
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles in seconds, by the nearest rank; 0 where there was nothing."""
+    """Percentiles in seconds, by the nearest rank; 0 without values."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -50,10 +50,9 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class RoleFigures(msgspec.Struct, frozen=True):
-    """The instances of one role. `instances`, `fewest`: there were at a time, at most and at least; `instance_s`: their
-    seconds, those in which they start and drain included; `busy`: share of it in which they computed; `kv_mean`,
-    `kv_peak`: share of their KV caches in use, by requests or held for peers; `prefix_hits`: share of the tokens that
-    were looked for in the prefix cache and found."""
+    """The instances of one role. `instances`, `fewest`: max and min number at a time; `instance_s`: their total
+    seconds, including start and drain; `busy`: share of it in which they computed; `kv_mean`, `kv_peak`: share of their
+    KV caches in use, by requests or held for peers; `prefix_hits`: hit share of the prefix cache, in tokens."""
 
     instances: int
     fewest: int
@@ -66,9 +65,10 @@ class RoleFigures(msgspec.Struct, frozen=True):
 
 
 class ReplayFigures(msgspec.Struct, frozen=True):
-    """What came of a trace. Times in seconds, of requests that were answered completely; `within`: the share of all
-    requests that were, and met the targets; `goodput`: how many of these a second; `instance_s`: seconds of instances,
-    from the first arrival to the last end; `most_instances`: of all roles, at a time."""
+    """The results of a trace. Times in seconds, of completely answered requests; `within`: the share of all requests
+    that were answered completely and met the targets; `goodput`: number of these per second; `instance_s`: total
+    seconds of instances, from the first arrival to the last end; `most_instances`: max number of instances of all
+    roles."""
 
     requests: int
     complete: int
@@ -85,19 +85,19 @@ class ReplayFigures(msgspec.Struct, frozen=True):
     instance_s: float
     most_instances: int
     decisions: list[Decided]
-    """What `[scale]` has decided, as routers show it; `at`: seconds since the first arrival."""
+    """Decisions of `[scale]`, as routers show them; `at`: seconds since the first arrival."""
     digest: str
     stores: dict[str, int]
     """Blocks that all instances have `stored` in their stores, `loaded` from them, and `evicted`."""
     reasons: dict[str, int]
-    """Why requests were not answered completely: the most frequent reasons."""
+    """The most frequent reasons why requests were not answered completely."""
     errors: list[str]
-    """What kvferry's own code logged as errors: a mistake of the code, to be reported."""
+    """Errors that kvferry's own code logged: defects to be reported."""
 
 
 @dataclass(frozen=True)
 class CompletedRequest:
-    """One request that was answered completely: when it arrived, and its times."""
+    """A completely answered request: its arrival and its times."""
 
     at_s: float
     ttft_s: float
@@ -107,37 +107,38 @@ class CompletedRequest:
 
 @dataclass
 class _RoleUse:
-    """What is seen of one role. `kv`: how full the KV caches were, over `looks` at one; `counted`: by all instances,
-    for as long as they had this role."""
+    """Measurements of one role. `kv_total`, `kv_peak`: usage of the KV caches, over `num_samples` samples of an
+    instance; `counted`: counters of all instances while they had this role."""
 
-    fewest: int
-    most: int = 0
+    min_instances: int
+    max_instances: int = 0
     instance_s: float = 0.0
-    looks: int = 0
+    num_samples: int = 0
     kv_total: float = 0.0
     kv_peak: float = 0.0
     counted: dict[str, float] = field(default_factory=dict)
 
     def note(self, number: int, for_s: float) -> None:
-        """There were so many instances, for this long."""
-        self.fewest, self.most = min(self.fewest, number), max(self.most, number)
+        """Record the number of instances for a time."""
+        self.min_instances = min(self.min_instances, number)
+        self.max_instances = max(self.max_instances, number)
         self.instance_s += number * for_s
 
     def note_kv(self, share: float) -> None:
-        """Count one more look at one instance."""
-        self.looks += 1
+        """Record a sample of one instance's KV cache usage."""
+        self.num_samples += 1
         self.kv_total += share
         self.kv_peak = max(self.kv_peak, share)
 
     def figures(self) -> RoleFigures:
-        """What came of it."""
+        """The results."""
         counted = self.counted
         return RoleFigures(
-            instances=self.most,
-            fewest=self.fewest,
+            instances=self.max_instances,
+            fewest=self.min_instances,
             instance_s=self.instance_s,
             busy=min(1.0, counted.get("busy_s", 0.0) / max(self.instance_s, 1e-9)),  # a step counts from its beginning
-            kv_mean=self.kv_total / max(1, self.looks),
+            kv_mean=self.kv_total / max(1, self.num_samples),
             kv_peak=self.kv_peak,
             prefix_hits=counted.get("hits", 0.0) / max(1.0, counted.get("queries", 0.0)),
             preemptions=int(counted.get("preemptions", 0)),
@@ -145,9 +146,8 @@ class _RoleUse:
 
 
 class TraceReplay:
-    """One run of a trace. `fleet`: its controller brings it up and looks after it; otherwise, the instances of `spec`
-    are there all the time. `on_look`: called with the world ten times a virtual second, and may change what is wanted
-    of the fleet."""
+    """One run of a trace. `fleet`: its controller starts and reconciles it; None: the instances of `spec` run all the
+    time. `on_sample`: called with the world ten times a virtual second, and may change the fleet's spec."""
 
     def __init__(
         self,
@@ -156,20 +156,20 @@ class TraceReplay:
         *,
         seed: int = 0,
         fleet: DesiredFleet | None = None,
-        on_look: Callable[[World], None] = lambda _: None,
+        on_sample: Callable[[World], None] = lambda _: None,
     ) -> None:
         self._spec, self._arrivals, self._seed, self._fleet = spec, arrivals, seed, fleet
-        self._on_look = on_look
+        self._on_sample = on_sample
         self._roles: dict[Role, _RoleUse] = {}
-        self._most = 0
+        self._max_instances = 0
         self._before: dict[SimProcess, dict[str, float]] = {}
-        """What each process had counted when that was last added to its role's."""
+        """Each process's counters when they were last added to its role's."""
         self.answered: list[CompletedRequest] = []
         self.gaps_s: Sequence[float] = ()
 
     def run(self, targets: Targets, on_progress: Callable[[float], None] = lambda _: None) -> ReplayFigures:
-        """Let it happen. `on_progress` gets the share of requests that have ended. Raises `ConfigError` if the fleet
-        does not come up."""
+        """Run the trace. `on_progress` gets the share of ended requests. Raises `ConfigError` if the fleet does not
+        become ready."""
         world = self._world()
         with world.running():
             first_s = world.simulation.now
@@ -181,26 +181,28 @@ class TraceReplay:
             decisions = _decisions(world, first_s)
             world.end()
         self.gaps_s = world.gaps_s
-        for one in world.results:
-            if one.outcome == "complete" and one.first_s is not None and one.end_s is not None:
-                self.answered.append(CompletedRequest(one.spec.at_s - first_s, one.first_s, one.end_s, one.num_tokens))
-        met = sum(targets.met_by(one.ttft_s, one.e2e_s, one.num_tokens) for one in self.answered)
+        for result in world.results:
+            if result.outcome == "complete" and result.first_s is not None and result.end_s is not None:
+                self.answered.append(
+                    CompletedRequest(result.spec.at_s - first_s, result.first_s, result.end_s, result.num_tokens)
+                )
+        met = sum(targets.met_by(result.ttft_s, result.e2e_s, result.num_tokens) for result in self.answered)
         results = world.results
         return ReplayFigures(
             requests=len(results),
             complete=len(self.answered),
-            refused=sum(one.outcome == "refused" for one in results),
-            broken=sum(one.outcome not in ("complete", "refused") for one in results),
+            refused=sum(result.outcome == "refused" for result in results),
+            broken=sum(result.outcome not in ("complete", "refused") for result in results),
             duration_s=duration_s,
-            ttft=Percentiles.of([one.ttft_s for one in self.answered]),
+            ttft=Percentiles.of([result.ttft_s for result in self.answered]),
             itl=Percentiles.of(world.gaps_s),
-            e2e=Percentiles.of([one.e2e_s for one in self.answered]),
+            e2e=Percentiles.of([result.e2e_s for result in self.answered]),
             within=met / len(results),
             goodput=met / duration_s,
             hand_offs=self._counted("hand_offs"),
-            roles={role: one.figures() for role, one in self._roles.items()},
-            instance_s=sum(one.instance_s for one in self._roles.values()),
-            most_instances=self._most,
+            roles={role: result.figures() for role, result in self._roles.items()},
+            instance_s=sum(result.instance_s for result in self._roles.values()),
+            most_instances=self._max_instances,
             decisions=decisions,
             digest=world.simulation.log.digest(),
             stores={name: self._counted(name) for name in _OF_STORES},
@@ -217,55 +219,55 @@ class TraceReplay:
 
     def _requests(self, first_s: float) -> Iterator[RequestSpec]:
         vocab_size = self._spec.instance.vocab_size
-        for number, one in enumerate(self._arrivals):
-            prompt = TracePrompt(one, number, self._seed, vocab_size)
-            yield RequestSpec(first_s + one.at_s, prompt, one.answer_tokens, number)
+        for number, arrival in enumerate(self._arrivals):
+            prompt = TracePrompt(arrival, number, self._seed, vocab_size)
+            yield RequestSpec(first_s + arrival.at_s, prompt, arrival.answer_tokens, number)
 
     def _run(self, world: World, first_s: float, on_progress: Callable[[float], None]) -> float:
-        """Returns how long it took, in virtual seconds."""
-        last, until = 0, first_s + self._arrivals[-1].at_s + self._spec.patience_s
+        """Run until all requests have ended. Returns the duration in virtual seconds."""
+        last, until = 0, first_s + self._arrivals[-1].at_s + self._spec.request_timeout_s
         while not world.is_done and world.simulation.now < until:
             before = world.simulation.now
-            world.run_until(lambda: world.is_done, _LOOK_EVERY_S)
-            self._look(world, world.simulation.now - before)
-            self._on_look(world)
-            if (seen := world.num_ended + len(world.gaps_s)) != last:  # it goes on, however long it takes
-                last, until = seen, max(until, world.simulation.now + self._spec.patience_s)
+            world.run_until(lambda: world.is_done, _SAMPLE_INTERVAL_S)
+            self._sample(world, world.simulation.now - before)
+            self._on_sample(world)
+            if (seen := world.num_ended + len(world.gaps_s)) != last:  # there is progress
+                last, until = seen, max(until, world.simulation.now + self._spec.request_timeout_s)
             on_progress(world.num_ended / len(self._arrivals))
         return world.simulation.now - first_s
 
-    def _look(self, world: World, for_s: float) -> None:
-        numbers = Counter[Role](one.role for one in world.instances)
-        self._most = max(self._most, numbers.total())
-        for role in (*numbers, *(one for one in self._roles if one not in numbers)):
+    def _sample(self, world: World, for_s: float) -> None:
+        numbers = Counter[Role](instance.role for instance in world.instances)
+        self._max_instances = max(self._max_instances, numbers.total())
+        for role in (*numbers, *(instance for instance in self._roles if instance not in numbers)):
             self._role(role, numbers[role]).note(numbers[role], for_s)
-        for one in world.instances:
-            if one.engine is not None:
-                self._role(one.role).note_kv(one.engine.pool.statistics().usage())
+        for instance in world.instances:
+            if instance.engine is not None:
+                self._role(instance.role).note_kv(instance.engine.pool.statistics().usage())
 
     def _role(self, role: Role, number: int = 0) -> _RoleUse:
-        return self._roles.setdefault(role, _RoleUse(fewest=number))
+        return self._roles.setdefault(role, _RoleUse(min_instances=number))
 
-    def _count(self, one: SimInstance) -> None:
-        """Add what an instance has counted since this was called last to its role's."""
-        if one.engine is None or one.executor is None:
+    def _count(self, instance: SimInstance) -> None:
+        """Add an instance's counters since the last call to its role's."""
+        if instance.engine is None or instance.executor is None:
             return
-        figures = one.engine.statistics()
+        figures = instance.engine.statistics()
         counted = {
-            "busy_s": one.executor.busy_s,
+            "busy_s": instance.executor.busy_s,
             "queries": figures.scheduler.num_prefix_queries,
             "hits": figures.scheduler.num_prefix_hits,
             "preemptions": figures.scheduler.num_preemptions,
             "hand_offs": _counted(figures.connector, "fetches"),
             **{name: _counted(figures.connector, f"{name}_blocks") for name in _OF_STORES},
         }
-        before, total = self._before.get(one.process, {}), self._role(one.role).counted
+        before, total = self._before.get(instance.process, {}), self._role(instance.role).counted
         for name, value in counted.items():
             total[name] = total.get(name, 0.0) + value - before.get(name, 0.0)
-        self._before[one.process] = counted
+        self._before[instance.process] = counted
 
     def _counted(self, name: str) -> int:
-        return int(sum(one.counted.get(name, 0.0) for one in self._roles.values()))
+        return int(sum(role_use.counted.get(name, 0.0) for role_use in self._roles.values()))
 
 
 def _require_up(world: World) -> None:
@@ -278,19 +280,19 @@ def _require_up(world: World) -> None:
 def _decisions(world: World, first_s: float) -> list[Decided]:
     if not isinstance(world, FleetWorld):
         return []
-    noted = (one for one in world.ledger.history() if one.what in ("scale", "recommend"))
-    return [Decided(one.at - EPOCH_S - first_s, one.name, one.why) for one in noted]
+    noted = (entry for entry in world.ledger.history() if entry.what in ("scale", "recommend"))
+    return [Decided(entry.at - EPOCH_S - first_s, entry.name, entry.why) for entry in noted]
 
 
 def _counted(figures: Mapping[str, float], name: str) -> int:
-    """A connector's counter; with several connectors, over all of them."""
-    return int(sum(value for one, value in figures.items() if one.lstrip("0123456789_") == name))
+    """A connector's counter; the sum over several connectors."""
+    return int(sum(value for metric, value in figures.items() if metric.lstrip("0123456789_") == name))
 
 
 def _reasons(results: Sequence[RequestResult]) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for one in results:
-        if one.outcome != "complete":
-            reason = f"{one.outcome or 'never ended'} {one.status or ''} {one.why[:_MAX_REASON]}".strip()
+    for result in results:
+        if result.outcome != "complete":
+            reason = f"{result.outcome or 'never ended'} {result.status or ''} {result.why[:_MAX_REASON]}".strip()
             counts[reason] = counts.get(reason, 0) + 1
-    return dict(sorted(counts.items(), key=lambda one: -one[1])[:_REASONS])
+    return dict(sorted(counts.items(), key=lambda result: -result[1])[:_REASONS])

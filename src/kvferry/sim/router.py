@@ -1,4 +1,4 @@
-"""A simulated router: the real one, over all its processes."""
+"""A simulated router: the real one, across its processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvferry.sim.network import SimHost
 
 
 class SimRouter:
-    """One router of a deployment: when its process has crashed, the next may begin at the same address. `after_s`: how
-    much later than the others it begins."""
+    """One router of a deployment: after a crash, a new process may start at the same address. `after_s`: delay of its
+    start."""
 
     def __init__(self, host: SimHost, port: int, config: RouterConfig, token: str, *, after_s: float) -> None:
         self.host, self.port, self._config, self._token = host, port, config, token
@@ -28,9 +28,9 @@ class SimRouter:
         self.router: Router | None = None
         self.server: HttpServer | None = None
         self.num_processes = 0
-        """How many it has had; so a client sees whether its own has ended."""
+        """Number of its processes so far, so that a client can detect a restart."""
         self.is_ending = False
-        """True if it has been told to shut down."""
+        """True if it is shutting down."""
         self._loop: SimLoop
         self._start(after_s)
 
@@ -41,7 +41,7 @@ class SimRouter:
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """The URL at which it serves."""
         return f"http://{self.host.address}:{self.port}"
 
     @property
@@ -51,34 +51,34 @@ class SimRouter:
 
     @property
     def num_alive(self) -> int:
-        """How many instances seem able to serve."""
+        """Number of instances that seem able to serve."""
         if self.router is None:
             return 0
         pools = self.router.services.pools
         return pools.prefill.num_alive + pools.decode.num_alive
 
     def crash(self) -> None:
-        """End at once, as a process that is killed."""
+        """End at once, like a killed process."""
         self.num_processes += 1
         self.router = self.server = None
         self.process.crash()
 
-    def start_again(self) -> None:
-        """A new process, after the last one has ended. It knows the instances of its configuration."""
+    def restart(self) -> None:
+        """Start a new process after the last one has ended. It knows the instances of its configuration."""
         self.process = self.host.process(f"{self.host.address}.{self.num_processes}")
         self._start(0.0)
 
     def operate(self, what: str, change: Callable[[Membership], object]) -> None:
-        """What an operator changes, if the router is up; a change that is refused has no effect. `what`: noted if it is
-        made."""
+        """Apply an operator's change if the router is up; a refused change has no effect. `what`: the event to record
+        for an applied change."""
 
-        def make() -> None:
+        def apply() -> None:
             if self.router is not None:
                 with suppress(KvferryError):
                     change(self.router.membership)
                     self.process.simulation.note(f"{self.host.address} {what}")
 
-        self._loop.call_soon(make)
+        self._loop.call_soon(apply)
 
     def stop(self) -> None:
         """Shut down as at SIGTERM."""

@@ -1,8 +1,7 @@
-"""Where simulated stores keep their bytes: one file system that all processes share, and memory that the processes of
-one machine share. Bytes take the time that they take on a medium; what is read back are the bytes that were written,
-unless a fault has changed them.
+"""The storage of simulated stores: one file system that all processes share, and memory that the processes of one
+machine share. Bytes take the time of their medium; reads return the written bytes, unless a fault has changed them.
 
-Owns the files, the shared memory, and when each medium is free again. It does not know what a block is.
+Owns the files, the shared memory, and the time at which each medium is free. It does not know blocks.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from kvferry.store.record import CorruptBlock
 
 
 class CallTime(Protocol):
-    """The time of the call of a store that runs now in a process."""
+    """The time of a store's running call in a process."""
 
     def now(self) -> float:
-        """Virtual seconds: how far the call has come."""
+        """The virtual time that the call has reached."""
 
     def wait_until(self, when: float) -> None:
-        """Have the call go on then."""
+        """Have the call continue at this time."""
 
 
 _SLOWED = 50.0
 
 
 class Medium:
-    """One device, whose reads wait for one another, and whose writes do."""
+    """One device with sequential reads and sequential writes."""
 
     def __init__(self, simulation: Simulation, times: MediumTimes) -> None:
         self._simulation, self._times = simulation, times
         self._free_at = {False: 0.0, True: 0.0}
         self.hangs_until = self.slow_until = 0.0
-        """Written by faults: nothing returns before; everything takes `_SLOWED` times as long until then."""
+        """Set by faults: no call returns before; all calls take `_SLOWED` times as long until then."""
 
     def ends_at(self, begins: float, num_bytes: float, *, writes: bool) -> float:
-        """When these bytes are moved if that begins then. The medium is theirs meanwhile."""
+        """The time at which a transfer that begins at `begins` ends. It occupies the medium meanwhile."""
         now, times = self._simulation.now, self._times
         bandwidth = times.write_bandwidth if writes else times.read_bandwidth
         slower = _SLOWED if self.slow_until > now else 1.0
@@ -80,20 +79,20 @@ class Storage:
         self.simulation = simulation
         self.disk, self.memory = Medium(simulation, times.file), Medium(simulation, times.memory)
         self.full_until = self.fails_until = 0.0
-        """Written by faults: until then nothing can be written, or nothing be read or written."""
+        """Set by faults: until then all writes fail, or all reads and writes."""
         self._folders: dict[str, _Folder] = {}
         self._arenas: dict[tuple[str, int], _Shared] = {}
         self._num_temporary = 0
 
     def folder(self, path: str) -> _Folder:
-        """A directory, made if it is not there."""
-        found = self._folders.get(path)
-        if found is None:
-            found = self._folders[path] = _Folder()
+        """A directory, created if needed."""
+        folder = self._folders.get(path)
+        if folder is None:
+            folder = self._folders[path] = _Folder()
             parent, name = os.path.split(path)
             if name:
                 self.folder(parent).folders[name] = None
-        return found
+        return folder
 
     def files(self) -> Iterator[tuple[dict[str, SimFile], str, SimFile]]:
         """Every file: the files of its directory, its name there, and itself."""
@@ -103,7 +102,7 @@ class Storage:
 
     @property
     def has_memory(self) -> bool:
-        """True if any process has had shared memory."""
+        """True if any process has used shared memory."""
         return bool(self._arenas)
 
     def wall(self) -> float:
@@ -111,46 +110,48 @@ class Storage:
         return EPOCH_S + self.simulation.now
 
     def temporary(self, name: str) -> str:
-        """A name that no other file has."""
+        """A unique file name."""
         self._num_temporary += 1
         return f"{name}.{self._num_temporary}{TEMPORARY_SUFFIX}"
 
     def shared(self, process: SimProcess, name: str, num_bytes: int) -> _Shared:
-        """The memory of that name and size. It is lost with the last process that has it."""
-        found = self._arenas.get((name, num_bytes))
-        if found is None or not any(one.is_alive for one in found.members):
-            found = self._arenas[name, num_bytes] = _Shared(bytearray(num_bytes))
-        found.members[process] = None
-        return found
+        """The memory of that name and size. It is lost with its last process."""
+        memory = self._arenas.get((name, num_bytes))
+        if memory is None or not any(process_of.is_alive for process_of in memory.members):
+            memory = self._arenas[name, num_bytes] = _Shared(bytearray(num_bytes))
+        memory.members[process] = None
+        return memory
 
     # Faults.
 
     def lose(self, random: Random, share: float) -> int:
-        """Files are gone. Returns how many."""
-        return self._meet(random, share, lambda files, name, file: files.pop(name))
+        """Remove a random share of the files. Returns their number."""
+        return self._apply_fault(random, share, lambda files, name, file: files.pop(name))
 
     def damage(self, random: Random, share: float) -> int:
-        """A bit of a file flips, or its end is missing. Returns how many."""
+        """Flip a bit of a random share of the files, or truncate them. Returns their number."""
 
         def change(files: dict[str, SimFile], name: str, file: SimFile) -> None:
-            content, place = bytearray(file.content), random.randrange(max(1, len(file.content)))
+            content, offset = bytearray(file.content), random.randrange(max(1, len(file.content)))
             if random.random() < 0.2:
-                del content[place:]
+                del content[offset:]
             elif content:
-                content[place] ^= 1 << random.randrange(8)
+                content[offset] ^= 1 << random.randrange(8)
             files[name] = SimFile(bytes(content), file.modified_s)
 
-        return self._meet(random, share, change)
+        return self._apply_fault(random, share, change)
 
-    def _meet(self, random: Random, share: float, change: Callable[[dict[str, SimFile], str, SimFile], object]) -> int:
-        met = [one for one in self.files() if one[2].owner is None and random.random() < share]
-        for files, name, file in met:
+    def _apply_fault(
+        self, random: Random, share: float, change: Callable[[dict[str, SimFile], str, SimFile], object]
+    ) -> int:
+        affected = [entry for entry in self.files() if entry[2].owner is None and random.random() < share]
+        for files, name, file in affected:
             change(files, name, file)
-        return len(met)
+        return len(affected)
 
 
 class SimDisk(Disk):
-    """The simulated file system as one process has it. `true_bytes`: how many bytes of real KV one byte here is."""
+    """One process's view of the simulated file system. `true_bytes`: bytes of real KV for each simulated byte."""
 
     def __init__(self, storage: Storage, process: SimProcess, true_bytes: float, time: CallTime) -> None:
         self._storage, self._process, self._true_bytes, self._time = storage, process, true_bytes, time
@@ -159,7 +160,7 @@ class SimDisk(Disk):
         self._storage.folder(str(path))
 
     def require_access(self, folder: Path) -> None:
-        """Does nothing: all may use all."""
+        """Does nothing: all processes may use all files."""
 
     def write(self, path: str, views: Sequence[memoryview], access: FileAccess, *, fsync: bool = False) -> None:
         storage, (folder, name) = self._storage, os.path.split(path)
@@ -220,8 +221,8 @@ class SimDisk(Disk):
         return self._storage.folder(folder).files.pop(name, None) is not None
 
     def glob(self, folder: Path, pattern: str) -> Iterable[Path]:
-        found = self._storage.folder(str(folder))
-        names = [*found.folders, *found.files]
+        directory = self._storage.folder(str(folder))
+        names = [*directory.folders, *directory.files]
         return [folder / name for name in names if pattern == "*" or fnmatchcase(name, pattern)]
 
     def status(self, path: Path) -> tuple[float, int]:
@@ -255,14 +256,14 @@ class SimDisk(Disk):
 
 @dataclass
 class _Shared:
-    """Memory, and the processes that have it."""
+    """Memory, and the processes that use it."""
 
     content: bytearray
     members: dict[SimProcess, None] = field(default_factory=dict)
 
 
 class SimArena(Arena):
-    """Memory that simulated processes share. Whoever holds the lock is done before anybody else runs."""
+    """Memory that simulated processes share. The holder of the lock finishes before any other process runs."""
 
     def __init__(
         self, storage: Storage, process: SimProcess, name: str, num_bytes: int, true_bytes: float, time: CallTime

@@ -1,4 +1,4 @@
-"""How long things take on one machine: what replaces the forward pass, bytes on a wire and the start of a process.
+"""Durations on one machine: they replace the forward pass, bytes on a wire and the start of a process.
 
 `kvferry calibrate` measures `MachineTimes` and writes them; `kvferry simulate --times` reads them.
 """
@@ -28,10 +28,10 @@ Bandwidth = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step computes, as the numbers on which its time depends.
+    """The work of a step, as the numbers on which its time depends.
 
-    `prefill_pairs`: for each token that is prefilled, the tokens that it attends to, in all; `context_tokens`: tokens
-    whose KV is read, each once for a sequence; `num_new`: sequences that were not in the step before.
+    `prefill_pairs`: the number of tokens that each prefilled token attends to, summed; `context_tokens`: tokens whose
+    KV is read, once for each sequence; `num_new`: sequences that were not in the previous step.
     """
 
     prefill_tokens: int = 0
@@ -58,7 +58,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepSample:
-    """A measurement: this work, in `num_steps` steps, took `seconds` in all."""
+    """A measurement: this work, in `num_steps` steps, took `seconds` in total."""
 
     work: StepWork
     seconds: float
@@ -66,14 +66,14 @@ class StepSample:
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a step takes, in seconds: a sum over what it computes."""
+    """The duration of a step, in seconds: a sum over its work."""
 
     base_s: Seconds = 0.004
     """Seconds of every step."""
     prefill_token_s: Seconds = 40e-6
-    """Seconds for each token that is prefilled."""
+    """Seconds for each prefilled token."""
     prefill_pair_s: Seconds = 0.0
-    """Seconds for each token that is prefilled, and each token that it attends to."""
+    """Seconds for each pair of a prefilled token and a token that it attends to."""
     decode_sequence_s: Seconds = 100e-6
     """Seconds for each sequence that decodes."""
     context_token_s: Seconds = 20e-9
@@ -81,12 +81,12 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_s: Seconds = 0.0
     """Seconds for each sequence that begins: reading its request and ending its answer."""
     decode_spread: list[Factor] = []
-    """How long steps took that only decode, over the median of such steps: as likely values. Empty: always 1."""
+    """Durations of decode-only steps divided by their median: equally likely values. Empty: always 1."""
     prefill_spread: list[Factor] = []
-    """The same of steps that prefill."""
+    """The same for steps that prefill."""
 
     def seconds(self, work: StepWork) -> float:
-        """How long a step with this work takes."""
+        """Seconds of a step with this work."""
         return (
             self.base_s
             + self.prefill_token_s * work.prefill_tokens
@@ -97,30 +97,30 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def drawn(self, work: StepWork, random: Random) -> float:
-        """How long one step with this work takes, which differs from step to step as it did when it was measured."""
+        """Seconds of one step with this work, with the measured variation between steps."""
         spread = self.prefill_spread if work.prefill_tokens else self.decode_spread
         return self.seconds(work) * (random.choice(spread) if spread else 1.0)
 
 
 class TransferTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long bytes take between two processes."""
+    """Durations of transfers between two processes."""
 
     latency_s: Seconds = 50e-6
     """Seconds until another process has read a short message over HTTP, one way."""
     peer_s: Seconds = 50e-6
     """Seconds until another instance's connector has read a short message, one way."""
     wake_s: Seconds = 0.0
-    """Seconds until an engine's thread acts on what its connector's thread has for it, and the other way round."""
+    """Seconds between an engine's thread and its connector's thread, in both directions."""
     token_s: Seconds = 0.0
     """CPU seconds that a router and a client take for each token of an answer."""
     bandwidth: Bandwidth = 10e9
     """Bytes of KV per second."""
     samples: list[tuple[float, float]] = []
-    """Bytes and seconds of the hand-offs that were measured."""
+    """Bytes and seconds of the measured hand-offs."""
 
 
 class MediumTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a medium of a store takes. Bandwidths in bytes of KV per second; several calls share them."""
+    """Durations of a store's medium. Bandwidths in bytes of KV per second; several calls share them."""
 
     latency_s: Seconds = 100e-6
     """Seconds of each block, besides its bytes."""
@@ -136,7 +136,7 @@ class StoreTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV cache of an instance. `num_tokens`: how many fit."""
+    """The KV cache of an instance. `num_tokens`: its capacity."""
 
     num_layers: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     token_bytes: Positive
@@ -146,7 +146,7 @@ class KVSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the times of a fit are from the measured ones, relative to these."""
+    """The relative error of a fit's times against the measured ones."""
 
     num_samples: int
     p50: float
@@ -155,7 +155,7 @@ class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of one model on one machine, and how."""
+    """Measurements of one model on one machine."""
 
     model: str
     machine: str
@@ -171,15 +171,15 @@ class MachineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Positive = 131072
     tensor_parallel_size: Positive = 1
     settings: dict[str, str] = {}
-    """Flags of the engine that was measured."""
+    """Flags of the measured engine."""
     samples: list[StepSample] = []
-    """The steps that were measured, to which `step` was fitted."""
+    """The measured steps to which `step` was fitted."""
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that an instance runs at the same time."""
-        told = self.settings.get("max_num_seqs", "")
-        return int(told) if told.isdecimal() else EngineConfig.max_num_seqs
+        """Max number of sequences that an instance runs at the same time."""
+        setting = self.settings.get("max_num_seqs", "")
+        return int(setting) if setting.isdecimal() else EngineConfig.max_num_seqs
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {
@@ -194,16 +194,16 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 def read_times(path: Path) -> MachineTimes:
     """The times in a file that `write_times` has written. Raises `ConfigError` that names the key."""
     try:
-        given = msgspec.json.decode(read_whole(path), type=dict[str, object])
+        values = msgspec.json.decode(read_whole(path), type=dict[str, object])
     except ConfigError as error:
         raise ConfigError(f"--times {error}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--times {path} is no file of `kvferry calibrate`: {error}") from error
     try:
         for name, kind in _TABLES.items():
-            if isinstance(table := given.get(name), dict):
-                given[name] = read_options(kind, table, name)
-        return read_options(MachineTimes, given, "times")
+            if isinstance(table := values.get(name), dict):
+                values[name] = read_options(kind, table, name)
+        return read_options(MachineTimes, values, "times")
     except ConfigError as error:
         raise ConfigError(f"--times {path}: {error}") from error
 

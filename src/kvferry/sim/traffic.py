@@ -1,14 +1,14 @@
-"""Recorded traffic: when requests arrived, and how long their prompts and answers were.
+"""Recorded traffic: arrival times of requests, and the lengths of their prompts and answers.
 
-Two formats are read, and told apart by how the file begins: JSON lines as Mooncake publishes them
+Two formats are read, distinguished by the beginning of the file: JSON lines as Mooncake publishes them
 (`store.trace.records`), and CSV as Azure does:
 
     TIMESTAMP,ContextTokens,GeneratedTokens
-    2023-11-16 18:17:03.9799600,4808,10            in the traces of 2023
-    2024-05-10 00:00:00.009930+00:00,2162,5        in those of 2024
+    2023-11-16 18:17:03.9799600,4808,10            the traces of 2023
+    2024-05-10 00:00:00.009930+00:00,2162,5        the traces of 2024
 
-Traces hold no text. The tokens of a prompt follow from a seed and from the names of its blocks, where the trace has
-them, so that prompts share their prefixes as they did when they were recorded.
+Traces hold no text. The tokens of a prompt are derived from a seed and from its block ids, if the trace has them, so
+that prompts share their prefixes as in the recording.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvferry.store.trace.records import read_trace
 BLOCK_TOKENS = 512
 """Tokens of a block in traces of Mooncake's format."""
 MAX_PAUSE_S = 86_400.0
-"""Seconds without a request, at most."""
+"""Max seconds without a request."""
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MAX_TOKENS = 2**31
 _MAX_LINE = _BEGIN = 4096
@@ -50,7 +50,7 @@ class Arrival:
 
 
 def read_traffic(path: Path) -> list[Arrival]:
-    """The requests of a trace. Raises `ConfigError` that names the file and the line with what is wrong."""
+    """The requests of a trace. Raises `ConfigError` that names the file, the line and the problem."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ConfigError(f"cannot read the trace {path}: it must be a file, as it is read twice")
     try:
@@ -59,11 +59,13 @@ def read_traffic(path: Path) -> list[Arrival]:
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror or error}") from error
     is_json = begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
-    found = _mooncake(path) if is_json else _azure(path)
-    first = next(found, None)
+    arrivals = _mooncake(path) if is_json else _azure(path)
+    first = next(arrivals, None)
     if first is None:
         raise ConfigError(f"the trace {path} has no request")
-    return [replace(one, at_s=one.at_s - first.at_s) for one in chain((first,), found)]  # there may be millions
+    return [
+        replace(arrival, at_s=arrival.at_s - first.at_s) for arrival in chain((first,), arrivals)
+    ]  # there may be millions
 
 
 def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float | None = None) -> list[Arrival]:
@@ -71,21 +73,23 @@ def part_of(arrivals: Sequence[Arrival], *, first_s: float = 0.0, last_s: float 
     if arrivals and not first_s and last_s is None:
         return list(arrivals)
     end_s = float("inf") if last_s is None else last_s
-    found = [replace(one, at_s=one.at_s - first_s) for one in arrivals if first_s <= one.at_s < end_s]
-    if not found:
+    selected = [
+        replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals if first_s <= arrival.at_s < end_s
+    ]
+    if not selected:
         part = f"from {first_s:.15g} s on" if last_s is None else f"between {first_s:.15g} s and {last_s:.15g} s"
         raise ConfigError(f"the trace has no request {part}; the last one is at {arrivals[-1].at_s:.15g} s")
-    return found
+    return selected
 
 
 def faster(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """The same requests at `factor` times their rate."""
-    return list(arrivals) if factor == 1 else [replace(one, at_s=one.at_s / factor) for one in arrivals]
+    return list(arrivals) if factor == 1 else [replace(arrival, at_s=arrival.at_s / factor) for arrival in arrivals]
 
 
 def require_short_pauses(arrivals: Sequence[Arrival], max_pause_s: float = MAX_PAUSE_S) -> None:
-    """Raise `ConfigError` for requests that are further apart than `max_pause_s`. A fleet without requests still looks
-    after its instances, so that a simulated year takes hours."""
+    """Raise `ConfigError` for requests that are further apart than `max_pause_s`. A fleet without requests still
+    reconciles, so that a simulated year takes hours."""
     before_s = 0.0
     for number, arrival in enumerate(arrivals, start=1):
         if arrival.at_s - before_s > max_pause_s:
@@ -98,15 +102,15 @@ def require_short_pauses(arrivals: Sequence[Arrival], max_pause_s: float = MAX_P
 
 
 def _mooncake(path: Path) -> Iterator[Arrival]:
-    for number, one in enumerate(read_trace(path), start=1):
+    for number, record in enumerate(read_trace(path), start=1):
         where = f"{path}, request {number}"
-        blocks = -(-one.input_length // BLOCK_TOKENS)
-        if len(one.hash_ids) != blocks:
+        blocks = -(-record.input_length // BLOCK_TOKENS)
+        if len(record.hash_ids) != blocks:
             raise ConfigError(
-                f"{where}: {len(one.hash_ids)} hash_ids for {one.input_length} tokens, which are {blocks} blocks of"
-                f" {BLOCK_TOKENS}"
+                f"{where}: {len(record.hash_ids)} hash_ids for {record.input_length} tokens, which are {blocks} blocks"
+                f" of {BLOCK_TOKENS}"
             )
-        yield _arrival(where, one.arrived_s, one.input_length, one.output_length, tuple(one.hash_ids))
+        yield _arrival(where, record.arrived_s, record.input_length, record.output_length, tuple(record.hash_ids))
 
 
 def _azure(path: Path) -> Iterator[Arrival]:
@@ -144,9 +148,9 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _require_columns(where: str, row: list[str]) -> None:
-    for given, wanted in zip(row, COLUMNS, strict=False):
-        if given.strip() != wanted:
-            unknown = unknown_key(f"{where}: {given[:40]!r}", given, COLUMNS, "column")
+    for name, expected in zip(row, COLUMNS, strict=False):
+        if name.strip() != expected:
+            unknown = unknown_key(f"{where}: {name[:40]!r}", name, COLUMNS, "column")
             raise ConfigError(f"{unknown}; the columns are in this order")
     if len(row) != len(COLUMNS):
         raise ConfigError(f"{where}: a trace begins with {{ (JSON lines) or with the columns {','.join(COLUMNS)}")
@@ -177,7 +181,7 @@ def _arrival(where: str, at_s: float, prompt: int, answer: int, blocks: tuple[in
 
 
 class TracePrompt(Sequence[int]):
-    """The tokens of a trace's prompt, made when they are read: a trace of a day would not fit into memory.
+    """The tokens of a trace's prompt, computed when they are read: a trace of a day would not fit into memory.
 
     `number`: the request's number, from which its tokens are derived if the trace names no blocks.
     """
@@ -191,27 +195,29 @@ class TracePrompt(Sequence[int]):
         return self._arrival.prompt_tokens
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, index: slice) -> list[int]: ...
 
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        if isinstance(place, slice):
-            first, last, step = place.indices(len(self))
-            return self._tokens(first, last)[::step] if step > 0 else list(self)[place]
-        return self._tokens(range(len(self))[place], range(len(self))[place] + 1)[0]
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            first, last, step = index.indices(len(self))
+            return self._tokens(first, last)[::step] if step > 0 else list(self)[index]
+        return self._tokens(range(len(self))[index], range(len(self))[index] + 1)[0]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._tokens(0, len(self)))
 
     def _tokens(self, first: int, last: int) -> list[int]:
-        places = np.arange(first, last, dtype=np.uint64)
+        positions = np.arange(first, last, dtype=np.uint64)
         ids = self._arrival.block_ids
         if ids:
-            names = [mixed(self._seed ^ mixed(2 * one % 2**64)) for one in ids]
-            found = mixed_tokens(np.array(names, dtype=np.uint64)[places // BLOCK_TOKENS] ^ places % BLOCK_TOKENS)
+            names = [mixed(self._seed ^ mixed(2 * block_id % 2**64)) for block_id in ids]
+            mixed_numbers = mixed_tokens(
+                np.array(names, dtype=np.uint64)[positions // BLOCK_TOKENS] ^ positions % BLOCK_TOKENS
+            )
         else:
-            found = mixed_tokens(np.uint64(mixed(self._seed ^ mixed(2 * self._number + 1))) ^ places)
-        tokens: list[int] = (found % np.uint64(self._vocab_size)).tolist()
+            mixed_numbers = mixed_tokens(np.uint64(mixed(self._seed ^ mixed(2 * self._number + 1))) ^ positions)
+        tokens: list[int] = (mixed_numbers % np.uint64(self._vocab_size)).tolist()
         return tokens

@@ -1,6 +1,6 @@
-"""How KV moves between simulated instances. The lookup buffer is the real one, with its table, sessions, leases and
-fence; so are the messages and the handshake. Replaced are sockets, by those of `sim.network`, and the copy of bytes,
-which takes the time that they take on the network, and moves what `sim.kv` has for them.
+"""Transfers of KV between simulated instances. The lookup buffer is the real one, with its table, sessions, leases and
+fence; so are the messages and the handshake. Sockets are replaced by `sim.network`, and the copy of bytes takes their
+time on the network, and moves the contents of `sim.kv`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvferry.transport.lookup_buffer.fabric import FabricLookupBuffer
 from kvferry.transport.memory import BlockGeometry, BlockMemory, Span
 
 _MAX_UNREAD_BYTES = 256 * 1024
-_LOOK_AGAIN_S = 0.05
-"""How often a read looks whether hosts that are cut off from each other see each other again."""
+_POLL_S = 0.05
+"""Seconds between two checks of a read that a partition has ended."""
 
 
 @dataclass(frozen=True)
 class SimMemory(BlockMemory):
-    """The blocks of a simulated instance. `process`: whose memory it is. `nothing`: what is seen of any block of one
+    """The blocks of a simulated instance. `process`: the owner of the memory. `nothing`: the view of any block of one
     layer, if blocks have no contents."""
 
     contents: KVContents | None = None
@@ -39,7 +39,7 @@ class SimMemory(BlockMemory):
     nothing: memoryview = memoryview(b"")  # noqa: RUF009 - never written to
 
     def block_views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """What the simulator has of these blocks (`sim.kv.SimLayout`)."""
+        """The simulator's views of these blocks (`sim.kv.SimLayout`)."""
         if self.contents is None:
             return [self.nothing] * len(block_ids)
         return [self.contents.view(layer, block_id) for block_id in block_ids]
@@ -51,7 +51,7 @@ def current_process() -> SimProcess:
 
 
 class _Frames(asyncio.Protocol):
-    """Frames as they arrive."""
+    """The protocol of a connection: received frames."""
 
     def __init__(self) -> None:
         self.transport: SimTransport
@@ -107,7 +107,7 @@ class _Frames(asyncio.Protocol):
         return frame
 
     async def write(self, frame: bytes | bytearray) -> None:
-        """Send it, and wait while the other end does not read. Raises `PeerLost`."""
+        """Send a frame, and wait while the other end does not read. Raises `PeerLost`."""
         if self.is_over or self.transport.is_closing():
             raise PeerLost("the connection broke")
         self.transport.write(frame)
@@ -115,8 +115,8 @@ class _Frames(asyncio.Protocol):
 
 
 class SimConnection(Connection):
-    """A connection between two instances, over the simulated network. Frames carry no keyed digests: nobody in between
-    could change them."""
+    """A connection between two instances, over the simulated network. Frames carry no keyed digests: they cannot be
+    changed in transit."""
 
     def __init__(self, frames: _Frames) -> None:
         self._frames = frames
@@ -139,7 +139,7 @@ class SimConnection(Connection):
 
 
 class SimListener(Listener):
-    """Where a simulated instance listens for others. As with the real one, an error ends one connection only."""
+    """The listener of a simulated instance. As with the real one, an error ends one connection only."""
 
     def __init__(self, identity: Identity, token: str) -> None:
         process = current_process()
@@ -158,7 +158,7 @@ class SimListener(Listener):
             try:
                 transport, frames = await loop.create_connection(_Frames, host, port)
                 end = cast(SimTransport, transport)
-                end.is_of_connectors = end.peer.is_of_connectors = True
+                end.is_between_connectors = end.peer.is_between_connectors = True
             except OSError as error:
                 if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
                     raise
@@ -183,7 +183,7 @@ class SimListener(Listener):
                         return
                     group.create_task(self._serve_accepted(loop, accepted))
 
-                self._listening.watched_by(loop, accept, ())
+                self._listening.add_watcher(loop, accept, ())
                 await asyncio.Event().wait()
         finally:
             self._listening.unwatch()
@@ -191,7 +191,7 @@ class SimListener(Listener):
 
     async def _serve_accepted(self, loop: SimLoop, accepted: AcceptedSocket) -> None:
         frames = _Frames()
-        accepted.adopted_by(loop, frames)
+        accepted.attach(loop, frames)
         self._num_open_connections += 1
         try:
             async with SimConnection(frames) as connection:
@@ -202,7 +202,7 @@ class SimListener(Listener):
             pass
         except KvferryError as error:
             self._process.simulation.note(f"{self._process.name} ends a connection: {error!r}")
-        except Exception as error:  # noqa: BLE001 - as the real one: the other connections go on
+        except Exception as error:  # noqa: BLE001 - as the real one: other connections continue
             self._num_failed += 1
             loop.call_exception_handler({"message": f"a connection failed: {error!r}", "exception": error})
         finally:
@@ -239,7 +239,7 @@ class SimFabric(Fabric):
         network.memories[listener.host, listener.port] = self._memory
 
     def describe(self) -> dict[str, Any]:
-        """The address by which the network knows the memory."""
+        """The address of the memory in the network."""
         return {"host": self.context.listener.host, "port": self.context.listener.port}
 
     def reachable(self, description: dict[str, Any]) -> bool:
@@ -248,70 +248,70 @@ class SimFabric(Fabric):
     async def connect(self, description: dict[str, Any], deadline: float) -> FabricPeer:
         """Look the memory up."""
         network = current_process().host.network
-        theirs = network.memories[description["host"], description["port"]]
-        return SimFabricPeer(network, cast(SimMemory, theirs), self._memory)
+        memory = network.memories[description["host"], description["port"]]
+        return SimFabricPeer(network, cast(SimMemory, memory), self._memory)
 
 
 class SimFabricPeer(FabricPeer):
     """The memory of one other instance."""
 
-    def __init__(self, network: Network, theirs: SimMemory, ours: SimMemory) -> None:
-        self._network, self._theirs, self._ours = network, theirs, ours
+    def __init__(self, network: Network, remote: SimMemory, local: SimMemory) -> None:
+        self._network, self._remote, self._local = network, remote, local
 
     async def read(self, remote: Sequence[Span], local: Sequence[Span], deadline: float) -> None:
-        """Copy some of the blocks on the way, the others at the end: whatever happens to them meanwhile is read."""
+        """Copy some blocks midway, the others at the end, so that concurrent changes are read."""
         random = self._network.simulation.random
         pairs: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        if self._ours.contents is not None:
-            pairs = list(zip(_blocks(self._theirs.geometry, remote), _blocks(self._ours.geometry, local), strict=True))
-        assert self._theirs.process is not None
-        assert self._ours.process is not None
-        source, target = self._theirs.process.host, self._ours.process.host
+        if self._local.contents is not None:
+            pairs = list(zip(_blocks(self._remote.geometry, remote), _blocks(self._local.geometry, local), strict=True))
+        assert self._remote.process is not None
+        assert self._local.process is not None
+        source, target = self._remote.process.host, self._local.process.host
         num_bytes = sum(length for _, length in local)
         if target.cores:
-            await target.cores[0].compute(self._network.work_s(num_bytes, is_of_connectors=True))
+            await target.cores[0].compute(self._network.work_s(num_bytes, is_between_connectors=True))
             seconds = 0.0
         else:
             now = asyncio.get_running_loop().time()
-            seconds = self._network.arrival(source, target, num_bytes, is_of_connectors=True) - now
+            seconds = self._network.arrival(source, target, num_bytes, is_between_connectors=True) - now
         parts = [(seconds, pairs)]
         if pairs:
-            place, first = random.randrange(len(pairs) + 1), random.random() * seconds
-            parts = [(first, pairs[:place]), (seconds - first, pairs[place:])]
+            split, first = random.randrange(len(pairs) + 1), random.random() * seconds
+            parts = [(first, pairs[:split]), (seconds - first, pairs[split:])]
         async with limited_to(deadline, "reading a peer's blocks"):
             for pause_s, part in parts:
                 await asyncio.sleep(pause_s)
-                while self._network.is_cut(source, target) or not source.is_up:  # noqa: ASYNC110 - nobody tells
-                    await asyncio.sleep(_LOOK_AGAIN_S)
+                while self._network.is_partitioned(source, target) or not source.is_up:  # noqa: ASYNC110 - there is no event for it
+                    await asyncio.sleep(_POLL_S)
                 self.require_going(deadline)
-                if not self._theirs.process.is_alive:
+                if not self._remote.process.is_alive:
                     raise PeerLost("the peer's process has ended")
                 self._copy(part)
 
     def _copy(self, pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-        if self._ours.contents is None or self._theirs.contents is None:
+        if self._local.contents is None or self._remote.contents is None:
             return
         by_layer: dict[int, tuple[list[int], list[int]]] = {}
-        for (layer, theirs), (_, ours) in pairs:
+        for (layer, source), (_, target) in pairs:
             sources, targets = by_layer.setdefault(layer, ([], []))
-            sources.append(theirs)
-            targets.append(ours)
+            sources.append(source)
+            targets.append(target)
         for layer, (sources, targets) in by_layer.items():
-            self._ours.contents.copy(layer, self._theirs.contents, sources, targets)
+            self._local.contents.copy(layer, self._remote.contents, sources, targets)
 
     async def close(self) -> None:
         self.closed = True
 
 
 def _blocks(geometry: BlockGeometry, spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """(layer, block) of each block that the spans cover, which they do as a whole."""
-    found: list[tuple[int, int]] = []
-    ends = [place.offset + place.stride * geometry.num_blocks for place in geometry.places]
+    """(layer, block) of each block in the spans, which consist of whole blocks."""
+    blocks: list[tuple[int, int]] = []
+    ends = [layer_place.offset + layer_place.stride * geometry.num_blocks for layer_place in geometry.places]
     for offset, length in spans:
         layer = next(number for number, end in enumerate(ends) if offset < end)
-        place, size = geometry.places[layer], geometry.span_sizes[layer]
-        first = (offset - place.offset) // place.stride
-        assert (offset - place.offset) % size == 0, "instances of unlike shape are not simulated"
-        assert length % size == 0, "instances of unlike shape are not simulated"
-        found += [(layer, first + number) for number in range(length // size)]
-    return found
+        layer_place, size = geometry.places[layer], geometry.span_sizes[layer]
+        first = (offset - layer_place.offset) // layer_place.stride
+        assert (offset - layer_place.offset) % size == 0, "instances of different shapes are not simulated"
+        assert length % size == 0, "instances of different shapes are not simulated"
+        blocks += [(layer, first + number) for number in range(length // size)]
+    return blocks

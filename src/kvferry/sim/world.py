@@ -1,7 +1,6 @@
 """A simulated deployment: a router, instances behind it, and clients that send it requests.
 
-Owns the simulation and what becomes of each request. `hunts` breaks things in it and says what must
-hold whatever breaks.
+Owns the simulation and the result of each request. `hunts` injects faults into it and checks invariants.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvferry.http.client.origin import Origin
 from kvferry.router.config import RouterConfig
 from kvferry.router.instances.membership import Declared
 from kvferry.sim.engine import MODEL, Role, SimInstance, SimInstanceSpec
-from kvferry.sim.kv import counted_token, right_tokens
+from kvferry.sim.kv import counted_token, expected_tokens
 from kvferry.sim.loop import Simulation
 from kvferry.sim.machine import SimCore
 from kvferry.sim.network import Network, NetworkSpec, SimHost
@@ -39,26 +38,26 @@ TOKEN = "a secret of the simulated deployment"
 PORT = 8000
 _JSON = [(b"content-type", b"application/json")]
 _ENDS_S = 90.0
-"""Seconds after which everything that was asked to end has ended."""
+"""Max seconds of a shutdown."""
 _COLLECT_EVERY = 200_000
-"""Callbacks between two collections of garbage, so that these come at the same places in each run."""
+"""Callbacks between two garbage collections, so that each run has them at the same points."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectHandOff:
-    """A request that its client hands off itself, without a router, as a proxy of its own does. `prefill`, `decode`:
-    shares, from 0 to 1, that choose the instances. `again_after_s` seconds after D was asked, the client has P release
-    the transfer id, and use it again for another prompt."""
+    """A request that its client hands off without a router, as a proxy does. `prefill`, `decode`: shares, from 0 to 1,
+    that choose the instances. `reuse_after_s` seconds after the request to D, the client has P release the transfer
+    id, and uses it again for another prompt."""
 
     prefill: float
     decode: float
-    again_after_s: float
+    reuse_after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request of a trace. `leaves_after_s`: when the client gives it up, if it does. `direct`: it goes to no
-    router."""
+    """One request of a trace. `leaves_after_s`: seconds after which the client cancels it; None: never. `direct`: it
+    does not use a router."""
 
     at_s: float
     prompt: Sequence[int]
@@ -70,42 +69,42 @@ class RequestSpec:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """A deployment. `by_role`: instances of a role that are not as `instance` says, of the same model. `patience_s`: a
-    request that takes longer has been forgotten by somebody. `has_log`: events are noted, so that two runs can be
-    compared."""
+    """A deployment. `by_role`: instances of a role that differ from `instance`, of the same model. `request_timeout_s`:
+    a request that takes longer counts as lost. `has_log`: events are noted, so that two runs can be compared."""
 
     num_prefill: int = 1
     num_decode: int = 1
     num_both: int = 0
     num_routers: int = 1
     num_units: int = 0
-    """Number of units, to which the instances of each role belong by turns; hand-offs stay within one. 0: no units."""
+    """Number of units, to which the instances of each role are assigned round-robin; hand-offs stay within one. 0: no
+    units."""
     instance: SimInstanceSpec = field(default_factory=SimInstanceSpec)
     by_role: Mapping[Role, SimInstanceSpec] = field(default_factory=dict)
     network: NetworkSpec = field(default_factory=NetworkSpec)
     store: StoreTimes = field(default_factory=StoreTimes)
     router: dict[str, Any] = field(default_factory=dict)
     num_cores: int = 0
-    """Cores of the machine that all instances are on; where they are fewer, instances share them. 0: each has its
+    """Number of cores of the machine of all instances; if there are fewer cores, instances share them. 0: each has its
     own."""
-    patience_s: float = 900.0
+    request_timeout_s: float = 900.0
     has_log: bool = True
 
     def instance_of(self, role: Role) -> SimInstanceSpec:
-        """What instances of this role are."""
+        """The specification of instances of this role."""
         return self.by_role.get(role, self.instance)
 
 
 @dataclass(slots=True)
 class RequestResult:
-    """What became of a request. `ends`: how many times it ended. Times in seconds from its arrival; `first_s` and
+    """The result of a request. `ends`: number of times that it ended. Times in seconds from its arrival; `first_s` and
     `end_s` None: it had no token, or no end."""
 
     number: int
     spec: RequestSpec
     outcome: str = ""
-    """`complete`, `left` (the client did), `refused` (a status that is not 200), `broken` (an error in the stream, or a
-    connection that ended)."""
+    """`complete`, `left` (cancelled by the client), `refused` (a status that is not 200), `broken` (an error in the
+    stream, or a connection that ended)."""
     status: int = 0
     why: str = ""
     num_tokens: int = 0
@@ -114,9 +113,9 @@ class RequestResult:
     end_s: float | None = None
     ends: int = 0
     lost_router: bool = False
-    """The router's process ended meanwhile, or there was none: nobody could give a reason."""
+    """The router's process ended meanwhile, or there was none: there is no reason."""
     crossed: bool = False
-    """It met the end of an idle connection, which a router that shuts down had closed: a client sends it again."""
+    """It was sent on an idle connection that a router had closed at its shutdown: clients retry it."""
 
 
 class World:
@@ -133,22 +132,22 @@ class World:
         self.gaps_s = array("f")
         """Seconds between two tokens of an answer."""
         self.logged: list[str] = []
-        """Errors that kvferry's code has logged."""
-        self._to_come: Iterator[RequestSpec] = iter(())
+        """Errors that kvferry's code logged."""
+        self._upcoming: Iterator[RequestSpec] = iter(())
         self._next: RequestSpec | None = None
         self._num_unfinished = 0
         self._client: HttpClient | None = None
         self._stop_clients: asyncio.Event | None = None
 
-    # Life.
+    # Lifecycle.
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """Start everything; at the end, whatever is left is dropped."""
+        """Start everything; at the end, the rest is dropped."""
         handler = _Errors(self)
         logger = logging.getLogger("kvferry")
         level = logger.level
-        logger.setLevel(logging.ERROR)  # which, unlike an assignment, loggers below it notice that have logged before
+        logger.setLevel(logging.ERROR)  # unlike an assignment, it clears the caches of child loggers
         logger.addHandler(handler)
         was_enabled = gc.isenabled()
         gc.disable()
@@ -169,14 +168,14 @@ class World:
             "both": self.spec.num_both,
         }
         for role, number in counts.items():
-            for place in range(number):
-                self._add_instance(f"{role}{place}", role)
+            for index in range(number):
+                self._add_instance(f"{role}{index}", role)
         cores = [SimCore(self.network.loop) for _ in range(self.spec.num_cores)]
         self.network.cores = cores
-        for place, instance in enumerate(self.instances if cores else ()):
-            instance.host.cores = [cores[place % len(cores)]]
-        for place in range(self.spec.num_routers):
-            self._add_router(f"router{place}" if place else "router")
+        for index, instance in enumerate(self.instances if cores else ()):
+            instance.host.cores = [cores[index % len(cores)]]
+        for index in range(self.spec.num_routers):
+            self._add_router(f"router{index}" if index else "router")
             self.routers[-1].host.cores = cores
         clients = self.network.host("clients")
         clients.cores = cores
@@ -188,16 +187,18 @@ class World:
             self._declare_units()
 
     def _declare_units(self) -> None:
-        """Tell the routers of all instances, as the controller of a fleet does."""
+        """Declare all instances to the routers, as the controller of a fleet does."""
         declared: list[Declared] = []
-        place = Counter[Role]()
-        for one in self.instances:
-            unit = str(place[one.role] % self.spec.num_units)
-            declared.append(Declared(one.name, "prefill" if one.role == "prefill" else "decode", one.url, unit=unit))
-            place[one.role] += 1
+        num_of_role = Counter[Role]()
+        for instance in self.instances:
+            unit = str(num_of_role[instance.role] % self.spec.num_units)
+            declared.append(
+                Declared(instance.name, "prefill" if instance.role == "prefill" else "decode", instance.url, unit=unit)
+            )
+            num_of_role[instance.role] += 1
         for router in self.routers:
             router.operate("declares", lambda membership: membership.declare(declared))
-        self.run_until(lambda: all(one.num_alive == len(declared) for one in self.routers), 60.0)
+        self.run_until(lambda: all(instance.num_alive == len(declared) for instance in self.routers), 60.0)
 
     def _add_instance(self, name: str, role: Role) -> None:
         process = self.network.host(name).process(name)
@@ -206,22 +207,22 @@ class World:
         instance.start()
 
     def _add_router(self, name: str) -> None:
-        prefill = tuple(one.url for one in self.instances if one.role == "prefill")
-        decode = tuple(one.url for one in self.instances if one.role != "prefill")
+        prefill = tuple(instance.url for instance in self.instances if instance.role == "prefill")
+        decode = tuple(instance.url for instance in self.instances if instance.role != "prefill")
         config = RouterConfig(prefill_url=prefill, decode_url=decode, **self.spec.router)
         if self.spec.num_units:
             config = RouterConfig(declared=True, **self.spec.router)
         self.routers.append(SimRouter(self.network.host(name), PORT, config, TOKEN, after_s=1.0))  # instances are up
 
     def _is_ready(self) -> bool:
-        return all(one.router is not None for one in self.routers) and all(
-            one.engine is not None for one in self.instances
+        return all(part.router is not None for part in self.routers) and all(
+            part.engine is not None for part in self.instances
         )
 
     # Time.
 
     def run_until(self, done: Any, within_s: float) -> bool:
-        """Let time pass until `done`, at most `within_s`. Returns whether it is. Raises `Deadlock`."""
+        """Let time pass until `done`, at most `within_s`. Returns True if it is done. Raises `Deadlock`."""
         until = self.simulation.now + within_s
         while not done() and self.simulation.now < until:
             if self.simulation.run_until(done, until=until, max_callbacks=_COLLECT_EVERY):
@@ -235,14 +236,13 @@ class World:
     # Requests.
 
     def submit(self, requests: Iterable[RequestSpec]) -> None:
-        """Have the clients send these, each at its time; they are in the order of their times, and are read one by
-        one."""
-        self._to_come = chain(self._to_come, requests)
+        """Have the clients send these requests at their times; they are sorted by time, and read one by one."""
+        self._upcoming = chain(self._upcoming, requests)
         if self._next is None:
             self._await_next()
 
     def _await_next(self) -> None:
-        self._next = next(self._to_come, None)
+        self._next = next(self._upcoming, None)
         if self._next is not None:
             self.clients.call_at(self._next.at_s, self._begin, self._next)
 
@@ -260,14 +260,14 @@ class World:
 
     @property
     def num_ended(self) -> int:
-        """Requests that have ended."""
+        """Number of ended requests."""
         return len(self.results) - self._num_unfinished
 
     def finish(self) -> bool:
-        """Let time pass until all requests have ended; False if some have not, after all patience."""
+        """Let time pass until all requests have ended; False if some have not after `request_timeout_s`."""
         while self._next is not None:
             self.run_until(lambda: self._next is None, max(0.0, self._next.at_s - self.simulation.now) + 1.0)
-        return self.run_until(lambda: self.is_done, self.spec.patience_s)
+        return self.run_until(lambda: self.is_done, self.spec.request_timeout_s)
 
     async def _run_clients(self) -> None:
         self._stop_clients = asyncio.Event()
@@ -298,27 +298,27 @@ class World:
 
     def hosts(self) -> list[SimHost]:
         """The hosts of routers and instances, but not the clients'."""
-        return [*(one.host for one in self.routers), *(one.host for one in self.instances)]
+        return [*(part.host for part in self.routers), *(part.host for part in self.instances)]
 
     def open_routers(self) -> list[SimRouter]:
-        """The routers to which clients turn; at least one."""
+        """The routers that clients use; at least one."""
         return self.routers
 
     async def _ask(self, result: RequestResult, begun: float, router: SimRouter) -> None:
         await self._stream(result, begun, router.host, _body(result.spec))
 
     async def _hand_off(self, result: RequestResult, begun: float, direct: DirectHandOff) -> None:
-        """Ask P and then D, and meanwhile have P use the transfer id again."""
-        prefill = _chosen(self.instances, direct.prefill, "prefill")
-        decode = _chosen(self.instances, direct.decode, "decode")
+        """Send the request to P and then to D, and meanwhile have P reuse the transfer id."""
+        prefill = _choose(self.instances, direct.prefill, "prefill")
+        decode = _choose(self.instances, direct.decode, "decode")
         transfer_id, spec = f"direct-{result.number}", result.spec
         ticket = await self._prefill(prefill, spec, transfer_id)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._use_again(prefill, spec, transfer_id, direct.again_after_s))
+            group.create_task(self._reuse_transfer_id(prefill, spec, transfer_id, direct.reuse_after_s))
             await self._stream(result, begun, decode.host, _body(spec, kv_transfer_params=ticket))
 
     async def _prefill(self, instance: SimInstance, spec: RequestSpec, transfer_id: str) -> Any:
-        """The ticket with which P answers; None: it made none."""
+        """The ticket in P's answer; None: there is none."""
         assert self._client is not None
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         body = _body(spec, max_tokens=1, stream=False, kv_transfer_params=params)
@@ -331,8 +331,10 @@ class World:
         finally:
             call.close()
 
-    async def _use_again(self, instance: SimInstance, spec: RequestSpec, transfer_id: str, after_s: float) -> None:
-        """Other tokens, of which there are as many: they may come to lie in the same blocks."""
+    async def _reuse_transfer_id(
+        self, instance: SimInstance, spec: RequestSpec, transfer_id: str, after_s: float
+    ) -> None:
+        """Reuse the transfer id with as many other tokens, which may get the same blocks."""
         await asyncio.sleep(after_s)
         instance.release(transfer_id)
         other = [(token + 1) % self.spec.instance.vocab_size for token in spec.prompt]
@@ -340,7 +342,7 @@ class World:
             await self._prefill(instance, replace(spec, prompt=other), transfer_id)
 
     async def _stream(self, result: RequestResult, begun: float, host: SimHost, body: dict[str, Any]) -> None:
-        """Send a request, and note what comes of it."""
+        """Send a request, and record its result."""
         assert self._client is not None
         name = f"request-{result.number}"
         times = self.simulation.token_times[f"cmpl-{name}"] = deque()
@@ -366,10 +368,10 @@ class World:
         finally:
             call.close()
             del self.simulation.token_times[f"cmpl-{name}"]
-            reader.judge()
+            reader.check_tokens()
 
     def end(self) -> bool:
-        """Shut everything down as signals do; returns whether all of it ended."""
+        """Shut everything down as signals do; returns True if all of it ended."""
         if self._stop_clients is not None:
             self.clients.call_soon(self._stop_clients.set)
         self.run_until(lambda: not self.clients.process.tasks(), 1.0)
@@ -378,13 +380,13 @@ class World:
         for instance in self.instances:
             if instance.process.is_alive:
                 self.clients.call_soon(instance.stop)
-        living = [one.process for one in self.instances if one.process.is_alive]
-        self.run_until(lambda: not (self.network.num_open or any(one.tasks() for one in living)), _ENDS_S)
+        living = [instance.process for instance in self.instances if instance.process.is_alive]
+        self.run_until(lambda: not (self.network.num_open or any(process.tasks() for process in living)), _ENDS_S)
         return not any(process.tasks() for process in living)
 
 
 def _body(spec: RequestSpec, **fields: Any) -> dict[str, Any]:
-    """The body of a request; `fields` replace others, or come after them."""
+    """The body of a request; `fields` replace others, or are appended."""
     body = {
         "model": MODEL,
         "prompt": list(spec.prompt),
@@ -396,13 +398,13 @@ def _body(spec: RequestSpec, **fields: Any) -> dict[str, Any]:
     return body | fields
 
 
-def _chosen(instances: Sequence[SimInstance], share: float, role: Role) -> SimInstance:
-    able = [one for one in instances if one.role in (role, "both")]
+def _choose(instances: Sequence[SimInstance], share: float, role: Role) -> SimInstance:
+    able = [instance for instance in instances if instance.role in (role, "both")]
     return able[int(share * len(able))]
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that are logged."""
+    """Collects logged errors."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)
@@ -429,7 +431,7 @@ class _Reader:
         """Read more of the stream."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
-            if not event.startswith(b":"):  # a comment, for one who waits
+            if not event.startswith(b":"):  # a comment, for keep-alive
                 self._take(event.removeprefix(b"data: "))
 
     def _take(self, event: bytes) -> None:
@@ -447,8 +449,8 @@ class _Reader:
             return
         arrivals = [now] * len(tokens)
         if len(tokens) > 1 and self._times and len(self._times[0][1]) == len(tokens):
-            left, computed = self._times.popleft()  # each would have come as much earlier as it was computed
-            arrivals = [max(self._last, now - (left - one)) for one in computed]
+            left, computed = self._times.popleft()  # each would have arrived earlier by the time since it was computed
+            arrivals = [max(self._last, now - (left - computed_at)) for computed_at in computed]
         if result.first_s is None:
             result.first_s = arrivals[0] - self._begun
         else:
@@ -458,15 +460,15 @@ class _Reader:
         self._tokens += tokens
         result.num_tokens += len(tokens)
 
-    def judge(self) -> None:
-        """Compare the tokens with what they should be."""
+    def check_tokens(self) -> None:
+        """Compare the tokens with the expected ones."""
         spec, instance = self._result.spec, self._world.spec.instance
         number = len(self._tokens)
         if instance.has_contents:
-            right = right_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
+            right = expected_tokens(spec.prompt, spec.seed, number, instance.vocab_size, instance.num_layers)
         else:
-            places = range(len(spec.prompt), len(spec.prompt) + number)
-            right = [counted_token(spec.seed, place, instance.vocab_size) for place in places]
+            positions = range(len(spec.prompt), len(spec.prompt) + number)
+            right = [counted_token(spec.seed, position, instance.vocab_size) for position in positions]
         self._result.is_right = self._tokens == right and number <= spec.max_tokens
 
 

@@ -313,11 +313,11 @@ def _stores(kv: KVPlan) -> Table:
         table.add_column(name, justify="right")
     if kv.caches is not None:
         name = f"prefix caches, {to_size(kv.caches.num_bytes)}"
-        table.add_row(name, f"{kv.caches.found:.0%}", "", "", f"{kv.caches.saves:.2f}")
+        table.add_row(name, f"{kv.caches.hit_share:.0%}", "", "", f"{kv.caches.saves:.2f}")
     for store in kv.stores:
         row = (
             to_size(store.num_bytes),
-            f"{store.found:.0%}",
+            f"{store.hit_share:.0%}",
             _rate(store.reads),
             _rate(store.writes),
             f"{store.saves:.2f}",
