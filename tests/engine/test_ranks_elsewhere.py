@@ -105,5 +105,5 @@ def test_an_instance_whose_connections_are_to_be_encrypted_has_no_ranks_elsewher
             },
         ),
     ):
-        with pytest.raises(ConfigError, match="--ranks-at: what the ranks say to each other is not encrypted"):
+        with pytest.raises(ConfigError, match="--ranks-at: traffic between ranks is not encrypted"):
             Engine(settings, config, auth_token="test")

@@ -521,5 +521,5 @@ async def test_while_it_does_not_answer_its_lease_is_not_renewed() -> None:
 @pytest.mark.parametrize("lease_s", [0.0, -5.0, 1e-300, 1e300])
 async def test_whatever_lease_a_router_gives_it_is_told_again_in_good_time(lease_s: float) -> None:
     told = Registered(lease_s=lease_s)
-    pause_s = registrar_module._Router(Origin.parse("http://r:1")).on_reply(told, "decode")
+    pause_s = registrar_module._Router(Origin.parse("http://r:1")).on_registered(told, "decode")
     assert 0.05 <= pause_s <= 60
