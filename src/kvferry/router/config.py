@@ -40,7 +40,8 @@ class RouterConfig:
     """Base URL of a decode instance; repeat it for more."""
 
     dynamo_python: Path | None = None
-    """Python interpreter with kvferry and ai-dynamo-runtime, for workers of Dynamo's (URLs dynamo://NAMESPACE/COMPONENT). Default: the one that runs kvferry."""
+    """Python interpreter with kvferry and ai-dynamo-runtime, for workers of Dynamo's (URLs
+    dynamo://NAMESPACE/COMPONENT). Default: the one that runs kvferry."""
 
     instances_file: Path | None = None
     """File with one instance per line: 'prefill URL' or 'decode URL'. The router follows its changes: new instances are
