@@ -91,10 +91,7 @@ test-sglang: $(STAMP)  ## run the tests with SGLang's servers, in .venv-sglang (
 	@scripts/run_tests $(BIN)/python '$(SGLANG)' $(if $(PART),--full-part=$(PART)) --numprocesses=0 tests/end_to_end/sglang $(ARGS)
 
 soak: $(STAMP)  ## thousands of random faults against real processes, and of simulations (FAULTS=3000 CHANGES=300 SEED=1 SEEDS=2001-12000)
-	@KVFERRY_FAKE_REQUESTS=$(or $(FAULTS),3000) $(BIN)/pytest -s --timeout=3600 tests/router/test_random_faults.py $(ARGS)
 	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/fleet/test_random_changes.py $(ARGS)
-	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/fleet/backends/kubernetes/test_random_faults.py $(ARGS)
-	@KVFERRY_FAULTS=$(or $(FAULTS),3000) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s tests/end_to_end/test_random_faults.py $(ARGS)
 	@KVFERRY_FAULTS=$(or $(CHANGES),300) KVFERRY_SEED=$(or $(SEED),1) $(BIN)/pytest -s -k test_random_changes \
 		tests/end_to_end/test_fleet_changes.py tests/end_to_end/test_fleet_ray.py $(ARGS)
 	@$(MAKE) hunt SEEDS=$(or $(SEEDS),2001-12000)

@@ -52,7 +52,7 @@ from scaled_rules import (
     uncached,
 )
 
-RULES_HERE = ("kvferry", "deflect", "clairvoyant", "hpa", "clamp", "velocity", "dynamo", "static", "tps")
+RULES_HERE = ("kvferry", "clairvoyant", "hpa", "clamp", "velocity", "dynamo", "static", "tps")
 GENERATED = ("sine", "reasoning", "bursts")
 
 
@@ -82,8 +82,6 @@ def compare(
 
     if "kvferry" in wanted:
         run("kvferry", Kvferry(start, rules))
-    if "deflect" in wanted:
-        run("kvferry, deflect = true", Kvferry(start, replace(rules, deflect=True)))
     if "clairvoyant" in wanted:
         run("clairvoyant", Clairvoyant(start, rules, arrivals))
     if "hpa" in wanted:

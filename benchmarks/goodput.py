@@ -85,7 +85,6 @@ def adapting(targets: LatencyTargets) -> ScalingRules:
         least=Counts(1, 1),
         most=Counts(most, most),
         budget=NUM_INSTANCES,
-        deflect=False,
         overflows=True,
         switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
         cool_down_s=1e9,  # nothing is ever released

@@ -90,7 +90,7 @@ class ScaledFleet:
         }
         scale = {
             "ttft": _duration(rules.targets.ttft_s), "itl": _duration(rules.targets.itl_s), "attainment": rules.goal,
-            "budget": int(budget), "deflect": rules.deflect, "interval": _duration(INTERVAL_S),
+            "budget": int(budget), "interval": _duration(INTERVAL_S),
             "cool_down": _duration(rules.cool_down_s), "starts": _duration(START_S),
         }  # fmt: skip
         given = {"name": "scaled", "model": "simulated", "mode": "pooling", "role": role, "router": {"count": 1}}

@@ -43,7 +43,6 @@ RULES = ScalingRules(
     most=Counts(MOST, MOST),
     budget=2 * MOST,
     goal=GOAL,
-    deflect=False,
     overflows=True,
     switches=frozenset({("prefill", "decode"), ("decode", "prefill")}),
     cool_down_s=COOL_DOWN_S,
@@ -69,8 +68,8 @@ class Rule:
     """Decides counts, and from how many tokens prompts are disaggregated (None: the router does). `targets`: what the
     router is told of them."""
 
-    from_tokens: int | None = None
     targets: LatencyTargets | None = None
+    from_tokens: int | None = None
 
     def decide(self, seen: Seen) -> Counts:
         """The counts that are wanted now."""
@@ -110,7 +109,7 @@ class Kvferry(Rule):
         made = decide(self.rules, self._memory, self._measured(seen), situation, seen.now)
         if made.memory != self._memory:
             self.said.append(f"{seen.now:.0f} {made.what}: {made.why}")
-        self._memory, self.from_tokens = made.memory, made.memory.from_tokens
+        self._memory = made.memory
         return made.memory.counts
 
 

@@ -60,15 +60,12 @@ class ProcessBackend(FleetBackend):
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         """Those that this process has started: their exit codes can be known."""
 
-    @property
-    def num_routers(self) -> int:
-        return self._recipe.num_routers
-
     def use(self, fleet: DesiredFleet) -> None:
         if fleet.engine.kind != "kvferry":
             raise ConfigError("engine.kind: this backend runs kvferry's own engine, which says when it serves")
         self._nice = read_options(Options, fleet.backend.options, "backend.options").nice
         self._recipe = self.context.make_recipe(fleet)
+        self.num_routers = self._recipe.num_routers
 
     async def open(self) -> None:
         for path in self.context.folder.glob("*.json"):

@@ -131,7 +131,6 @@ def _draw_scale(random: Random) -> dict[str, Any]:
         "starts": "500ms",
         "warm": random.choice(("0s", "500ms")),
         "least_requests": random.choice((1, 3)),
-        "deflect": random.random() < 0.3,
     }
     return scale | ({"idle": "2s"} if random.random() < 0.25 else {})
 

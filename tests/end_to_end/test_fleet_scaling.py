@@ -56,7 +56,6 @@ cool_down = "{cool_down}"
 hold = "15s"
 warm = "0s"
 starts = "3s"
-deflect = false
 """
 LAX_S = 3600.0
 """A target for TTFT that is kept by any instance."""

@@ -12,7 +12,7 @@ from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.sequence import Sequence as EngineSequence
 from kvferry.engine.step import SampledToken
 from kvferry.fleet.control import controller
-from kvferry.fleet.control.backend import FleetBackend
+from kvferry.fleet.control.election import Election
 from kvferry.fleet.control.facts import Drain, Step, StopMember
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
@@ -85,7 +85,7 @@ def stop_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def act_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A controller acts on after another one may have taken its place."""
-    patch.setattr(FleetBackend, "is_leader", True)
+    patch.setattr(Election, "is_leader", True)
 
 
 def surge_by_one_more(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import NoReturn
@@ -41,6 +41,44 @@ END_MARGIN_S = 5.0
 """Seconds beyond its own grace period after which a process is killed."""
 
 MakeRecipe = Callable[[DesiredFleet], Recipe]
+
+
+@asynccontextmanager
+async def controlling(
+    ledger: Ledger,
+    backend: FleetBackend,
+    display: Display,
+    on_signal: Callable[[int], None],
+    *,
+    grace_s: float,
+    attended: bool = False,
+    waits: bool = True,
+    follows: bool = False,
+) -> AsyncIterator[Controller]:
+    """A controller in this process, as each command has it. `on_signal` is called with SIGTERM and the like; the other
+    parameters are the controller's. At the end, the members are released, and another controller may act."""
+    loop, numbers = asyncio.get_running_loop(), shutdown_signals()
+    async with RouterClient(backend.context.token) as front:
+        controller = Controller(
+            ledger,
+            backend,
+            front,
+            display,
+            SYSTEM_CLOCK,
+            attended=attended,
+            waits=waits,
+            follows=follows,
+            grace_s=grace_s,
+        )
+        for number in numbers:
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            yield controller
+        finally:
+            await backend.close()
+            controller.close()
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
 
 class AttendedFleet:
@@ -100,21 +138,16 @@ class AttendedFleet:
         ledger.want(self._fleet)
         context = BackendContext(folder, self._make_recipe, self._display, outlives=False, token=self._token)
         backend = self._backend = self._make_backend(context)
-        async with RouterClient(self._token) as front:
-            controller = self._controller = Controller(
-                ledger, backend, front, self._display, SYSTEM_CLOCK, attended=True, grace_s=self._grace_s
-            )
+        async with controlling(
+            ledger, backend, self._display, self._on_signal, attended=True, grace_s=self._grace_s
+        ) as controller:
+            self._controller = controller
             if self._stop_requested is not None:
                 controller.end(self._stop_requested)
-            with self._signals():
-                try:
-                    end = await controller.run()
-                    code = self._report(end, is_up=controller.is_up)
-                    await controller.bring_down()
-                    await asyncio.gather(*self._aborting)
-                finally:
-                    await backend.close()
-                    controller.close()
+            end = await controller.run()
+            code = self._report(end, is_up=controller.is_up)
+            await controller.bring_down()
+            await asyncio.gather(*self._aborting)
         return EXIT_KILLED if self._is_aborting else code
 
     def _make_backend(self, context: BackendContext) -> FleetBackend:
@@ -152,19 +185,6 @@ class AttendedFleet:
             for line in member.last_lines:
                 self._display.note(f"  {line}")
         return EXIT_FAILED
-
-    # Signals.
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), shutdown_signals()
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
         assert self._controller is not None

@@ -5,7 +5,7 @@ processes.
 the next one adopts them. The ledger is a real folder: its use takes no virtual time.
 
 There may be several controllers, each on its own machine and with its own ledger. One of them is the leader, as long as
-it holds the lease (`SimLease`), which is on the host `cluster`.
+it holds the lease (`SimLeadership`), which is on the host `cluster`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState, NotStarted
 from kvferry.fleet.control.controller import Controller, LeadershipLost, ShutdownRequested
-from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
+from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.router_client import RouterClient, View
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
@@ -67,7 +67,7 @@ class StartedMember:
         return Member(spec.name, spec.role, spec.revision, state, unit=spec.unit, reason=reason)
 
 
-class SimLease(FleetLease):
+class SimLeadership(TimedLeadership):
     """The leadership of a `FleetWorld`'s fleet, for one of its controllers."""
 
     def __init__(self, world: FleetWorld, me: SimProcess) -> None:
@@ -76,7 +76,7 @@ class SimLease(FleetLease):
         self._seen = (-1, 0.0)
         """Number of renewals of the lease, and the time since which it is unchanged."""
 
-    async def try_to_take(self) -> bool:
+    async def try_acquire(self) -> bool:
         """Take the lease if its holder has not renewed it for `TAKEN_S`."""
         begun = self._clock()
         await self._reach()
@@ -97,30 +97,30 @@ class SimLease(FleetLease):
         if self._world.lease_holder == self._own_process.name:
             self._hold(begun)
         else:
-            self._is_lost()
+            self._lost()
 
-    async def give_up(self) -> None:
+    async def release(self) -> None:
         """Release the lease, so that another controller can take it at once."""
-        self._is_lost()
+        await self._stop()
         if self._world.lease_holder == self._own_process.name:
             self._world.lease_holder = ""
 
     async def remove(self) -> None:
         """Remove the lease: the fleet has ended."""
-        await self.give_up()
+        await self.release()
 
     def _hold(self, begun: float) -> None:
         self._world.lease_holder = self._own_process.name
         self._world.num_renewals += 1
-        self._is_renewed(begun)
+        self._renewed(begun)
 
     async def _reach(self) -> None:
-        """Wait for the answer of the lease's host. Raises `LeaseUnknown`."""
+        """Wait for the answer of the lease's host. Raises `LeadershipUnknown`."""
         network, host = self._world.network, self._own_process.host
         lease_host = network.host(LEASE_HOST)
         if network.is_partitioned(host, lease_host):
             await asyncio.sleep(_LEASE_TIMEOUT_S)
-            raise LeaseUnknown(f"{LEASE_HOST} does not answer")
+            raise LeadershipUnknown(f"{LEASE_HOST} does not answer")
         await asyncio.sleep(max(0.0, network.arrival(host, lease_host, 0) - self._clock()))
 
 
@@ -145,10 +145,8 @@ class SimBackend(FleetBackend):
     def __init__(self, world: FleetWorld, process: SimProcess) -> None:
         self.changed = asyncio.Event()
         self._world, self._process = world, process
-
-    async def lease(self) -> FleetLease | None:
-        """None for one controller alone."""
-        return SimLease(self._world, self._process) if self._world.num_controllers > 1 else None
+        if world.num_controllers > 1:
+            self.leadership = SimLeadership(world, process)
 
     def record_action(self, what: str) -> None:
         """Record an action of a controller that does not hold the lease."""
@@ -200,8 +198,9 @@ class SimBackend(FleetBackend):
             self.changed.set()
 
     async def close(self) -> None:
-        """Release the lease; members outlive the backend."""
-        await self.give_up()
+        """Release the leadership; members outlive the backend."""
+        if self.leadership is not None:
+            await self.leadership.release()
 
 
 @dataclass

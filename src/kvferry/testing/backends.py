@@ -110,6 +110,22 @@ class NullWatcher:
         """Ignore that a member serves."""
 
 
+@asynccontextmanager
+async def leading(backend: FleetBackend) -> AsyncIterator[None]:
+    """Hold the backend's leadership, as the controller that acts does."""
+    leadership = backend.leadership
+    if leadership is None:
+        yield
+        return
+    while not await leadership.try_acquire():  # noqa: ASYNC110 - within the caller's deadline
+        await asyncio.sleep(0.1)
+    heartbeat = asyncio.create_task(leadership.heartbeat())
+    try:
+        yield
+    finally:
+        heartbeat.cancel()
+
+
 class BackendContract:
     """The suite. Set `kind` in a subclass, as in `[backend] kind`."""
 
@@ -150,11 +166,12 @@ class BackendContract:
         fleet = self.fleet(name)
         backend = self.make(folder, fleet)
         backend.use(fleet)
-        try:
-            await backend.open()
-            yield backend
-        finally:
-            await backend.close()
+        async with leading(backend):
+            try:
+                await backend.open()
+                yield backend
+            finally:
+                await backend.close()
 
     def run(self, folder: Path, use: Callable[[FleetBackend], Awaitable[None]]) -> None:
         """Call `use` with an open backend."""

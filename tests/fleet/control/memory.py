@@ -17,8 +17,6 @@ from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole
 class MemoryBackend(FleetBackend):
     """`serves_at_once`: members do; otherwise, when `serve` is called."""
 
-    num_routers = 0
-
     def __init__(self, num_routers: int = 0) -> None:
         self.changed = asyncio.Event()
         self.num_routers = num_routers
@@ -33,13 +31,8 @@ class MemoryBackend(FleetBackend):
         """Stamps of fleets that cannot be run."""
         self.num_opened = 0
         self.stop_takes_s = 0.0
-        self.trouble_now = ""
         self.is_unreachable = False
         """Which the next start finds out."""
-
-    @property
-    def trouble(self) -> str:
-        return self.trouble_now
 
     def use(self, fleet: DesiredFleet) -> None:
         if fleet.stamp in self.cannot_run:
@@ -55,8 +48,8 @@ class MemoryBackend(FleetBackend):
     async def start(self, member: MemberSpec) -> None:
         self.starts.append((member.name, time.monotonic()))
         if self.is_unreachable:
-            self.trouble_now = "it does not answer"
-        if member.role in self.cannot_start or self.trouble_now:
+            self.trouble = "it does not answer"
+        if member.role in self.cannot_start or self.trouble:
             raise NotStarted("there is no room")
         assert member.name not in self.here
         self.here[member.name] = Member(
@@ -90,12 +83,6 @@ class MemoryBackend(FleetBackend):
 
     def die(self, name: str, reason: str = "was killed by SIGKILL") -> None:
         self.here[name] = replace(self.here[name], state=MemberState.ENDED, reason=reason, last_lines=("last",))
-        self.changed.set()
-
-    def leaves(self, name: str, *, ended: bool = False) -> None:
-        """Somebody else ends it, or has."""
-        state = MemberState.ENDED if ended else self.here[name].state
-        self.here[name] = replace(self.here[name], state=state, is_leaving=True, reason="it was deleted")
         self.changed.set()
 
     @property

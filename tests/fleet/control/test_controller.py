@@ -207,13 +207,13 @@ async def test_while_the_backend_can_start_nobody_nothing_is_tried_nor_counted(t
     made = Controlled(tmp_path, pooling(failure={"crash_loop": 2}))
     async with made.running():
         await made.settled()
-        made.backend.trouble_now = "the cluster does not answer"
+        made.backend.trouble = "the cluster does not answer"
         made.backend.die(DECODE)
         await made.until(lambda: made.trouble() == "the cluster does not answer" and not made.backend.here.get(DECODE))
         num_starts = len(made.backend.starts)
         await ticks(made.backend, 10)
         assert len(made.backend.starts) == num_starts
-        made.backend.trouble_now = ""
+        made.backend.trouble = ""
         await made.settled()
         assert made.trouble() == ""
 
@@ -224,35 +224,8 @@ async def test_a_start_that_finds_this_out_is_no_failure_of_a_member(tmp_path: P
     async with made.running():
         await made.until(lambda: made.trouble() == "it does not answer")
         assert made.history("not started")
-        made.backend.is_unreachable, made.backend.trouble_now = False, ""
+        made.backend.is_unreachable, made.backend.trouble = False, ""
         await made.settled()
-
-
-@pytest.mark.parametrize("name", [DECODE, ROUTER])
-async def test_one_that_somebody_else_ends_is_drained_and_replaced_and_that_is_no_failure(
-    tmp_path: Path, name: str
-) -> None:
-    """Again and again, as when one node after the other is emptied."""
-    made = Controlled(tmp_path, pooling(failure={"crash_loop": 1, "backoff": ["50s", "50s"]}))
-    async with made.running():
-        await made.settled()
-        for number in range(1, 4):
-            (here,) = (one for one in made.backend.serving if one.startswith(name[:-1]))
-            made.front.busy = {here}
-            made.backend.leaves(here)
-            await made.until(lambda number=number: len(made.history("start")) == 3 + number)  # while it still serves
-            assert here in made.backend.serving
-            assert name == ROUTER or made.front.draining == {here}
-            if number < 3:
-                made.backend.leaves(here, ended=True)
-            else:
-                made.front.busy = set()
-                made.backend.here.pop(here)
-            await made.until(lambda here=here: here not in made.backend.here)
-            await made.settled()
-        assert len(made.backend.here) == 3
-    assert made.trouble() == ""
-    assert len(made.history("drain")) == 3
 
 
 async def test_who_waits_is_told_at_once_that_it_cannot_come_up(tmp_path: Path) -> None:
@@ -571,7 +544,7 @@ async def test_a_fleet_does_not_move_to_another_backend(tmp_path: Path) -> None:
     made = Controlled(tmp_path, pooling())
     async with made.running():
         await made.settled()
-        made.ledger.want(pooling(backend={"kind": "kubernetes", "kubernetes": {"image": "kvferry:1"}}))
+        made.ledger.want(pooling(backend={"kind": "ray"}))
         await made.until(lambda: "backend.kind cannot be changed" in made.trouble())
         assert made.backend.stops == []
 

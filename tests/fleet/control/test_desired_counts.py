@@ -29,7 +29,6 @@ SCALE = {
     "interval": "300ms",
     "warm": "0s",
     "cool_down": "1s",
-    "deflect": False,
 }
 
 
@@ -108,18 +107,18 @@ async def test_a_role_changes_before_anything_is_started(tmp_path: Path) -> None
 
 def test_routers_with_a_threshold_of_their_own_are_not_counted_on() -> None:
     """A controller cannot change it, and would wait for ever for what it brings."""
-    fleet = scaled(deflect=True)
+    fleet = scaled()
     assert fleet.scale is not None
     rules = rules_of(fleet, fleet.scale)
-    assert (rules.deflect, rules.overflows) == (True, True)
+    assert rules.overflows
     fixed = pooling(
         role={"prefill": {"max": 2}, "decode": {"max": 2}},
         router={"args": ["--disaggregate-from=0"]},
-        scale={**SCALE, "deflect": True},
+        scale=SCALE,
     )
     assert fixed.scale is not None
     rules = rules_of(fixed, fixed.scale)
-    assert (rules.deflect, rules.overflows) == (False, False)
+    assert not rules.overflows
     only_said = scaled(recommend=True)
     assert only_said.scale is not None
     assert not rules_of(only_said, only_said.scale).overflows, "its routers are not told the targets"

@@ -478,18 +478,6 @@ def test_a_roll_keeps_those_that_serve_although_their_other_half_is_dead() -> No
     world.settle()
 
 
-def test_another_image_is_rolled() -> None:
-    def image(name: str) -> DesiredFleet:
-        return pooling(2, 2, backend={"kind": "kubernetes", "kubernetes": {"image": name}})
-
-    world = World(image("kvferry:1"))
-    world.settle()
-    old = {one.revision for one in world.members.values()}
-    world.fleet = image("kvferry:2")
-    world.settle()
-    assert not old & {one.revision for one in world.members.values()}
-
-
 def test_one_that_is_stopped_while_it_starts_takes_room_until_it_is_gone() -> None:
     fleet = pooling(role={"prefill": {"count": 1, "max": 2}, "decode": {"count": 1, "max": 2}})
     here = [

@@ -128,7 +128,6 @@ TARGETS = {"ttft": "1s", "itl": "50ms", "budget": 4}
         ({"engine": {"kind": "sglang", "kv_transfer_config": "{}"}}, "mooncake, mooncake_tcp or nixl"),
         ({"role": {"prefill": {"can_be": ["both"]}, "decode": {}}}, "role.prefill.can_be: SGLang's servers change"),
         ({"backend": {"kind": "kubernetes", "kubernetes": {"image": "i"}}}, "no pods are written"),
-        ({"scale": {**TARGETS, "deflect": True}}, "compute no prompts"),
         ({"scale": {**TARGETS, "aggregate": True}}, "compute no prompts"),
     ],
 )

@@ -65,7 +65,7 @@ def settled(
 
 def test_the_cheapest_that_keeps_the_goal_is_taken_and_really_keeps_it() -> None:
     for rate in (1.0, 4.0, 8.0, 12.0):
-        rules = replace(RULES, deflect=False)
+        rules = RULES
         counts = settled(rules, memory(1, 1), measured(rate))[-1].memory.counts
         requests = poisson(7, rate, 3000, prompt=2000, output=150)
         exact = {
@@ -79,7 +79,7 @@ def test_the_cheapest_that_keeps_the_goal_is_taken_and_really_keeps_it() -> None
 
 def test_nothing_is_started_for_prompts_that_decode_computes_in_time() -> None:
     """With routers that know the targets, fewer instances keep the goal, and really do."""
-    apart, rate = replace(RULES, deflect=False, targets=LatencyTargets(1.0, 0.06)), 2.0
+    apart, rate = replace(RULES, targets=LatencyTargets(1.0, 0.06)), 2.0
     rules = replace(apart, overflows=True)
     alone = settled(apart, memory(1, 1), measured(rate))[-1].memory.counts
     counts = settled(rules, memory(1, 1), measured(rate))[-1].memory.counts
@@ -91,7 +91,7 @@ def test_nothing_is_started_for_prompts_that_decode_computes_in_time() -> None:
 
 
 def test_of_as_cheap_ones_that_change_as_much_the_one_that_attains_most_is_taken() -> None:
-    rules = replace(RULES, deflect=False, overflows=True, goal=0.85)
+    rules = replace(RULES, overflows=True, goal=0.85)
     told, here = measured(4.0), memory(1, 1)
     outlook = Forecast(rules, [even(4.0, LENGTHS, 1500)], TIMES)
     other, best = outlook.best(Counts(1, 2)).attained, outlook.best(Counts(2, 1)).attained
@@ -99,36 +99,19 @@ def test_of_as_cheap_ones_that_change_as_much_the_one_that_attains_most_is_taken
     assert decide(rules, here, told, FleetSnapshot(Counts(1, 1)), 0.0).memory.counts == Counts(2, 1)
 
 
-def test_the_order_is_deflect_then_role_then_start_then_release() -> None:
+def test_the_order_is_role_then_start_then_release() -> None:
     rules = replace(RULES, switches=SWITCHES)
     state, taken, now = memory(1, 2), [], 0.0
-    for rate in (3.2, 5.5, 9.0, 9.0, 1.0):
+    for rate in (2.0, 5.5, 9.0, 9.0, 1.0):
         made = decide(rules, state, measured(rate), FleetSnapshot(state.counts), now)
         taken.append(made.what)
         state, now = made.memory, now + 1000.0
-    assert taken == ["deflect", "role", "start", "hold", "release"]
-
-
-def test_a_prompt_is_deflected_before_anything_is_started() -> None:
-    rate = 3.2
-    outlook = Forecast(RULES, [even(rate, LENGTHS, 1500)], TIMES)
-    here = Counts(1, 2)
-    assert outlook.at(here, 0.0).attained < RULES.goal <= outlook.best(here).attained
-    made = decide(RULES, memory(1, 2), measured(rate), FleetSnapshot(here), 0.0)
-    assert (made.what, made.memory.counts) == ("deflect", here)
-    assert made.memory.from_tokens
-    assert made.memory.from_tokens > 0
-    again = decide(RULES, made.memory, measured(rate), FleetSnapshot(here), 10.0)
-    assert (again.what, again.memory) == ("hold", made.memory), "nothing new is decided from the same facts"
-    calm = decide(RULES, made.memory, measured(0.5), FleetSnapshot(here), 20.0)
-    assert calm.memory.from_tokens is None, "nobody needs it any more"
-    never = decide(replace(RULES, deflect=False), memory(1, 2), measured(rate), FleetSnapshot(here), 0.0)
-    assert (never.what, never.memory.from_tokens) == ("start", None)
+    assert taken == ["hold", "role", "start", "hold", "release"]
 
 
 def test_an_instance_changes_its_role_before_one_is_started() -> None:
     """Only where it can, and where that costs nothing that is needed."""
-    rules = replace(RULES, deflect=False, switches=SWITCHES)
+    rules = replace(RULES, switches=SWITCHES)
     made = decide(rules, memory(1, 3), measured(6.0), FleetSnapshot(Counts(1, 3)), 0.0)
     assert (made.what, made.memory.counts) == ("role", Counts(2, 2))
     fixed = decide(replace(rules, switches=frozenset()), memory(1, 3), measured(6.0), FleetSnapshot(Counts(1, 3)), 0.0)
@@ -137,7 +120,7 @@ def test_an_instance_changes_its_role_before_one_is_started() -> None:
 
 def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
     """What is predicted knows nothing of prompts that decode instances compute; what was measured does."""
-    rules, here = replace(RULES, deflect=False, switches=SWITCHES), FleetSnapshot(Counts(1, 3))
+    rules, here = replace(RULES, switches=SWITCHES), FleetSnapshot(Counts(1, 3))
 
     def what(share: float, num: int = 500) -> str:
         return decide(rules, memory(1, 3), replace(measured(6.0), attained=TargetShare(share, num)), here, 0.0).what
@@ -149,7 +132,7 @@ def test_no_instance_changes_its_role_while_enough_is_kept_as_it_is() -> None:
 
 
 def test_what_starts_counts_as_there_and_is_not_started_twice() -> None:
-    rules = replace(RULES, deflect=False)
+    rules = RULES
     first = decide(rules, memory(1, 1), measured(8.0), FleetSnapshot(Counts(1, 1)), 0.0)
     assert first.what == "start"
     for now in (5.0, 10.0, 15.0):
@@ -183,7 +166,7 @@ def test_neither_chance_nor_a_burst_nor_a_step_is_a_trend() -> None:
 
 def test_capacity_for_bursts_is_held_while_they_recur() -> None:
     """A burst that came a while ago counts as long as its requests do; without it, what it needed is released."""
-    rules = replace(RULES, deflect=False)
+    rules = RULES
     calm = even(1.0, LENGTHS, 200)
     burst = even(8.0, LENGTHS, 200).arrivals
     both = Workload(
@@ -217,7 +200,7 @@ def test_no_decision_flaps_while_the_same_comes() -> None:
 
 def test_those_that_stay_have_to_serve_what_the_released_one_served() -> None:
     """dynamo #9294: with N - 1 instances each has N / (N - 1) of what it had; N is not what is left."""
-    rules = replace(RULES, deflect=False, goal=0.9)
+    rules = replace(RULES, goal=0.9)
     for rate in (1.0, 2.0, 4.0, 6.0, 8.0):
         told = measured(rate)
         assert told.times is not None
@@ -226,7 +209,7 @@ def test_those_that_stay_have_to_serve_what_the_released_one_served() -> None:
             made = decide(rules, memory(here.prefill, here.decode), told, FleetSnapshot(here), 0.0)
             if made.what == "release":
                 there = made.memory.counts
-                before, after = outlook.at(here, 0.0), outlook.at(there, 0.0)
+                before, after = outlook.best(here), outlook.best(there)
                 assert after.prefill_load == pytest.approx(before.prefill_load * here.prefill / there.prefill)
                 assert after.attained >= rules.goal
 
@@ -265,7 +248,7 @@ def test_a_target_out_of_reach_does_not_grow_the_fleet_for_ever(targets: Latency
     assert made[-1].what == "unreachable"
     assert "95 % cannot be kept within the limits; the best is " in made[-1].why
     assert made[-1].memory.counts.total <= 6
-    enough = settled(replace(rules, targets=RULES.targets, deflect=False), memory(1, 1), measured(2.0))[-1]
+    enough = settled(replace(rules, targets=RULES.targets), memory(1, 1), measured(2.0))[-1]
     assert made[-1].memory.counts.total <= 2 * enough.memory.counts.total
 
 
@@ -279,11 +262,11 @@ def test_a_goal_that_the_budget_does_not_allow_is_said_and_approached() -> None:
 def test_one_role_is_no_measure_of_the_other() -> None:
     """aibrix #1211: what is asked of P and of D is never added up or averaged."""
     long_answers = [(50.0, 900.0)] * 50
-    made = settled(replace(RULES, deflect=False), memory(3, 1), measured(3.0, long_answers))[-1].memory.counts
+    made = settled(RULES, memory(3, 1), measured(3.0, long_answers))[-1].memory.counts
     assert made.prefill == 1
     assert made.decode > 1
     long_prompts = [(9000.0, 8.0)] * 50
-    rules = replace(RULES, deflect=False, targets=LatencyTargets(3.0, 0.045))
+    rules = replace(RULES, targets=LatencyTargets(3.0, 0.045))
     made = settled(rules, memory(1, 3), measured(3.0, long_prompts))[-1].memory.counts
     assert made.decode == 1
     assert made.prefill > 2

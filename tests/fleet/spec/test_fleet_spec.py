@@ -152,25 +152,6 @@ def test_only_what_instances_were_started_with_makes_a_revision(change: dict[str
     assert (fleet_from({**BASE, **change}).revision != fleet_from(BASE).revision) is is_another
 
 
-@pytest.mark.parametrize(
-    ("changed", "rolls"),
-    [
-        ({"image": "kvferry:2"}, {"instances", "routers"}),
-        ({"environment": {"A": "1"}}, {"instances", "routers"}),
-        ({"model_claim": "models"}, {"instances", "routers"}),
-        ({"pod": {"decode": {"limits": {"cpu": "2"}}}}, {"instances"}),
-        ({"pod": {"router": {"limits": {"cpu": "2"}}}}, {"routers"}),
-        ({"pod": {"both": {"limits": {"cpu": "2"}}}}, set()),
-        ({"pod_monitor": True, "clients_from": {"app": "chat"}, "routers": 3}, set()),
-    ],
-)
-def test_what_a_pod_is_made_of_is_part_of_the_revision(changed: dict[str, Any], rolls: set[str]) -> None:
-    before, after = fleet_from(in_pods(image="kvferry:1")), fleet_from(in_pods(**{"image": "kvferry:1", **changed}))
-    found = {"instances"} if before.revision != after.revision else set()
-    found |= {"routers"} if before.front(2).revision != after.front(2).revision else set()
-    assert found == rolls
-
-
 def test_what_an_actor_needs_is_part_of_the_revision() -> None:
     given = [{}, {"decode": {"cpus": 2}}, {"both": {"cpus": 2}}]
     plain, decode, other = (fleet_from({**BASE, "backend": {"kind": "ray", "ray": one}}) for one in given)

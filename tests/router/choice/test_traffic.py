@@ -111,7 +111,7 @@ async def test_a_plan_is_shown_counted_and_followed() -> None:
         desired={"prefill": 3, "decode": 2},
         disaggregate_from=100_000,
         attained=0.995,
-        decisions=(Decided(1.0, "deflect", "because"),),
+        decisions=(Decided(1.0, "start", "because"),),
     )
     decode, prefill = Peer("decode", answer, facts=DECODE), Peer("prefill", telling, facts=CONCURRENT)
     async with instances(decode, prefill), routing([], [], HTTP, **{**SOON, "disaggregate_from": "auto"}) as (_, url):

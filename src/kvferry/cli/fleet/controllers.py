@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -14,18 +13,17 @@ from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
-from kvferry.cli.attended import exit_now
+from kvferry.cli.attended import controlling, exit_now
 from kvferry.cli.fleet_settings import grace_of, local_recipe
 from kvferry.cli.serve import serve
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token, users_token
-from kvferry.core.process_exit import run_async, shutdown_signals
+from kvferry.core.process_exit import run_async
 from kvferry.core.settings.options import unknown_key
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, backend_class
-from kvferry.fleet.control.controller import Controller, LeadershipLost, LetGo, ShutdownRequested
+from kvferry.fleet.control.controller import LeadershipLost, LetGo, ShutdownRequested
 from kvferry.fleet.control.ledger import Ledger
-from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.display import PlainDisplay
 from kvferry.fleet.leftovers import remove_leftovers
 from kvferry.fleet.places import fleet_names, ledger_of, running_folder
@@ -62,35 +60,24 @@ def control(
     return run_async(reconcile(ledger, waits=wait))
 
 
-async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False, owner: str = "") -> int:
+async def reconcile(ledger: Ledger, *, waits: bool, follows: bool = False) -> int:
     """Run a fleet's controller until a signal. If its heartbeat was late, so that another controller may have taken
-    over, it starts again, and waits for the other one. `follows`: as in `Controller`; `owner`: of the members, as in
-    `BackendContext`."""
+    over, it starts again, and waits for the other one. `follows`: as in `Controller`."""
     fleet, display = ledger.wanted().fleet, PlainDisplay()
-    backend = make_backend(running_folder(ledger), fleet, owner)
-    async with RouterClient(backend.context.token) as front:
-        controller = Controller(
-            ledger,
-            backend,
-            front,
-            display,
-            SYSTEM_CLOCK,
-            waits=waits,
-            follows=follows,
-            grace_s=grace_of(fleet, serve),
-        )
-        loop = asyncio.get_running_loop()
-        for number in shutdown_signals():
-            loop.add_signal_handler(number, controller.end, LetGo())
-        try:
-            end = await controller.run()
-            if isinstance(end, LeadershipLost):
-                _restart()
-            if isinstance(end, ShutdownRequested):
-                await controller.bring_down()
-        finally:
-            await backend.close()
-            controller.close()
+    backend = make_backend(running_folder(ledger), fleet)
+    grace_s = grace_of(fleet, serve)
+
+    def on_signal(number: int) -> None:
+        controller.end(LetGo())
+
+    async with controlling(
+        ledger, backend, display, on_signal, waits=waits, follows=follows, grace_s=grace_s
+    ) as controller:
+        end = await controller.run()
+        if isinstance(end, LeadershipLost):
+            _restart()
+        if isinstance(end, ShutdownRequested):
+            await controller.bring_down()
     if backend.hangs:
         exit_now(0)
     return 0
@@ -112,12 +99,12 @@ def existing_ledger(name: str) -> Ledger:
     return ledger_of(name)
 
 
-def make_backend(folder: Path, fleet: DesiredFleet, owner: str = "") -> FleetBackend:
-    """The fleet's backend, not opened yet. `owner`: as in `BackendContext`. Raises `ConfigError` if it cannot run the
+def make_backend(folder: Path, fleet: DesiredFleet) -> FleetBackend:
+    """The fleet's backend, not opened yet. Raises `ConfigError` if it cannot run the
     fleet."""
     token = _token()
     make_recipe = partial(local_recipe, token=token, command=serve)
-    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token, owner=owner)
+    context = BackendContext(folder, make_recipe, PlainDisplay(), token=token)
     backend = backend_class(fleet.backend.kind)(context)
     backend.use(fleet)
     return backend

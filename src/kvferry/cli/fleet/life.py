@@ -210,19 +210,12 @@ def require_same_place(ledger: Ledger, fleet: DesiredFleet) -> None:
         before = ledger.wanted()
     except ConfigError:  # it does not exist, or its state cannot be read
         return
-    for what, was, is_to_be in (
-        ("kind", before.fleet.backend.kind, fleet.backend.kind),
-        ("kubernetes.namespace", _namespace(before.fleet), _namespace(fleet)),
-    ):
-        if was != is_to_be and not before.deleted:
-            raise ConfigError(
-                f"backend.{what} cannot be changed from {was} to {is_to_be}: `kvferry fleet delete {fleet.name}` first,"
-                " or give one of the two fleets another name"
-            )
-
-
-def _namespace(fleet: DesiredFleet) -> str:
-    return "" if fleet.backend.kubernetes is None else fleet.backend.kubernetes.namespace
+    kind, new_kind = before.fleet.backend.kind, fleet.backend.kind
+    if kind != new_kind and not before.deleted:
+        raise ConfigError(
+            f"backend.kind cannot be changed from {kind} to {new_kind}: `kvferry fleet delete {fleet.name}` first,"
+            " or give one of the two fleets another name"
+        )
 
 
 def _wait_for_end(ledger: Ledger, wait_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.core.dependencies import require_library
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret
 from kvferry.core.process_exit import run_async, shutdown_signals
@@ -17,6 +19,7 @@ from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.recommender import Recommender, read_recommended
 from kvferry.fleet.control.router_client import RouterClient
 from kvferry.fleet.places import fleets_folder
+from kvferry.fleet.spec.fleet_spec import DesiredFleet
 from kvferry.fleet.spec.spec_file import SpecFile
 from kvferry.http.client.origin import Origin
 from kvferry.observe.logs import TEXT, set_up_logging
@@ -33,22 +36,31 @@ def recommend(
     ],
     *,
     router: Annotated[tuple[str, ...], Parameter(help="URL of a router; repeat it for all of them.", negative=())],
+    patch_replicas: Annotated[
+        bool,
+        Parameter(
+            help="Set the replicas of the Deployments that `kvferry fleet render` wrote to these counts. Of several"
+            " such processes, the one that holds the fleet's Lease does so.",
+            negative=(),
+        ),
+    ] = False,
 ) -> int:
     """Say how many instances a fleet needs, for an autoscaler that starts them: the routers' metrics then have
     `kvferry_fleet_desired_instances`.
 
         kvferry fleet recommend chat.toml --router http://chat-router-0.chat-routers:8000
 
-    `kvferry fleet render` writes a Deployment of it. Nothing is started or stopped; SIGTERM ends the command.
+    `kvferry fleet render` writes a Deployment of it. SIGTERM ends the command, and the counts stay as they are.
     """
     for url in router:
         Origin.parse(url, "--router")
     set_up_logging(TEXT, "recommender")
-    run_async(_recommend(SpecFile(spec, read_recommended), tuple(url.rstrip("/") for url in router)))
+    file = SpecFile(spec, read_recommended)
+    run_async(_recommend(file, tuple(url.rstrip("/") for url in router), patches=patch_replicas))
     return 0
 
 
-async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
+async def _recommend(spec: SpecFile, routers: tuple[str, ...], *, patches: bool) -> None:
     folder = fleets_folder() / "recommended" / spec.fleet.name
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,13 +73,32 @@ async def _recommend(spec: SpecFile, routers: tuple[str, ...]) -> None:
         who = "another process" if other is None else f"process {other.pid}"
         raise ConfigError(f"{who} recommends for {spec.fleet.name} on this machine already; end it first")
     with closing(lease):
-        await _run_until_signal(spec, routers, ledger)
+        async with RouterClient(http_secret()) as front:
+
+            def make_recommender() -> Recommender:
+                return Recommender(spec, routers, ledger, front, SYSTEM_CLOCK)
+
+            run = _scale_workloads(spec.fleet, make_recommender) if patches else make_recommender().run()
+            running = asyncio.gather(run, lease.heartbeat())
+            for number in shutdown_signals():
+                asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+            with suppress(asyncio.CancelledError):
+                await running
 
 
-async def _run_until_signal(spec: SpecFile, routers: tuple[str, ...], ledger: Ledger) -> None:
-    async with RouterClient(http_secret()) as front:
-        running = asyncio.create_task(Recommender(spec, routers, ledger, front, SYSTEM_CLOCK).run())
-        for number in shutdown_signals():
-            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-        with suppress(asyncio.CancelledError):
-            await running
+async def _scale_workloads(fleet: DesiredFleet, make_recommender: Callable[[], Recommender]) -> None:
+    if fleet.backend.kubernetes is None:
+        raise ConfigError("--patch-replicas: there is no table [backend.kubernetes] in the fleet's file")
+    require_library("--patch-replicas", "kubernetes", "kubernetes", ["kubernetes"])
+    from kvferry.fleet.backends.kubernetes.cluster import Cluster
+    from kvferry.fleet.backends.kubernetes.leadership import KubernetesLeadership
+    from kvferry.fleet.backends.kubernetes.manifests.controller_objects import controller_name
+    from kvferry.fleet.backends.kubernetes.replicas import ReplicaController
+
+    kubernetes = fleet.backend.kubernetes
+    cluster = await Cluster.connect(kubernetes.namespace, kubernetes.context)
+    try:
+        leadership = KubernetesLeadership(cluster, controller_name(fleet))
+        await ReplicaController(fleet, make_recommender, cluster, leadership).run()
+    finally:
+        await cluster.close()

@@ -1,4 +1,4 @@
-"""`kvferry fleet run`: a controller in the foreground that follows the fleet's file, as in a pod of its own."""
+"""`kvferry fleet run`: a controller in the foreground that follows the fleet's file."""
 
 from __future__ import annotations
 
@@ -35,39 +35,34 @@ def add_to(fleet: App) -> None:
 
 def run(
     spec: Annotated[Path, Parameter(help="The fleet's file (TOML). It is followed when it changes.")],
-    *,
-    owner: Annotated[
-        str, Parameter(help="Name of the ConfigMap that pods belong to: Kubernetes deletes them together with it.")
-    ] = "",
 ) -> int:
     """Run a fleet in the foreground, as its file says.
 
         kvferry fleet run chat.toml
 
     A change of the file is carried out; one that is wrong, or cannot be carried out here, is refused in one line, and
-    the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running. `kvferry fleet render` writes a
-    Deployment of it.
+    the fleet stays as it is. SIGTERM ends the command, and the fleet keeps running.
     """
     set_up_logging(TEXT, "controller")
     DigestCache()
     remove_leftovers()
-    run_async(_run(_Followed(spec, owner), owner))
+    run_async(_run(_Followed(spec)))
     return 0
 
 
-async def _run(followed: _Followed, owner: str) -> None:
+async def _run(followed: _Followed) -> None:
     async with asyncio.TaskGroup() as group:
         following = group.create_task(followed.watch())
-        await reconcile(followed.ledger, waits=True, follows=True, owner=owner)
+        await reconcile(followed.ledger, waits=True, follows=True)
         following.cancel()
 
 
 class _Followed:
     """A fleet's file. What can be carried out of it is written into the ledger as what is wanted."""
 
-    def __init__(self, path: Path, owner: str) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises `ConfigError` for a file that cannot be followed, unless it could be before: then that holds."""
-        self._source, self._owner = str(path.absolute()), owner  # a link changes with what it points to
+        self._source = str(path.absolute())  # a link changes with what it points to
         self._file = SpecFile(path, before=self._last_followed())
         self._fleet = self._file.fleet
         self.ledger = ledger_of(self._fleet.name)
@@ -116,7 +111,7 @@ class _Followed:
         if fleet.name != ledger.folder.name:
             raise ConfigError(f"name cannot be changed from {ledger.folder.name} to {fleet.name}: it is another fleet")
         require_same_place(ledger, fleet)
-        make_backend(running_path(ledger), fleet, self._owner)
+        make_backend(running_path(ledger), fleet)
         before = ledger.wanted() if ledger.exists else None
         if before is None or before.deleted or (before.fleet, before.source) != (fleet, self._source):
             ledger.want(fleet, self._source)

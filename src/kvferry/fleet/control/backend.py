@@ -8,7 +8,6 @@ done when `kvferry.testing.backends` passes with it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from kvferry.core.dependencies import require_library
-from kvferry.core.errors import KvferryError
-from kvferry.fleet.control.fleet_lease import FleetLease, LeaseUnknown
+from kvferry.core.errors import ConfigError, KvferryError
+from kvferry.fleet.control.leadership import Leadership
 from kvferry.fleet.processes.cpu import Cores
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
-from kvferry.fleet.spec.fleet_spec import BACKENDS, DesiredFleet, MemberRole
-
-logger = logging.getLogger(__name__)
+from kvferry.fleet.spec.fleet_spec import BACKENDS, KUBERNETES, DesiredFleet, MemberRole
 
 
 class NotStarted(KvferryError):
@@ -55,8 +52,8 @@ class MemberState(Enum):
 class Member:
     """One that was started and not stopped. `role`: as it was started, or as `assign` changed it. `url`: where it
     answers requests; `health_url`: where this process alone does, if others answer at `url` too. `reason`: why it has
-    ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `is_leaving`: somebody
-    else than its controller ends it, or has, after it has served; `last_lines` of its log."""
+    ended; `is_misconfigured`: it ended because its settings are wrong, and would do so again; `last_lines`: of its
+    log."""
 
     name: str
     role: MemberRole
@@ -68,7 +65,6 @@ class Member:
     bootstrap_port: int | None = None
     reason: str = ""
     is_misconfigured: bool = False
-    is_leaving: bool = False
     last_lines: tuple[str, ...] = ()
 
 
@@ -119,137 +115,81 @@ class Recipe(Protocol):
 class BackendContext:
     """What a backend is made with. `folder`: of this fleet alone, readable by this user only, and gone when the machine
     is. `make_recipe` raises `ConfigError` for a fleet that cannot be run. `outlives`: members go on when the backend
-    is closed; otherwise they end with it. `token`: the secret of the fleet's processes. `owner`: names what the members
-    belong to and end with, where there is such a thing; what is beside them is then there already."""
+    is closed; otherwise they end with it. `token`: the secret of the fleet's processes."""
 
     folder: Path
     make_recipe: Callable[[DesiredFleet], Recipe]
     watcher: Watcher
     outlives: bool = True
     token: str = field(default="", repr=False)
-    owner: str = ""
 
 
 class FleetBackend(ABC):
     """One fleet's members. Used by one event loop. Every method that waits has a deadline of its own."""
 
     changed: asyncio.Event
-    """Set whenever `members` would answer something else; whoever waits for it clears it."""
-    _lease: FleetLease | None = None
-    _keeping: asyncio.Task[None] | None = None
-    """The task that renews it."""
+    """Set whenever `members` would answer something else; its waiter clears it."""
+    leadership: Leadership | None = None
+    """The right to act, if controllers on several machines can have this fleet; set by `use`, acquired before `open`.
+    Where it is None, all controllers are on one machine, and the ledger keeps that right."""
+    num_routers: int
+    """Number of routers where the fleet does not say; known after `use`."""
+    trouble: str = ""
+    """The reason why no member can be started for now, which is no member's fault; empty: none. Members that run go
+    on."""
+    hangs: bool = False
+    """True if `close` has left something behind that does not end: the process has to end without it."""
 
     def __init__(self, context: BackendContext) -> None:
         """Does not look for members yet."""
         self.context = context
         self.changed = asyncio.Event()
 
-    @property
-    @abstractmethod
-    def num_routers(self) -> int:
-        """How many routers there are to be, where the fleet does not say."""
-
     @abstractmethod
     def use(self, fleet: DesiredFleet) -> None:
-        """Set the fleet that is wanted, for which members are started from now on. Called once before `open`, and for
-        each change; also without `open`, to learn whether it can be run. Raises `ConfigError` if it cannot; what was
-        wanted before holds then."""
-
-    @property
-    def trouble(self) -> str:
-        """What keeps every member from being started for now, and is no member's fault; empty: nothing. Those that run
-        go on."""
-        return ""
-
-    async def lease(self) -> FleetLease | None:
-        """Where the right to act is kept, if controllers on several machines can have this fleet. Called after
-        `use`. Raises `ConfigError`. By default, all of them are on one machine, where the ledger has that right."""
-        return None
-
-    async def try_acquire(self) -> bool:
-        """Take the right to act on this fleet, which one controller of all machines has at a time, until `close`;
-        False: another one has it. Called after `use` and before `open`, again and again until it says yes. Raises
-        `ConfigError`."""
-        if self._lease is None:
-            self._lease = await self.lease()
-        if self._lease is None:
-            return True
-        try:
-            if not await self._lease.try_to_take():
-                return False
-        except LeaseUnknown as error:
-            logger.warning("whether another controller acts is not known: %s", error)
-            return False
-        self._keeping = asyncio.create_task(self._lease.keep())
-        return True
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this process still has that right; once it has not, the controller does nothing any more. Those that
-        never asked for it are alone."""
-        return self._lease is None or self._lease.is_held
-
-    @property
-    def acts_instead(self) -> str:
-        """Who has that right, as far as it is known."""
-        return (self._lease and self._lease.holder) or "another controller"
-
-    async def give_up(self) -> None:
-        """Let another controller act at once. For `close`, when nothing is done any more."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
-        if self._lease is not None:
-            await self._lease.give_up()
+        """Set the desired fleet, for which members are started from now on. Called once before `open`, and for each
+        change; also without `open`, to learn if it can be run. Raises `ConfigError` if it cannot; the fleet before
+        stays in force then."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Take up what an earlier controller has left. Called once, first. Raises `ConfigError` for what makes it
+        """Adopt what an earlier controller has left. Called once, first. Raises `ConfigError` for what makes it
         impossible to run any member here."""
 
     @abstractmethod
     def members(self) -> Sequence[Member]:
-        """All members that were started and not stopped, those that have ended by themselves included."""
+        """All members that were started and not stopped, including those that have ended by themselves."""
 
     @abstractmethod
     async def start(self, member: MemberSpec) -> None:
-        """Begin to start a member; returns when it is in `members`. Raises `NotStarted`, also for a name that is
-        there."""
+        """Begin to start a member; returns when it is in `members`. Raises `NotStarted`, also for a name that is in
+        use."""
 
     @abstractmethod
     async def stop(self, name: str, grace_s: float) -> None:
         """End a member, which has `grace_s` seconds for its running requests, and forget it. Returns when it is gone;
-        it may be called again meanwhile with less grace. Does nothing for a name that is not here."""
+        it may be called again meanwhile with less grace. Does nothing for an unknown name."""
 
     @abstractmethod
     async def assign(self, name: str, role: MemberRole) -> None:
-        """Note that a member has another role from now on. Does nothing for a name that is not here."""
+        """Record that a member has another role from now on. Does nothing for an unknown name."""
 
-    def ends(self) -> None:
-        """Everything is about to be ended, and nothing more is started: nobody is to wait for what will not come."""
-
-    async def clear(self) -> None:
-        """The fleet has ended, all its members included: leave nothing of it. By default, there is only the lease,
-        which goes last: until then, nobody else acts."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
-        if self._lease is not None:
-            await self._lease.remove()
+    def begin_shutdown(self) -> None:
+        """Every member is about to be stopped, and nothing more is started: let no client wait for another one."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of the members, which stay as they are, unless they do not outlive the backend."""
-
-    @property
-    def hangs(self) -> bool:
-        """Whether `close` has left something behind that does not end: the process has to end without it."""
-        return False
+        """Release the leadership and the members, which stay as they are, unless they do not outlive the backend."""
 
 
 def backend_class(kind: str) -> type[FleetBackend]:
     """The backend that a spec names. Raises `ConfigError`."""
-    if kind in ("ray", "kubernetes"):
+    if kind == KUBERNETES:
+        raise ConfigError(
+            'backend.kind = "kubernetes": Kubernetes starts the pods; `kvferry fleet render SPEC | kubectl apply -f -`'
+            " makes and changes this fleet"
+        )
+    if kind == "ray":
         require_library(f"backend {kind}", kind, kind, [kind])
     found: type[FleetBackend] = BACKENDS.find(kind, FleetBackend)
     return found

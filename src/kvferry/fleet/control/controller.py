@@ -23,10 +23,10 @@ from kvferry.core.errors import ConfigError, KvferryError
 from kvferry.fleet.control.backend import FleetBackend, Member, MemberSpec, MemberState
 from kvferry.fleet.control.backoff import remember
 from kvferry.fleet.control.desired_counts import Scaling
+from kvferry.fleet.control.election import Election
 from kvferry.fleet.control.facts import Drain, Failure, Phase, Start, Step, StopMember, SwitchRole
 from kvferry.fleet.control.follower import SpecFollower
 from kvferry.fleet.control.hangs import HangWatch
-from kvferry.fleet.control.leadership import Leadership
 from kvferry.fleet.control.ledger import Ledger
 from kvferry.fleet.control.loop import plan
 from kvferry.fleet.control.observer import Observer
@@ -121,20 +121,20 @@ class Controller:
         self._follower = SpecFollower(ledger, backend, self._failures)
         self._reporter = StatusReporter(ledger, display, clock)
         self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._right = Leadership(ledger, backend, display, self._end, waits=waits, follows=follows)
+        self._election = Election(ledger, backend, display, self._end, waits=waits, follows=follows)
 
     # From the beginning to the end.
 
     async def run(self) -> End:
         """Look after the fleet until it is to end, or until `end` is called; its members are then as they were. Raises
         `ConfigError` if the fleet cannot be run here."""
-        if not await self._right.take(self._follower.look):
+        if not await self._election.win(self._follower.look):
             self.end(LetGo())  # unless it was told otherwise meanwhile
             return self._end.result()
         try:
             await self._backend.open()
         except ConfigError:
-            if self._backend.is_leader:
+            if self._election.is_leader:
                 raise
             return LeadershipLost()
         await self._adopt()
@@ -149,7 +149,7 @@ class Controller:
 
     def close(self) -> None:
         """Let another controller act. To be called last, when the members are ended or let go."""
-        self._right.close()
+        self._election.close()
 
     def end(self, end: End) -> None:
         """The controller is to stop, for this reason; the first one counts."""
@@ -177,11 +177,11 @@ class Controller:
 
     async def bring_down(self) -> None:
         """End all members: routers first, so that they can finish their answers while instances still serve."""
-        self._backend.ends()
+        self._backend.begin_shutdown()
         members = self._backend.members()
         for is_router in (True, False):
             await self._end_all([one.name for one in members if (one.role == "router") is is_router])
-        await self._backend.clear()
+        await self._election.remove()
         self._ledger.note("ended")
 
     async def _end_all(self, names: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ class Controller:
 
     async def _look(self, running: Steps) -> float:
         """Do one round; returns how long to wait for the next one."""
-        if not self._backend.is_leader:
+        if not self._election.is_leader:
             self.end(LeadershipLost())
             return 0.0
         wanted = self._follower.look()
@@ -228,7 +228,6 @@ class Controller:
         fleet = self._scaling.wanted(wanted.fleet)
         front = fleet.front(self._backend.num_routers)
         members = list(self._backend.members())
-        self._note_leaving(members)
         await self._observer.declare(fleet, members, self._scaling.plan(fleet))
         now = self._clock.monotonic()
         seen = self._observer.observe(members, now)
@@ -249,13 +248,6 @@ class Controller:
         trouble = self._backend.trouble
         self._report(FleetView(fleet, front, members, seen, self._failures, is_stalled, trouble, now), wanted.number)
         return _BUSY_TICK_S if is_moving or taken else _SETTLED_TICK_S
-
-    def _note_leaving(self, members: Sequence[Member]) -> None:
-        """Members that somebody else ends get no new requests, and are replaced."""
-        observer = self._observer
-        for one in members:
-            if one.is_leaving and one.name not in observer.draining and one.name not in observer.stopping:
-                self._drain(one.name, one.reason)
 
     def _drain(self, name: str, why: str) -> None:
         self._ledger.note("drain", name, why)

@@ -55,10 +55,8 @@ class Scaling:
         if plan is None or plan.goal is None or plan.recommends:
             return
         prefill = plan.desired.get(PREFILL, 0)
-        there = ScalingMemory(
-            prefill, sum(plan.desired.values()) - prefill, plan.disaggregate_from, changed_at=self._clock.wall()
-        )
-        if self._memory is None or _told(self._memory) != _told(there):
+        there = ScalingMemory(prefill, sum(plan.desired.values()) - prefill, changed_at=self._clock.wall())
+        if self._memory is None or self._memory.counts != there.counts:
             self._memory = there
 
     # What is wanted.
@@ -87,7 +85,6 @@ class Scaling:
         counts = memory.counts if recommends else counts_of(fleet)
         return FleetPlan(
             desired=_by_role(fleet, counts),
-            disaggregate_from=None if recommends else memory.from_tokens,
             attained=None if self._decision is None else self._decision.attained,
             goal=scale.attainment,
             starts_s=self._start_s(scale) if seconds(scale.idle) and not recommends else 0.0,
@@ -173,7 +170,7 @@ class Scaling:
 
     def _take(self, made: ScalingDecision, scale: ScaleSpec) -> None:
         before, self._decision = self._decision, made
-        changes = self._memory is None or _told(made.memory) != _told(self._memory)
+        changes = self._memory is None or made.memory.counts != self._memory.counts
         is_said = made.what == "unreachable" and (before is None or before.what != made.what)
         if changes or is_said:
             self._decisions.append(Decided(self._clock.wall(), made.what, made.why))
@@ -231,7 +228,6 @@ def rules_of(fleet: DesiredFleet, scale: ScaleSpec) -> ScalingRules:
         fewest_per_decode=scale.fewest_per_decode,
         most_per_decode=float("inf") if scale.most_per_decode is None else scale.most_per_decode,
         aggregate=scale.aggregate or _answering(fleet) == "both",
-        deflect=scale.deflect and _may_aggregate(fleet),
         overflows=not scale.recommend and _may_aggregate(fleet),
         switches=frozenset(
             (one, other)
@@ -252,10 +248,6 @@ def _may_aggregate(fleet: DesiredFleet) -> bool:
     given = (*fleet.router.args, *fleet.args)
     is_fixed = any(one.replace("_", "-").startswith("--disaggregate-from") for one in given)
     return not is_fixed and fleet.engine.kind != "sglang"
-
-
-def _told(memory: ScalingMemory) -> tuple[Counts, int | None]:
-    return memory.counts, memory.from_tokens
 
 
 def most_of(role: RoleSpec, scale: ScaleSpec) -> int:

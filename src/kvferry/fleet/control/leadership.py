@@ -1,97 +1,102 @@
-"""Which controller acts on a fleet: one of this machine (`lease`), and one of all machines (the backend)."""
+"""The right to act on a fleet, which one controller has at a time.
+
+one machine       a lock on a file (`file_leadership`)
+all machines      an actor of Ray, or a Lease of Kubernetes: both are renewed in time (`TimedLeadership`)
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
-from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.control.backend import FleetBackend
-from kvferry.fleet.control.lease import Lease
-from kvferry.fleet.control.ledger import DesiredState, FleetStatus, Ledger
-from kvferry.fleet.display import Display
-from kvferry.fleet.processes.start_time import started_at
+from kvferry.core.clock import boot_time
+from kvferry.core.errors import KvferryError
 
-_TRY_AGAIN_S = 0.5
-"""How often a controller that waits tries to become the one that acts."""
+logger = logging.getLogger(__name__)
+
+RENEWED_S, BELIEVED_S, TAKEN_S = 2.0, 10.0, 15.0
+"""Seconds between renewals, seconds that the leader acts after one, and seconds that others wait for the next one."""
 
 
-class Leadership:
-    """One controller's right to act, from `take` until `close`. `waits`: until another controller has ended, if there
-    is one. `follows`: as in `LeaseHolder`. `ended` is done once the controller is to end: then it waits no longer."""
+class LeadershipUnknown(KvferryError):
+    """The system that keeps the leadership does not answer."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        backend: FleetBackend,
-        display: Display,
-        ended: asyncio.Future[Any],
-        *,
-        waits: bool,
-        follows: bool,
-    ) -> None:
-        self._ledger, self._backend, self._display = ledger, backend, display
-        self._ended, self._waits, self._follows = ended, waits, follows
-        self._lease: Lease | None = None
-        self._saying: asyncio.Task[None] | None = None
 
-    async def take(self, look: Callable[[], DesiredState]) -> bool:
-        """Whether this controller acts; False if it was told to end meanwhile, or does not wait. `look` is called
-        before the backend is asked: the backend is to know what is wanted."""
-        return await self._take_here() and await self._take_everywhere(look)
+class Leadership(ABC):
+    """One controller's view of the leadership of its fleet."""
 
-    async def _take_here(self) -> bool:
-        """Be the one controller of this machine."""
-        waited = False
-        while (lease := self._ledger.try_acquire(follows=self._follows)) is None:
-            if not self._waits and self._ledger.has_controller:
-                self._display.note("another controller looks after this fleet")
-                return False
-            if not waited:
-                waited = True
-                self._display.note("another controller looks after this fleet; waiting in case it ends")
-            if await self._has_ended():
-                return False
-        self._lease = lease
-        self._saying = asyncio.create_task(lease.heartbeat())
-        return True
+    holder = ""
+    """Identity of the leader when it was looked up last; empty: none, or not known."""
 
-    async def _take_everywhere(self, look: Callable[[], DesiredState]) -> bool:
-        """Be the one controller of all machines."""
-        told = (0, "")
-        wanted = look()
-        while not await self._backend.try_acquire():
-            why = f"{self._backend.acts_instead} looks after this fleet"
-            if told[1] != why:
-                self._display.note(f"{why}; waiting in case it ends")
-                self._ledger.note("waits", why=why)
-            if told != (wanted.number, why):
-                self._say_that_it_waits(wanted.number, why)
-                told = wanted.number, why
-            if await self._has_ended():
-                return False
-            wanted = look()
-        return True
+    @property
+    @abstractmethod
+    def is_held(self) -> bool:
+        """True if this process may act now."""
 
-    def _say_that_it_waits(self, number: int, why: str) -> None:
-        """Write that it waits, in place of what was seen when a controller of this machine acted last."""
-        trouble = f"{why}, and what is changed here is not done meanwhile"
-        pid = os.getpid()
-        status = FleetStatus(SYSTEM_CLOCK.wall(), pid, number, "", {}, (), (trouble,), started=started_at(pid))
-        with suppress(OSError):
-            self._ledger.write_status(status)
+    @abstractmethod
+    async def try_acquire(self) -> bool:
+        """Become the leader if there is none; False: there is another. Raises `LeadershipUnknown`, and `ConfigError`
+        where this process is not allowed to ask."""
 
-    async def _has_ended(self) -> bool:
-        """Whether the controller is to end, after a pause."""
-        await asyncio.wait([self._ended], timeout=_TRY_AGAIN_S)
-        return self._ended.done()
+    @abstractmethod
+    async def heartbeat(self) -> None:
+        """Renew it until it is released or lost."""
 
-    def close(self) -> None:
-        """Let another controller act."""
-        if self._saying is not None:
-            self._saying.cancel()
-        if self._lease is not None:
-            self._lease.close()
+    @abstractmethod
+    async def release(self) -> None:
+        """Let another controller act at once."""
+
+    @abstractmethod
+    async def remove(self) -> None:
+        """Release it, and remove what keeps it: the fleet has ended."""
+
+
+class TimedLeadership(Leadership):
+    """A leadership that ends when it is not renewed.
+
+    Its holder believes that it has it for less time than others wait before they take it, counted from before the
+    renewal was sent, by a clock that runs on while the machine sleeps: a process that was stopped knows when it
+    continues that it is too late. Clocks of two machines are never compared. `clock`: seconds since the machine was
+    started."""
+
+    def __init__(self, clock: Callable[[], float] = boot_time) -> None:
+        self._clock = clock
+        self._until = float("-inf")
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """True if this process may act now."""
+        return self._clock() < self._until
+
+    @abstractmethod
+    async def renew(self) -> None:
+        """Renew it once, if this process still has it. Raises as `try_acquire`."""
+
+    async def heartbeat(self) -> None:
+        """Renew it until it is released, another controller has it, or this process has been too late."""
+        self._heartbeat = asyncio.current_task()
+        while self.is_held:
+            await asyncio.sleep(RENEWED_S)
+            try:
+                await self.renew()
+            except KvferryError as error:
+                logger.warning("the right to act on the fleet could not be renewed: %s", error)
+        logger.warning("another controller may manage this fleet now; this one does nothing any more")
+
+    def _renewed(self, sent_at: float) -> None:
+        """Record a renewal by a message that was sent at `sent_at`, on this process's clock."""
+        self._until = sent_at + BELIEVED_S
+
+    def _lost(self) -> None:
+        self._until = float("-inf")
+
+    async def _stop(self) -> None:
+        """Do not act any more, and end the heartbeat, which could renew what is released."""
+        self._lost()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.wait([self._heartbeat])
+            self._heartbeat = None

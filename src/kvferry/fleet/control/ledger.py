@@ -25,7 +25,7 @@ import msgspec
 from kvferry.core.clock import SYSTEM_CLOCK
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.control.facts import MemberStatus, RoleStatus
-from kvferry.fleet.control.lease import Lease, LeaseHolder, holder, is_held, locked
+from kvferry.fleet.control.file_leadership import FileLeadership, LeaderRecord, holder, is_held, locked
 from kvferry.fleet.scaling.scaler import ScalingMemory
 from kvferry.fleet.spec.fleet_spec import DesiredFleet
 
@@ -140,8 +140,8 @@ class Ledger:
         """Remove all that is kept of a fleet that has ended, and these folders too. False if a controller still acts,
         or somebody wants the fleet again."""
         with self._changing():
-            lease = Lease.take(self._lease)
-            if lease is None:
+            leadership = self.try_acquire()
+            if leadership is None:
                 return False
             try:
                 if not self.wanted().deleted:
@@ -149,7 +149,7 @@ class Ledger:
                 for folder in (*others, self.folder):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
-                lease.close()
+                leadership.close()
         return True
 
     def _before(self) -> DesiredState | int:
@@ -236,23 +236,28 @@ class Ledger:
 
     # Who acts.
 
-    def try_acquire(self, *, follows: bool = False) -> Lease | None:
-        """The right to act, which only one controller of this fleet has at a time; None: another one has it.
-        `follows`: as in `LeaseHolder`."""
-        return Lease.take(self._lease, follows=follows)
+    def leadership(self, *, follows: bool = False) -> FileLeadership:
+        """The right to act, which one controller of this machine has at a time; not acquired yet. `follows`: as in
+        `LeaderRecord`."""
+        return FileLeadership(self._lock, follows=follows)
+
+    def try_acquire(self) -> FileLeadership | None:
+        """The acquired right to act; None: another controller has it. Raises `OSError`."""
+        leadership = self.leadership()
+        return leadership if leadership.try_lock() else None
 
     @property
     def has_controller(self) -> bool:
         """Whether a controller acts."""
-        return is_held(self._lease)
+        return is_held(self._lock)
 
     @property
-    def controller(self) -> LeaseHolder | None:
+    def controller(self) -> LeaderRecord | None:
         """The controller that acts, as far as it has said who it is."""
-        return holder(self._lease)
+        return holder(self._lock)
 
     @property
-    def _lease(self) -> Path:
+    def _lock(self) -> Path:
         return self.folder / "controller.lock"
 
     @contextmanager

@@ -142,7 +142,7 @@ class Observer:
         if name in self.stopping:
             return Phase.DRAINED
         if member.state is MemberState.ENDED:
-            return Phase.DRAINED if member.is_leaving else Phase.FAILED
+            return Phase.FAILED
         if name in self.draining:
             return Phase.DRAINED if view is not None and view.drained else Phase.DRAINING
         if member.state is MemberState.STARTING:

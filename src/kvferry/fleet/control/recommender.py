@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import ConfigError
-from kvferry.core.messages.traffic import TrafficReport
+from kvferry.core.messages.traffic import FleetPlan, TrafficReport
 from kvferry.fleet.control.desired_counts import Scaling, counts_of, with_counts
 from kvferry.fleet.control.facts import ObservedInstance, Phase
 from kvferry.fleet.control.ledger import Ledger
@@ -75,16 +75,16 @@ class Recommender:
             await self.look()
             await asyncio.sleep(_LOOK_S)
 
-    async def look(self) -> None:
-        """Look, decide and tell, once."""
+    async def look(self) -> FleetPlan | None:
+        """Look, decide and tell, once; returns the plan that the routers were told. None: it is not known yet."""
         fleet = await self._spec.follow()
         views = await self._views()
         if not views:
-            return
+            return None
         seen = self._observe(views)
         there = await self._begin(fleet, seen)
         if there is None:
-            return
+            return None
         wanted = self._scaling.wanted(with_counts(fleet, there))
         if self._scaling.is_due(wanted):
             room = capacity_of(one for each in views.values() for one in each.values())
@@ -92,6 +92,7 @@ class Recommender:
             wanted = self._scaling.wanted(with_counts(fleet, there))
         plan = self._scaling.plan(wanted)
         await asyncio.gather(*(self._front.tell(one, plan) for one in views))
+        return plan
 
     async def _begin(self, fleet: DesiredFleet, seen: Sequence[ObservedInstance]) -> Counts | None:
         """The counts from which it goes on; None: not known yet."""

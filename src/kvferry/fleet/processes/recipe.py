@@ -10,31 +10,32 @@ from pathlib import Path
 from kvferry.core.errors import ConfigError
 from kvferry.core.keys import shared_token
 from kvferry.core.machine import num_cpus, require_memory, usable_cores
-from kvferry.core.settings import environment
 from kvferry.core.settings.units import format_bytes, parse_bytes
 from kvferry.engine.config import EngineConfig
 from kvferry.engine.server.registrar import make_registrar
-from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores, thread_variables
-from kvferry.fleet.processes.process import PROGRAM, ProcessSpec, RouterGroup
+from kvferry.fleet.processes.cpu import Cores, num_threads, parse_cores, plan_cores
+from kvferry.fleet.processes.engines import (
+    TOKEN_VARIABLE,
+    InstanceEngine,
+    InstancePlacement,
+    OwnEngine,
+    SglangEngine,
+    SharedSettings,
+    VllmEngine,
+    process,
+)
+from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.processes.routers import RouterPlan
-from kvferry.fleet.processes.sglang import check_sglang, sglang_server
-from kvferry.fleet.processes.vllm.instances import InstancePlace, VllmInstances
-from kvferry.fleet.processes.vllm.ports import free_ports
-from kvferry.fleet.processes.vllm.resources import DEVICES, device_variables
-from kvferry.fleet.spec.arguments import flag_name, overridden, to_arguments, variable_name
+from kvferry.fleet.processes.vllm.instances import VllmInstances
+from kvferry.fleet.processes.vllm.resources import DEVICES
+from kvferry.fleet.spec.arguments import flag_name
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
-from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for_member
 from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
-from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
+from kvferry.observe.logs import TEXT, LogConfig
 from kvferry.router.config import RouterConfig
-
-TOKEN_VARIABLE = environment.AUTH_TOKEN
-"""The shared secret is passed in the environment, because everyone on the machine can read command lines."""
-
-_VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 
 OWN_ENGINE = EngineChoice()
 OPEN, LIMITS = HttpAccess(), HttpLimits()
@@ -80,9 +81,7 @@ class LocalRecipe:
                 raise ConfigError("--advertise-url is for one instance alone, not for a fleet of several")
         elif self._has_instances:
             require_defaults(self.access, self.limits)
-        fleet = self.fleet
-        if fleet.engine.kind == "sglang":
-            check_sglang(fleet.engine, (*fleet.engine.args, *(arg for one in fleet.role.values() for arg in one.args)))
+        self._engine.check()
         roles = list(self.fleet.role) if self.fleet.unit is None else list(self.fleet.unit.members)
         for number, role in enumerate(roles):
             self.instance(f"{role}-0", role, number, self.cores)
@@ -148,133 +147,46 @@ class LocalRecipe:
     def instance(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
         """What to run for an instance. Raises `ConfigError`."""
         assert role != "router"
-        can_be = self.fleet.role[role].can_be if role in self.fleet.role else ()
-        started_as: InstanceRole = "both" if can_be else role
-        if self.fleet.engine.kind == "sglang":
-            return self._sglang_server(name, role, number, cores)
-        if self.choice.engine == "vllm":
-            return self._vllm_server(name, role, started_as, number, cores)
-        return self._own_engine(name, role, started_as, number, cores)
-
-    def _own_engine(
-        self, name: str, role: MemberRole, started_as: InstanceRole, number: int, cores: Cores
-    ) -> ProcessSpec:
-        instances, settings, is_alone = self.instances, self.engine, not self.num_routers
-        secrets = {TOKEN_VARIABLE: self.token}
-        if self.num_routers or instances.kv_transfer_config:
-            text = transfer_for_member(instances.kv_transfer_config or DEFAULT, started_as, name, number, self.node)
-            secrets[variable_name("kv_transfer_config")] = text  # the URLs of stores in it may have passwords
-        told = self.fleet.role.get(role)
-        if told is not None and told.tensor_parallel_size > 1:
-            settings = replace(settings, tensor_parallel_size=told.tensor_parallel_size)
-        if settings.itl_target_s is None:
-            settings = replace(settings, itl_target_s=self.fleet.itl_target_s)
-        of_all = (
-            *to_arguments(settings, without=("model",)),
-            *to_arguments(instances, without=("kv_transfer_config",)),
-            *to_arguments(self.listen if is_alone else self._behind_the_routers(number)),
-            *to_arguments(HttpAccess(tls_ca=self.access.tls_ca)),
-            *to_arguments(self.log),
-        )
-        arguments = (
-            "serve" if started_as == "both" else started_as,
-            settings.model,
-            *overridden(of_all, () if told is None else told.args),
-        )
-        return ProcessSpec(
+        settings = self.fleet.role.get(role, RoleSpec())
+        listen = self.listen
+        if self.num_routers:
+            listen = replace(listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
+        placement = InstancePlacement(
             name=name,
-            command=(*PROGRAM, *arguments),
-            environment={**thread_variables(self._num_threads(cores)), **secrets, INSTANCE_VARIABLE: name},
-            hidden=self.hidden,
-            forks=True,
-        )
-
-    def _vllm_server(
-        self, name: str, role: MemberRole, started_as: InstanceRole, number: int, cores: Cores
-    ) -> ProcessSpec:
-        """A vLLM server, which the backend registers at the routers of `--register`."""
-        servers = self._servers
-        listen = self._behind_the_routers(number) if self.num_routers else self.listen
-        told = self.fleet.role.get(role, RoleSpec())
-        ranks = () if told.tensor_parallel_size == 1 else (f"--tensor-parallel-size={told.tensor_parallel_size}",)
-        place = InstancePlace(
-            role=started_as,
-            name=name,
-            index=number,
-            host=listen.host,
-            port=listen.port,
+            role=role,
+            started_as="both" if settings.can_be else role,
+            number=number,
             cores=cores,
             num_threads=self._num_threads(cores),
-            environment={TOKEN_VARIABLE: self.token, **self._vllm_logging(), **self._given_devices()},
-            hidden=self.hidden,
-            arguments=(*ranks, *told.args),
+            listen=listen,
+            settings=settings,
+            devices={DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {},
             node=self.node,
         )
-        has_bootstrap = servers.has_bootstrap and role == "prefill"
-        bootstrap_port = free_ports(1)[0] if has_bootstrap else None
-        registrar = make_registrar(
-            self.instances.register,
-            role if role != "router" else "both",
-            url=self.instances.advertise_url,
-            host=place.host,
-            ca=self.access.tls_ca,
-            bootstrap_port=bootstrap_port,
-        )
-        if registrar is not None:
-            servers.require_registrable(registrar.role)
-        process = servers.process(place, bootstrap_port or 0)
-        return replace(process, registrar=registrar, bootstrap_port=bootstrap_port)
-
-    def _sglang_server(self, name: str, role: MemberRole, number: int, cores: Cores) -> ProcessSpec:
-        listen = self._behind_the_routers(number) if self.num_routers else self.listen
-        told = self.fleet.role.get(role, RoleSpec())
-        names = self.instances.served_model_name or (self.fleet.model,)
-        if len(names) > 1:
-            raise ConfigError("--served-model-name: an SGLang server has one name")
-        devices = self._given_devices() or device_variables(number, self.num_instances)
-        process = sglang_server(
-            name,
-            role,
-            self.fleet.engine,
-            model=self.fleet.model,
-            served_name=names[0],
-            host=listen.host,
-            port=listen.port,
-            num_ranks=told.tensor_parallel_size,
-            switches=bool(told.can_be),
-            arguments=told.args,
-            environment={**thread_variables(self._num_threads(cores)), **devices},
-            hidden=self.hidden,
-        )
-        registrar = make_registrar(
-            self.instances.register,
-            role if role != "router" else "both",
-            url=self.instances.advertise_url,
-            host=listen.host,
-            ca=self.access.tls_ca,
-            bootstrap_port=process.bootstrap_port,
-        )
-        return replace(process, registrar=registrar)
-
-    def _behind_the_routers(self, number: int) -> Listen:
-        """Where instance `number` listens."""
-        return replace(self.listen, host=self.node or LOOPBACK, port=self.spec.instance_port(number))
+        return process(self._engine, placement)
 
     @cached_property
-    def _servers(self) -> VllmInstances:
-        splits = self.num_routers > 0 or "both" not in self.fleet.role
-        return VllmInstances.from_settings(
-            self.engine, self.choice, self.instances, splits=splits, number=self.num_instances
+    def _engine(self) -> InstanceEngine:
+        shared = SharedSettings(
+            instances=self.instances,
+            hands_off=self.num_routers > 0,
+            log=self.log,
+            tls_ca=self.access.tls_ca,
+            token=self.token,
+            hidden=self.hidden,
         )
-
-    def _vllm_logging(self) -> dict[str, str]:
-        """Sets vLLM's log level, unless the user has."""
-        level = {_VLLM_LOG_LEVEL: self.log.log_level.upper()}
-        return {} if _VLLM_LOG_LEVEL in os.environ or self.log == TEXT else level
-
-    def _given_devices(self) -> dict[str, str]:
-        """The devices that a cluster's scheduler has given, which are not divided once more."""
-        return {DEVICES: os.environ[DEVICES]} if self.node and DEVICES in os.environ else {}
+        if self.fleet.engine.kind == "sglang":
+            return SglangEngine(shared, self.fleet)
+        if self.choice.engine == "vllm":
+            splits = self.num_routers > 0 or "both" not in self.fleet.role
+            servers = VllmInstances.from_settings(
+                self.engine, self.choice, self.instances, splits=splits, number=self.num_instances
+            )
+            return VllmEngine(shared, servers)
+        settings = self.engine
+        if settings.itl_target_s is None:
+            settings = replace(settings, itl_target_s=self.fleet.itl_target_s)
+        return OwnEngine(shared, settings)
 
     @property
     def _router_cores(self) -> Cores:

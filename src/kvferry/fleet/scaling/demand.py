@@ -44,10 +44,10 @@ class Demand:
         recent = self.mean(recent_s)
         if number * self.bin_s < _TREND_S / 2 or not recent:
             return 1.0
-        place = np.arange(number) - (number - 1) / 2
-        slope = float((place * counts).sum() / (place**2).sum())
-        beside = counts - counts.mean() - slope * place
-        error = math.sqrt(max(float((beside**2).sum()), float(counts.sum())) / (number - 2) / float((place**2).sum()))
+        offset = np.arange(number) - (number - 1) / 2
+        slope = float((offset * counts).sum() / (offset**2).sum())
+        beside = counts - counts.mean() - slope * offset
+        error = math.sqrt(max(float((beside**2).sum()), float(counts.sum())) / (number - 2) / float((offset**2).sum()))
         if slope <= _SURE * error or _beside_a_step(counts) <= float((beside**2).sum()):
             return 1.0
         ahead = (number - 1) / 2 + within_s / self.bin_s

@@ -19,7 +19,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -135,17 +134,17 @@ class Predictor:
         return times.prefill_base_s + times.prefill_token_s * self.workload.prompt_tokens
 
     def _prefills(self, num: int, from_tokens: float) -> PoolPrediction:
-        here = self.workload.prompt_tokens >= from_tokens
-        ttft, itl = np.ones(len(here)), np.ones(len(here))
-        service = self._prefill_s[here]
+        is_handed_off = self.workload.prompt_tokens >= from_tokens
+        ttft, itl = np.ones(len(is_handed_off)), np.ones(len(is_handed_off))
+        service = self._prefill_s[is_handed_off]
         asked = float(service.sum()) / self.workload.lasts_s
         load = asked / num if num else (math.inf if asked else 0.0)
         if not num:
-            ttft[here] = 0.0
+            ttft[is_handed_off] = 0.0
         elif len(service):
-            first_s = waits(self.workload.arrivals[here], service, num) + service + self.times.first_token_s
-            ttft[here] = first_s <= self.targets.ttft_s
-        return PoolPrediction(ttft, itl, load, np.zeros(len(here)))
+            first_s = waits(self.workload.arrivals[is_handed_off], service, num) + service + self.times.first_token_s
+            ttft[is_handed_off] = first_s <= self.targets.ttft_s
+        return PoolPrediction(ttft, itl, load, np.zeros(len(is_handed_off)))
 
     def _with_overflow(self, num_prefill: int, num_decode: int) -> Vector:
         times, workload, ttft_s = self.times, self.workload, self.targets.ttft_s
@@ -155,23 +154,23 @@ class Predictor:
         answer_tokens = float(workload.output_tokens.mean())
         prefill, decode = [-math.inf] * num_prefill, [-math.inf] * num_decode  # when each has no prompt left; heaps
         chunk_s = times.prefill_token_s * times.chunk_tokens
-        found = np.zeros(len(answers))
-        for place, at in enumerate(workload.arrivals.tolist()):
-            ends = max(at, prefill[0]) + float(self._prefill_s[place])
-            there = max(at, decode[0]) + float(on_decode_s[place])
+        first_s = np.zeros(len(answers))
+        for index, at in enumerate(workload.arrivals.tolist()):
+            ends = max(at, prefill[0]) + float(self._prefill_s[index])
+            there = max(at, decode[0]) + float(on_decode_s[index])
             in_time = ends + times.first_token_s - at <= ttft_s
             if not in_time and there - at <= ttft_s:
                 missed = answers_missed(
-                    self.targets.itl_s, float(step_s[place]), answer_tokens, float(answers[place]), there - at
+                    self.targets.itl_s, float(step_s[index]), answer_tokens, float(answers[index]), there - at
                 )
                 if missed < 1.0:
-                    found[place] = 1.0 - missed
+                    first_s[index] = 1.0 - missed
                     heapq.heapreplace(decode, there)
                     continue
             spare_s = ttft_s - (ends + times.first_token_s - at)
-            found[place] = min(1.0, max(0.0, spare_s / chunk_s))
+            first_s[index] = min(1.0, max(0.0, spare_s / chunk_s))
             heapq.heapreplace(prefill, ends)
-        return found
+        return first_s
 
     def _decodes(self, num: int, from_tokens: float) -> PoolPrediction:
         times, workload = self.times, self.workload
@@ -202,12 +201,12 @@ class Predictor:
 def waits(arrivals: Vector, service_s: Vector, num: int) -> Vector:
     """How long each waits for the first of `num` servers that is free, in the order of their arrival."""
     free_at = [-math.inf] * num
-    found = np.zeros(len(arrivals))
-    for place, (at, seconds) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
+    waits_s = np.zeros(len(arrivals))
+    for index, (at, seconds) in enumerate(zip(arrivals.tolist(), service_s.tolist(), strict=True)):
         begins = max(at, free_at[0])
-        found[place] = begins - at
+        waits_s[index] = begins - at
         heapq.heapreplace(free_at, begins + seconds)
-    return found
+    return waits_s
 
 
 def answer(begins: Vector, prompts: Vector, outputs: Vector, num: int, times: PhaseTimes) -> tuple[Vector, Vector]:
@@ -216,14 +215,14 @@ def answer(begins: Vector, prompts: Vector, outputs: Vector, num: int, times: Ph
     has_prompts = bool(prompts.any())
     pool = [_Decoding(times, 1) for _ in range(num)] if has_prompts else [_Decoding(times, num)]
     first_at, last_at = begins.copy(), np.zeros(len(begins))
-    for place in np.argsort(begins, kind="stable").tolist():
-        at = float(begins[place])
-        for one in pool:
-            one.advance(at, first_at, last_at)
-        chosen = min(pool, key=lambda one: one.num) if has_prompts else pool[0]
-        chosen.add(place, at, float(prompts[place]), float(outputs[place]))
-    for one in pool:
-        one.advance(math.inf, first_at, last_at)
+    for index in np.argsort(begins, kind="stable").tolist():
+        at = float(begins[index])
+        for instance in pool:
+            instance.advance(at, first_at, last_at)
+        chosen = min(pool, key=lambda instance: instance.num) if has_prompts else pool[0]
+        chosen.add(index, at, float(prompts[index]), float(outputs[index]))
+    for instance in pool:
+        instance.advance(math.inf, first_at, last_at)
     return first_at - begins, last_at - first_at
 
 
@@ -245,18 +244,18 @@ class _Decoding:
         """Requests that are here."""
         return len(self._running) + len(self._waiting) + len(self._prompts)
 
-    def add(self, place: int, at: float, prompt: float, output: float) -> None:
+    def add(self, index: int, at: float, prompt: float, output: float) -> None:
         """A request comes, now or while a step is made that began before."""
         if prompt:
-            self._prompts.append([place, prompt, output, 1.0])
+            self._prompts.append([index, prompt, output, 1.0])
         else:
-            self._run(place, output + (self._now < at))
+            self._run(index, output + (self._now < at))
 
-    def _run(self, place: int, output: float) -> None:
+    def _run(self, index: int, output: float) -> None:
         if len(self._running) < self._most:
-            heapq.heappush(self._running, (self._steps + output, place))
+            heapq.heappush(self._running, (self._steps + output, index))
         else:
-            self._waiting.append((place, output))
+            self._waiting.append((index, output))
 
     def _step_s(self) -> float:
         number = -(-len(self._running) // self._share)
@@ -287,12 +286,7 @@ class _Decoding:
             while self._running and self._running[0][0] <= self._steps:
                 last_at[heapq.heappop(self._running)[1]] = self._now
                 if self._waiting:  # for a place, which its first token waits for, too
-                    place, output = self._waiting.popleft()
-                    first_at[place] = self._now
-                    self._run(place, output)
+                    index, output = self._waiting.popleft()
+                    first_at[index] = self._now
+                    self._run(index, output)
         self._now = max(self._now, until) if until < math.inf else self._now
-
-
-def quantiles_of(lengths: Vector, shares: Sequence[float]) -> list[float]:
-    """Lengths below which these shares are, each once."""
-    return sorted({float(np.ceil(one)) for one in np.quantile(lengths, shares)})

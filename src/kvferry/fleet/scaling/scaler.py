@@ -4,8 +4,8 @@ but what it is given, so the same facts give the same decision.
     nothing there     the first request brings one of each role
     no request        for long: nothing is kept, of either role
     too little known  nothing is changed
-    goal not kept     the cheapest change that keeps it: prompts are deflected to decode, instances change their role
-                      (if that is clearly better than what is kept as it is), new ones start
+    goal not kept     the cheapest change that keeps it: instances change their role (if that is clearly better than
+                      what is kept as it is), new ones start
     out of reach      what is nearest to the goal for the least; and it is said
     goal kept         after a while, the cheapest that would have kept it for all that came lately, with some to spare
 
@@ -24,18 +24,14 @@ import msgspec
 
 from kvferry.core.settings.units import percent
 from kvferry.fleet.scaling.demand import Demand
-from kvferry.fleet.scaling.predictor import Prediction, Predictor, Topology, quantiles_of
+from kvferry.fleet.scaling.predictor import Prediction, Predictor, Topology
 from kvferry.fleet.scaling.scaling_rules import NOTHING, Counts, ScalingRules
 from kvferry.fleet.scaling.traffic import PhaseTimes, Workload
 
-What = Literal["hold", "measure", "deflect", "role", "start", "release", "zero", "wake", "unreachable", "limits"]
+What = Literal["hold", "measure", "role", "start", "release", "zero", "wake", "unreachable", "limits"]
 
-_DEFLECTED = (0.25, 0.5, 0.75, 0.9)
-"""Shares of prompts that may be deflected."""
 RECENT_S = 30.0
 """Seconds, or the time of a start if that is longer, whose requests also count by themselves."""
-_STICKY = 0.002
-"""How much better another threshold must be to replace the one that is used."""
 _CLEARLY = 0.05
 """How much better another division of as many instances must be: predictions are off by some points."""
 _NEAREST = 0.005
@@ -43,12 +39,10 @@ _NEAREST = 0.005
 
 
 class ScalingMemory(msgspec.Struct, frozen=True):
-    """What is kept between decisions. `from_tokens`: uncached tokens from which prompts are computed on prefill
-    instances; None: as routers see fit. `changed_at`: when the counts were changed last."""
+    """The state between two decisions. `changed_at`: time of the last change of the counts."""
 
     prefill: int
     decode: int
-    from_tokens: int | None = None
     changed_at: float = -1e18
 
     @property
@@ -113,28 +107,24 @@ def decide(
     rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic, seen: FleetSnapshot, now: float
 ) -> ScalingDecision:
     """The decision now, in seconds of the clock of `memory.changed_at`."""
-    here = memory.counts
-    if here == NOTHING:
+    current = memory.counts
+    if current == NOTHING:
         return _wake(rules, memory, measured, now)
-    if not rules.allows(here):
-        there = rules.nearest(here)
-        if there != here:
-            return _changed(memory, there, now, "limits", f"{here} is not within the limits")
+    if not rules.allows(current):
+        allowed = rules.nearest(current)
+        if allowed != current:
+            return _changed(memory, allowed, now, "limits", f"{current} is not within the limits")
     if rules.idle_s and measured.idle_s >= rules.idle_s and rules.allows(NOTHING):
         return _changed(memory, NOTHING, now, "zero", f"no request for {measured.idle_s:.0f} s")
     if measured.workload is None or measured.times is None or measured.num_known < rules.least_requests:
         why = f"of the {rules.least_requests} requests that it takes to decide, {measured.num_known} are known"
         return ScalingDecision(memory, "measure", why)
     outlook = Forecast(rules, expected_workloads(measured.workload, measured.demand, seen.starts_s), measured.times)
-    memory, deflects = _threshold(memory, outlook, seen)
-    expected = outlook.best(here)
+    expected = outlook.best(current)
     if expected.attained < rules.goal:
         return _more(rules, memory, measured, outlook, expected, now)
     return _less(rules, memory, measured, seen, outlook, now) or ScalingDecision(
-        memory,
-        "deflect" if deflects else "hold",
-        f"{deflects or 'enough'}: {outlook.told(here, expected)}",
-        expected.attained,
+        memory, "hold", f"enough: {outlook.told(current, expected)}", expected.attained
     )
 
 
@@ -150,30 +140,12 @@ class Forecast:
 
     def __init__(self, rules: ScalingRules, workloads: Sequence[Workload], times: PhaseTimes) -> None:
         self.rules, self.workload = rules, workloads[-1]
-        self._predictors = [Predictor(one, times, rules.targets, rules.overflows) for one in workloads]
-        self._best: dict[Counts, float] = {}
-        self.thresholds = [0.0, *quantiles_of(workloads[0].prompt_tokens, _DEFLECTED)] if rules.deflect else [0.0]
-
-    def at(self, counts: Counts, from_tokens: float) -> Prediction:
-        """The prediction for these counts with this threshold."""
-        topology = Topology(counts.prefill, counts.decode, from_tokens)
-        return min((one.predict(topology) for one in self._predictors), key=_rank)
-
-    def best_threshold(self, counts: Counts) -> float:
-        """The one with which most is attained; the lowest of those that are as good."""
-        if not counts.prefill:
-            return 0.0
-        if counts not in self._best:
-            found = 0.0
-            for one in self.thresholds[1:]:
-                if _rank(self.at(counts, one)) > _rank(self.at(counts, found)):
-                    found = one
-            self._best[counts] = found
-        return self._best[counts]
+        self._predictors = [Predictor(workload, times, rules.targets, rules.overflows) for workload in workloads]
 
     def best(self, counts: Counts) -> Prediction:
-        """The prediction for these counts with the best threshold."""
-        return self.at(counts, self.best_threshold(counts))
+        """The prediction for these counts with the workload for which it is the worst."""
+        topology = Topology(counts.prefill, counts.decode)
+        return min((each.predict(topology) for each in self._predictors), key=_rank)
 
     def told(self, counts: Counts, expected: Prediction) -> str:
         """What is expected of these counts, in words."""
@@ -185,39 +157,9 @@ class Forecast:
         )
 
 
-def _rank(one: Prediction) -> tuple[float, float]:
+def _rank(prediction: Prediction) -> tuple[float, float]:
     """Higher is better; of those that attain nothing, the one that is asked for the least."""
-    return round(one.attained, 3), -one.busiest
-
-
-def _threshold(memory: ScalingMemory, outlook: Forecast, seen: FleetSnapshot) -> tuple[ScalingMemory, str]:
-    """Deflect prompts to decode where that helps the instances that serve now; says so if it is new."""
-    if not outlook.rules.deflect or not seen.ready.prefill or not seen.ready.decode:
-        return replace_from(memory, None), ""
-    used, best = float(memory.from_tokens or 0), 0.0
-    before = outlook.at(seen.ready, used)
-    if outlook.at(seen.ready, 0.0).attained < outlook.rules.goal:
-        best = outlook.best_threshold(seen.ready)
-        if not _is_better(outlook.at(seen.ready, best), before):
-            best = used
-    if best == used:
-        return memory, ""
-    if not best:
-        return replace_from(memory, None), "no prompts need to be deflected to decode any more"
-    told = f"prompts below {best:.0f} tokens go to decode (before: {percent(before.attained)} %)"
-    return replace_from(memory, int(best)), told
-
-
-def _is_better(one: Prediction, other: Prediction) -> bool:
-    """Clearly so; of two that attain nothing, the one that is asked for less."""
-    return one.attained >= other.attained + _STICKY or (
-        one.attained >= other.attained and one.busiest < 0.9 * other.busiest and other.attained < _STICKY
-    )
-
-
-def replace_from(memory: ScalingMemory, from_tokens: int | None) -> ScalingMemory:
-    """The memory with another threshold."""
-    return msgspec.structs.replace(memory, from_tokens=from_tokens)
+    return round(prediction.attained, 3), -prediction.busiest
 
 
 def _more(
@@ -229,56 +171,60 @@ def _more(
     now: float,
 ) -> ScalingDecision:
     """Decide what to do, as the goal is not expected to be kept."""
-    here = memory.counts
-    least = rules.price(here)
+    current = memory.counts
+    price = rules.price(current)
     attained = measured.attained
     clearly = _CLEARLY + (attained.at_most if attained.is_known(rules) else expected.attained)
-    there_is = [one for one in rules.topologies if rules.price(one) >= least and rules.can_become(here, one)]
-    reachable = [one for one in there_is if rules.price(one) > least or outlook.best(one).attained >= clearly]
-    largest = rules.largest((*reachable, here))  # more of either role is never worse
-    nearest = max(largest, key=lambda one: _rank(outlook.best(one)))
-    most = outlook.best(nearest)
-    found = _cheapest_that_holds(rules, outlook, here, reachable) if most.attained >= rules.goal else None
-    if found is not None:
-        instead = outlook.told(found, outlook.best(found))
-        if rules.price(found) > least and attained.is_known(rules) and attained.share >= rules.goal:
-            other = _cheapest_that_holds(rules, outlook, here, there_is)
-            if other is not None and rules.price(other) == least:  # nothing is started for what a role may do
-                why = f"{percent(attained.share)} % were kept: {outlook.told(here, expected)}"
+    candidates = [each for each in rules.topologies if rules.price(each) >= price and rules.can_become(current, each)]
+    reachable = [each for each in candidates if rules.price(each) > price or outlook.best(each).attained >= clearly]
+    largest = rules.largest((*reachable, current))  # more of either role is never worse
+    nearest = max(largest, key=lambda each: _rank(outlook.best(each)))
+    best_possible = outlook.best(nearest)
+    cheapest = (
+        _cheapest_that_holds(rules, outlook, current, reachable) if best_possible.attained >= rules.goal else None
+    )
+    if cheapest is not None:
+        instead = outlook.told(cheapest, outlook.best(cheapest))
+        if rules.price(cheapest) > price and attained.is_known(rules) and attained.share >= rules.goal:
+            other = _cheapest_that_holds(rules, outlook, current, candidates)
+            if other is not None and rules.price(other) == price:  # nothing is started for what a role may do
+                why = f"{percent(attained.share)} % were kept: {outlook.told(current, expected)}"
                 return ScalingDecision(memory, "hold", why, expected.attained)
-        what: What = "role" if rules.price(found) == least else "start"
-        why = f"{instead}; {percent(expected.attained)} % with {here}"
-        return _changed(memory, found, now, what, why, outlook.best(found).attained)
-    there = next((one for one in (here, *reachable) if _is_as_near(outlook.best(one), most)), nearest)
-    best = outlook.told(there, outlook.best(there))
+        what: What = "role" if rules.price(cheapest) == price else "start"
+        why = f"{instead}; {percent(expected.attained)} % with {current}"
+        return _changed(memory, cheapest, now, what, why, outlook.best(cheapest).attained)
+    target = next((each for each in (current, *reachable) if _is_as_near(outlook.best(each), best_possible)), nearest)
+    best = outlook.told(target, outlook.best(target))
     why = f"{100 * rules.goal:g} % cannot be kept within the limits; the best is {best}"
-    if there == here:
+    if target == current:
         return ScalingDecision(memory, "unreachable", why, expected.attained)
-    return _changed(memory, there, now, "unreachable", why, outlook.best(there).attained)
+    return _changed(memory, target, now, "unreachable", why, outlook.best(target).attained)
 
 
-def _is_as_near(one: Prediction, most: Prediction) -> bool:
+def _is_as_near(prediction: Prediction, best: Prediction) -> bool:
     """Whether it attains as much as the best; where nothing is attained, whether its queues end, or are as long."""
-    if most.attained >= _NEAREST:
-        return one.attained >= most.attained - _NEAREST
-    return one.busiest <= max(0.9, most.busiest + 1e-9)
+    if best.attained >= _NEAREST:
+        return prediction.attained >= best.attained - _NEAREST
+    return prediction.busiest <= max(0.9, best.busiest + 1e-9)
 
 
-def _cheapest_that_holds(rules: ScalingRules, outlook: Forecast, here: Counts, among: list[Counts]) -> Counts | None:
+def _cheapest_that_holds(
+    rules: ScalingRules, outlook: Forecast, current: Counts, candidates: list[Counts]
+) -> Counts | None:
     """The cheapest counts that reach the goal; at the same price, those that change the fewest instances, and then
     those that attain the most."""
-    found: list[Counts] = []
-    for one in among:  # the cheapest first
-        if found and rules.price(one) > rules.price(found[0]):
+    cheapest: list[Counts] = []
+    for counts in candidates:  # the cheapest first
+        if cheapest and rules.price(counts) > rules.price(cheapest[0]):
             break
-        if outlook.best(one).attained >= rules.goal:
-            found.append(one)
+        if outlook.best(counts).attained >= rules.goal:
+            cheapest.append(counts)
 
-    def merit(one: Counts) -> tuple[int, float]:
-        moved = abs(one.prefill - here.prefill) + abs(one.decode - here.decode)
-        return -moved, round(outlook.best(one).attained, 3)
+    def merit(counts: Counts) -> tuple[int, float]:
+        moved = abs(counts.prefill - current.prefill) + abs(counts.decode - current.decode)
+        return -moved, round(outlook.best(counts).attained, 3)
 
-    return max(found, key=merit, default=None)
+    return max(cheapest, key=merit, default=None)
 
 
 def _less(
@@ -290,19 +236,23 @@ def _less(
     now: float,
 ) -> ScalingDecision | None:
     """The goal is kept: maybe with fewer, which would also have kept it for what came lately."""
-    here = memory.counts
-    if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != here:
+    current = memory.counts
+    if now - memory.changed_at < rules.cool_down_s or seen.draining or seen.ready != current:
         return None
     if measured.demand.known_s < rules.cool_down_s:
         return None  # nobody knows what was needed before
     spare = replace(rules, goal=rules.goal + (1.0 - rules.goal) / 2.0)
-    cheaper = [one for one in rules.topologies if rules.price(one) < rules.price(here) and rules.can_become(here, one)]
-    there = _cheapest_that_holds(spare, outlook, here, cheaper)
-    if there is None:
+    cheaper = [
+        each
+        for each in rules.topologies
+        if rules.price(each) < rules.price(current) and rules.can_become(current, each)
+    ]
+    target = _cheapest_that_holds(spare, outlook, current, cheaper)
+    if target is None:
         return None
-    attained = outlook.best(there)
-    why = f"{outlook.told(there, attained)}; {here} are not needed"
-    return _changed(memory, there, now, "release", why, attained.attained)
+    attained = outlook.best(target)
+    why = f"{outlook.told(target, attained)}; {current} are not needed"
+    return _changed(memory, target, now, "release", why, attained.attained)
 
 
 def _wake(rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic, now: float) -> ScalingDecision:
@@ -313,7 +263,7 @@ def _wake(rules: ScalingRules, memory: ScalingMemory, measured: MeasuredTraffic,
 
 
 def _changed(
-    memory: ScalingMemory, there: Counts, now: float, what: What, why: str, attained: float | None = None
+    memory: ScalingMemory, target: Counts, now: float, what: What, why: str, attained: float | None = None
 ) -> ScalingDecision:
-    new = msgspec.structs.replace(memory, prefill=there.prefill, decode=there.decode, changed_at=now)
-    return ScalingDecision(new, what, f"{memory.counts} → {there}: {why}", attained)
+    new = msgspec.structs.replace(memory, prefill=target.prefill, decode=target.decode, changed_at=now)
+    return ScalingDecision(new, what, f"{memory.counts} → {target}: {why}", attained)

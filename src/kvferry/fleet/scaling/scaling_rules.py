@@ -35,7 +35,7 @@ class ScalingRules:
     """`goal`: the share of requests to be within `targets`. `least`, `most`: instances of each role; `budget`: the most
     of both, weighed by `cost` (ranks of an instance). `fewest_per_decode`, `most_per_decode`: bounds of the number of
     prefill instances for each decode instance. `aggregate`: there may be no prefill instance, and decode instances do
-    both. `deflect`: short prompts may be computed on decode instances. `overflows`: routers know the targets, and have
+    both. `overflows`: routers know the targets, and have
     a decode instance compute a prompt that would be late from prefill. `switches`: (from, to) of roles that an instance
     can change while it runs. `unit`: the instances of one unit, where they come in units.
 
@@ -52,7 +52,6 @@ class ScalingRules:
     fewest_per_decode: float = 0.0
     most_per_decode: float = float("inf")
     aggregate: bool = False
-    deflect: bool = True
     overflows: bool = False
     switches: frozenset[tuple[str, str]] = frozenset()
     unit: Counts | None = None
@@ -81,32 +80,34 @@ class ScalingRules:
     @cached_property
     def topologies(self) -> tuple[Counts, ...]:
         """All counts that are allowed and can serve, the cheapest first."""
-        return tuple(sorted(self._all(), key=lambda one: (self.price(one), one.prefill)))
+        return tuple(sorted(self._all(), key=lambda counts: (self.price(counts), counts.prefill)))
 
     def _all(self) -> Iterator[Counts]:
         if self.unit is not None:
-            most = max(self.most.prefill // max(1, self.unit.prefill), self.most.decode // max(1, self.unit.decode))
-            every = (Counts(self.unit.prefill * n, self.unit.decode * n) for n in steps(1, most))
+            max_units = max(
+                self.most.prefill // max(1, self.unit.prefill), self.most.decode // max(1, self.unit.decode)
+            )
+            every = (Counts(self.unit.prefill * n, self.unit.decode * n) for n in steps(1, max_units))
         else:
             every = (
                 Counts(p, d)
                 for d in steps(max(1, self.least.decode), self.most.decode)
                 for p in steps(self.least.prefill, self.most.prefill)
             )
-        yield from (one for one in every if self.allows(one))
+        yield from (counts for counts in every if self.allows(counts))
 
-    def largest(self, among: Iterable[Counts]) -> list[Counts]:
+    def largest(self, candidates: Iterable[Counts]) -> list[Counts]:
         """The counts that no others match or exceed in both roles."""
-        found: list[Counts] = []
-        for one in sorted(among, key=lambda one: (one.prefill, one.decode), reverse=True):
-            if not found or one.decode > found[-1].decode:
-                found.append(one)
-        return found
+        maximal: list[Counts] = []
+        for counts in sorted(candidates, key=lambda counts: (counts.prefill, counts.decode), reverse=True):
+            if not maximal or counts.decode > maximal[-1].decode:
+                maximal.append(counts)
+        return maximal
 
-    def can_become(self, here: Counts, there: Counts) -> bool:
+    def can_become(self, current: Counts, target: Counts) -> bool:
         """Whether one change leads there without ever serving less than at either end: instances that one role loses
         and the other gains change their role while they run."""
-        p, d = there.prefill - here.prefill, there.decode - here.decode
+        p, d = target.prefill - current.prefill, target.decode - current.decode
         if p < 0 < d:
             return (PREFILL, DECODE) in self.switches
         if d < 0 < p:
@@ -123,10 +124,10 @@ class ScalingRules:
         )
 
 
-def steps(least: int, most: int) -> list[int]:
+def steps(start: int, stop: int) -> list[int]:
     """Numbers to try: each one up to 32, then in steps of about a sixteenth."""
-    found, number = [], least
-    while number <= most:
-        found.append(number)
+    numbers, number = [], start
+    while number <= stop:
+        numbers.append(number)
         number += max(1, number // 16 - 1)
-    return found if not found or found[-1] == most else [*found, most]
+    return numbers if not numbers or numbers[-1] == stop else [*numbers, stop]

@@ -45,9 +45,9 @@ class DecodeCapacity(NamedTuple):
     sequences: int = 0
 
     @classmethod
-    def least(cls, told: Iterable[tuple[int, int]]) -> DecodeCapacity:
+    def least(cls, capacities: Iterable[tuple[int, int]]) -> DecodeCapacity:
         """The least that any of these (tokens, sequences) takes, as far as they are known."""
-        tokens, sequences = zip(*told, strict=True) if (told := list(told)) else ((), ())
+        tokens, sequences = zip(*capacities, strict=True) if (capacities := list(capacities)) else ((), ())
         return cls(min(filter(None, tokens), default=0), min(filter(None, sequences), default=0))
 
     def fits(self, mean_tokens: float) -> int:
@@ -73,10 +73,10 @@ class Workload:
     def of(cls, requests: Iterable[tuple[float, float, float]], lasts_s: float, since: float = 0.0) -> Workload:
         """The workload of requests, given as (arrival, prompt tokens, output tokens). `since`: when that time began.
         Raises `ValueError` if there is no request."""
-        given = np.array(list(requests), dtype=np.float64).reshape(-1, 3)
-        if not len(given):
+        rows = np.array(list(requests), dtype=np.float64).reshape(-1, 3)
+        if not len(rows):
             raise ValueError("there is no request whose lengths are known")
-        at, prompt, output = given[np.argsort(given[:, 0], kind="stable")].T
+        at, prompt, output = rows[np.argsort(rows[:, 0], kind="stable")].T
         return cls(np.maximum(at - since, 0.0), np.maximum(prompt, 0.0), np.maximum(output, 1.0), max(lasts_s, 1e-3))
 
     @property
@@ -87,9 +87,12 @@ class Workload:
     def last(self, for_s: float) -> Workload:
         """The requests of the last `for_s` seconds; there may be none."""
         begins = max(0.0, self.lasts_s - for_s)
-        here = self.arrivals >= begins
+        is_recent = self.arrivals >= begins
         return Workload(
-            self.arrivals[here] - begins, self.prompt_tokens[here], self.output_tokens[here], self.lasts_s - begins
+            self.arrivals[is_recent] - begins,
+            self.prompt_tokens[is_recent],
+            self.output_tokens[is_recent],
+            self.lasts_s - begins,
         )
 
     def faster(self, factor: float) -> Workload:
@@ -100,13 +103,13 @@ class Workload:
 def fit_line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
     """(base, slope), neither negative, of the straight line nearest to these (x, y) after the hundredth part that is
     farthest above it was left out; through the origin if the x are all alike; None: there is no point."""
-    given = np.array(list(points), dtype=np.float64).reshape(-1, 2)
-    if not len(given):
+    rows = np.array(list(points), dtype=np.float64).reshape(-1, 2)
+    if not len(rows):
         return None
-    base, slope = _least_squares(given)
-    if len(given) >= 20:
-        above = given[:, 1] - (base + slope * given[:, 0])
-        base, slope = _least_squares(given[above <= np.quantile(above, 0.99)])
+    base, slope = _least_squares(rows)
+    if len(rows) >= 20:
+        above = rows[:, 1] - (base + slope * rows[:, 0])
+        base, slope = _least_squares(rows[above <= np.quantile(above, 0.99)])
     return base, slope
 
 
@@ -114,44 +117,44 @@ def fit_answers(answers: Sequence[tuple[float, float, float]]) -> tuple[float, f
     """(delay, base, growth), none negative, so that answers of so many tokens, beside so many others, take `delay +
     tokens · (base + growth · beside)` seconds. `answers`: tokens, beside, seconds; None: there is none. The hundredth
     part that took longest beyond it is left out."""
-    given = np.array(list(answers), dtype=np.float64).reshape(-1, 3)
-    if not len(given):
+    rows = np.array(list(answers), dtype=np.float64).reshape(-1, 3)
+    if not len(rows):
         return None
-    tokens, beside, seconds = given.T
-    terms = np.stack([np.ones(len(given)), tokens, tokens * beside], axis=1)
+    tokens, beside, seconds = rows.T
+    terms = np.stack([np.ones(len(rows)), tokens, tokens * beside], axis=1)
     weight = 1.0 / np.sqrt(np.maximum(tokens, 1.0))
-    found = _not_negative(terms, seconds, weight)
+    solution = _not_negative(terms, seconds, weight)
     for _ in range(_MAX_FITS):
-        beyond = (seconds - terms @ found) * weight
-        if len(given) < 20 or not len(beyond):
+        beyond = (seconds - terms @ solution) * weight
+        if len(rows) < 20 or not len(beyond):
             break
-        taken = np.maximum(terms @ found, 1e-9)
+        taken = np.maximum(terms @ solution, 1e-9)
         waited = np.quantile(seconds / taken, 0.9) > _WAITED * np.quantile(seconds / taken, 0.25)
-        kept = beyond <= np.quantile(beyond, 0.5 if waited else 0.99)
-        given, terms, seconds, weight = given[kept], terms[kept], seconds[kept], weight[kept]
-        found = _not_negative(terms, seconds, weight)
+        is_kept = beyond <= np.quantile(beyond, 0.5 if waited else 0.99)
+        rows, terms, seconds, weight = rows[is_kept], terms[is_kept], seconds[is_kept], weight[is_kept]
+        solution = _not_negative(terms, seconds, weight)
         if not waited:
             break
-    delay, base, growth = map(float, found)
+    delay, base, growth = map(float, solution)
     return delay, base, growth
 
 
 def _not_negative(terms: Vector, values: Vector, weight: Vector) -> Vector:
     """Least squares; a factor that would be negative is 0. The second is the last to be given up."""
     used = [0, 1, 2]
-    found = np.zeros(3)
+    solution = np.zeros(3)
     while used:
         solved = np.linalg.lstsq(terms[:, used] * weight[:, None], values * weight, rcond=None)[0]
         if (solved >= 0).all() or len(used) == 1:
-            found[used] = np.maximum(solved, 0.0)
+            solution[used] = np.maximum(solved, 0.0)
             break
-        negative = [place for place, one in zip(used, solved, strict=True) if one < 0 and place != 1] or [used[-1]]
-        used.remove(min(negative, key=lambda place: solved[used.index(place)]))
-    return found
+        negative = [index for index, value in zip(used, solved, strict=True) if value < 0 and index != 1] or [used[-1]]
+        used.remove(min(negative, key=lambda index: solved[used.index(index)]))
+    return solution
 
 
-def _least_squares(given: Vector) -> tuple[float, float]:
-    x, y = given[:, 0], given[:, 1]
+def _least_squares(rows: Vector) -> tuple[float, float]:
+    x, y = rows[:, 0], rows[:, 1]
     spread = float(x.var())
     if spread <= (_ALIKE * float(x.mean())) ** 2:  # all alike: how much of it is of each says nobody
         return (0.0, float(y.mean() / x.mean())) if x.mean() > 0 else (float(y.mean()), 0.0)

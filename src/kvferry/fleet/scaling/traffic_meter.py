@@ -60,7 +60,7 @@ class TrafficMeter:
         """Requests that did not fail, as they were reported last."""
         self._since, self._void = -math.inf, frozenset[_Key]()
         """Requests that arrived before, and those of these keys, were told of by a clock that has been set since."""
-        self._is_warm: Callable[[RequestObservation], bool] = lambda one: True
+        self._is_warm: Callable[[RequestObservation], bool] = lambda request: True
 
     def clock_was_set(self, now: float) -> None:
         """The wall clock, which shows `now`, has made a step. What is known of requests cannot be compared with what is
@@ -86,22 +86,25 @@ class TrafficMeter:
             self._num_arrived[router] = report.num_arrived
         for router in list(self._num_arrived)[:-_MAX_ROUTERS]:  # one that does not answer now may do so again
             del self._num_arrived[router]
-        self._num_waiting = sum(one.num_waiting for one in reports.values())
-        requests = sorted((one for each in reports.values() for one in each.requests), key=lambda one: one.arrived)
+        self._num_waiting = sum(request.num_waiting for request in reports.values())
+        requests = sorted(
+            (request for each in reports.values() for request in each.requests),
+            key=lambda request: request.arrived,
+        )
         if is_first and reports:
             self._begin(requests, now)
         self._close_bins(now)
         self._keep(reports, now)
-        self._is_warm = lambda one: _is_warm(one, ready_at, warm_s)
+        self._is_warm = lambda request: _is_warm(request, ready_at, warm_s)
 
     def _keep(self, reports: Mapping[str, TrafficReport], now: float) -> None:
         until = math.inf if self._since == -math.inf else now + _AHEAD_S
         for router, report in reports.items():
-            lately = (one for one in report.requests if self._since <= one.arrived <= until)
-            found = (((router, one.arrived, one.prompt_tokens), one) for one in lately)
-            self._known.update((key, one) for key, one in found if key not in self._void)
+            lately = (request for request in report.requests if self._since <= request.arrived <= until)
+            keyed = (((router, request.arrived, request.prompt_tokens), request) for request in lately)
+            self._known.update((key, request) for key, request in keyed if key not in self._void)
         newest = sorted(self._known.items(), key=lambda item: item[1].arrived)[-MAX_KEPT:]
-        self._known = {key: one for key, one in newest if one.state != "failed"}
+        self._known = {key: request for key, request in newest if request.state != "failed"}
 
     def _begin(self, requests: Sequence[RequestObservation], now: float) -> None:
         """What came before this process looked: an earlier one was asked for it."""
@@ -110,7 +113,7 @@ class TrafficMeter:
         first = max(requests[0].arrived, now - _MAX_BINS * self._bin_s)
         num_bins = int((now - first) / self._bin_s)
         if num_bins > 0:
-            counts, _ = np.histogram([one.arrived for one in requests], bins=num_bins, range=(first, now))
+            counts, _ = np.histogram([request.arrived for request in requests], bins=num_bins, range=(first, now))
             self._bins.extend(map(float, counts))
         self._last_arrival_at = requests[-1].arrived
         self._bin_began_at, self._num_in_bin = now, 0.0
@@ -124,85 +127,89 @@ class TrafficMeter:
 
     def attained(self, targets: LatencyTargets, since: float, now: float) -> TargetShare:
         """What was kept of the requests that arrived since then, of which it is known."""
-        lately = [one for one in self._known.values() if one.arrived >= since and one.streams]
-        judged = [found for one in lately if (found := _is_within(one, targets, now)) is not None]
+        lately = [request for request in self._known.values() if request.arrived >= since and request.streams]
+        judged = [is_within for request in lately if (is_within := _is_within(request, targets, now)) is not None]
         return TargetShare(sum(judged) / len(judged) if judged else 0.0, len(judged))
 
     def measured(self, room: DecodeCapacity, now: float, hold_s: float = 900.0) -> MeasuredTraffic:
         """What is known now. `room`: what one decode instance takes. `hold_s`: for how long a request counts."""
         demand = Demand(tuple(self._bins), self._bin_s)
-        known = list(self._known.values())
-        warm = [one for one in known if self._is_warm(one)][-MAX_ASKED:]
+        observations = list(self._known.values())
+        warm = [request for request in observations if self._is_warm(request)][-MAX_ASKED:]
         times = phase_times(warm, room)
         workload = None
         if times is not None:
-            first = known[0].arrived
-            began = max(now - hold_s, first if len(known) == MAX_KEPT else min(first, self._began_at))
-            lately = [one for one in known if one.arrived >= began] or known[-1:]
+            first = observations[0].arrived
+            began = max(now - hold_s, first if len(observations) == MAX_KEPT else min(first, self._began_at))
+            lately = [request for request in observations if request.arrived >= began] or observations[-1:]
             workload = workload_of(lately, times, min(began, lately[0].arrived), now)
-        num_known = sum(one.state == "done" for one in warm)
+        num_known = sum(request.state == "done" for request in warm)
         return MeasuredTraffic(demand, num_known, workload, times, now - self._last_arrival_at, self._num_waiting)
 
 
-def _is_within(one: RequestObservation, targets: LatencyTargets, now: float) -> bool | None:
+def _is_within(request: RequestObservation, targets: LatencyTargets, now: float) -> bool | None:
     """Whether a request met both targets; None: that will show."""
-    if one.first_s is None:
-        return False if now - one.arrived > targets.ttft_s else None
-    if one.first_s > targets.ttft_s:
+    if request.first_s is None:
+        return False if now - request.arrived > targets.ttft_s else None
+    if request.first_s > targets.ttft_s:
         return False
-    if one.state == "running":
+    if request.state == "running":
         return None
-    return _keeps_itl(one, targets.itl_s)
+    return _keeps_itl(request, targets.itl_s)
 
 
-def _keeps_itl(one: RequestObservation, itl_s: float) -> bool:
-    return one.output_tokens <= 1.0 or (one.answer_s or 0.0) <= itl_s * one.output_tokens
+def _keeps_itl(request: RequestObservation, itl_s: float) -> bool:
+    return request.output_tokens <= 1.0 or (request.answer_s or 0.0) <= itl_s * request.output_tokens
 
 
-def _is_warm(one: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:
-    return all(one.arrived >= ready_at.get(name, -math.inf) + warm_s for name in (one.prefill, one.decode) if name)
+def _is_warm(request: RequestObservation, ready_at: Mapping[str, float], warm_s: float) -> bool:
+    return all(
+        request.arrived >= ready_at.get(name, -math.inf) + warm_s for name in (request.prefill, request.decode) if name
+    )
 
 
-def workload_of(known: Sequence[RequestObservation], times: PhaseTimes, began: float, now: float) -> Workload:
+def workload_of(observations: Sequence[RequestObservation], times: PhaseTimes, began: float, now: float) -> Workload:
     """The workload of these requests, as they came between `began` and now."""
-    found = zip((one.arrived for one in known), lengths(known, times, now), strict=True)
-    return Workload.of(((at, prompt, output) for at, (prompt, output) in found), now - began, began)
+    token_counts = zip((request.arrived for request in observations), lengths(observations, times, now), strict=True)
+    return Workload.of(((at, prompt, output) for at, (prompt, output) in token_counts), now - began, began)
 
 
-def lengths(known: Sequence[RequestObservation], times: PhaseTimes, now: float) -> list[tuple[float, float]]:
+def lengths(observations: Sequence[RequestObservation], times: PhaseTimes, now: float) -> list[tuple[float, float]]:
     """(uncached prompt tokens, output tokens). An answer that is not over is as long as others, or as it must be by
     now: to leave out what is not over would leave out the long ones."""
-    ended = [one.output_tokens for one in known if one.state == "done" and one.output_tokens]
+    ended = [request.output_tokens for request in observations if request.state == "done" and request.output_tokens]
     typical = float(np.mean(ended)) if ended else 1.0
-    found = []
-    for one in known:
-        output = one.output_tokens
-        if one.state == "running":
-            runs_s = 0.0 if one.first_s is None else now - one.arrived - one.first_s
-            step_s = times.decode_base_s + times.decode_sequence_s * max(1.0, one.beside)
+    token_counts = []
+    for request in observations:
+        output = request.output_tokens
+        if request.state == "running":
+            runs_s = 0.0 if request.first_s is None else now - request.arrived - request.first_s
+            step_s = times.decode_base_s + times.decode_sequence_s * max(1.0, request.beside)
             output = max(typical, runs_s / max(step_s, _MIN_STEP_S))
-        found.append((float(one.uncached), output or typical))
-    return found
+        token_counts.append((float(request.uncached), output or typical))
+    return token_counts
 
 
-def phase_times(known: Sequence[RequestObservation], room: DecodeCapacity = ROOM_UNKNOWN) -> PhaseTimes | None:
+def phase_times(observations: Sequence[RequestObservation], room: DecodeCapacity = ROOM_UNKNOWN) -> PhaseTimes | None:
     """Lines through what was measured; None: something was not measured yet."""
-    prefill = fit_line(_computed(known))
+    prefill = fit_line(_computed(observations))
     if prefill is None:
-        prefill = _unqueued([(one.uncached, one.first_s) for one in known if one.first_s is not None])
-    answers = [one for one in known if one.answer_s and one.output_tokens >= _MIN_TOKENS]
+        prefill = _unqueued(
+            [(request.uncached, request.first_s) for request in observations if request.first_s is not None]
+        )
+    answers = [request for request in observations if request.answer_s and request.output_tokens >= _MIN_TOKENS]
     if prefill is None:
         return None
-    answers = [one for one in answers if one.streams] or answers  # of the others, tokens are estimated
-    beside = _beside(answers, known)
-    decode = fit_answers(_decoded(answers, beside, _Stalls(known), prefill[1]))
+    answers = [request for request in answers if request.streams] or answers  # of the others, tokens are estimated
+    beside = _beside(answers, observations)
+    decode = fit_answers(_decoded(answers, beside, _Stalls(observations), prefill[1]))
     if decode is None:
         return None
     delay, base, growth = decode
     if np.ptp(beside) < 2.0:
         base, growth = (step := base + growth * float(np.mean(beside))), step * _UNSEEN_GROWTH
-    hand_offs = [one.hand_off_s for one in known if one.hand_off_s is not None]
-    mean_tokens = float(np.mean([one.prompt_tokens + one.output_tokens for one in known])) or 1.0
+    hand_offs = [request.hand_off_s for request in observations if request.hand_off_s is not None]
+    mean_tokens = float(np.mean([request.prompt_tokens + request.output_tokens for request in observations])) or 1.0
     return PhaseTimes(
         prefill_base_s=prefill[0],
         prefill_token_s=prefill[1],
@@ -214,51 +221,55 @@ def phase_times(known: Sequence[RequestObservation], room: DecodeCapacity = ROOM
     )
 
 
-def _computed(known: Sequence[RequestObservation]) -> list[tuple[float, float]]:
+def _computed(observations: Sequence[RequestObservation]) -> list[tuple[float, float]]:
     """(tokens, seconds) of each prompt. A step computes parts of several prompts, each of which then seems to take as
     long as all of them, so prompts that an instance computed without a pause count as their mean."""
     spans = []
-    for one in known:
-        if one.prefill_s is not None:
-            ends = one.arrived + (one.prefill_s if one.first_s is None else one.first_s - (one.hand_off_s or 0.0))
-            spans.append((one.prefill, ends - one.prefill_s, ends, one.uncached))
-    found, together = list[tuple[float, float]](), list[int]()
+    for request in observations:
+        if request.prefill_s is not None:
+            ends = request.arrived + (
+                request.prefill_s if request.first_s is None else request.first_s - (request.hand_off_s or 0.0)
+            )
+            spans.append((request.prefill, ends - request.prefill_s, ends, request.uncached))
+    points, together = list[tuple[float, float]](), list[int]()
     busy, began, ended = "", 0.0, -math.inf
     for name, begins, ends, tokens in [*sorted(spans), ("", math.inf, math.inf, 0)]:
         if name != busy or begins > ended:
             number = len(together)
-            found += [(sum(together) / number, (ended - began) / number)] * number if number else []
+            points += [(sum(together) / number, (ended - began) / number)] * number if number else []
             busy, began, ended, together = name, begins, ends, []
         ended = max(ended, ends)
         together.append(tokens)
-    return found
+    return points
 
 
-def _beside(answers: Sequence[RequestObservation], known: Sequence[RequestObservation]) -> Vector:
+def _beside(answers: Sequence[RequestObservation], observations: Sequence[RequestObservation]) -> Vector:
     """How many answers ran on the instance of each, in the mean of its time. What routers report is that of two
     moments, and of one router; it is used where the times of some answers are not known, or too short."""
-    if not all(one.streams for one in known):
-        return np.array([one.beside for one in answers])
+    if not all(request.streams for request in observations):
+        return np.array([request.beside for request in answers])
     spans: dict[str, list[tuple[float, float]]] = {}
-    for one in known:
-        if one.first_s is not None:
-            begins = one.arrived + one.first_s
-            ends = math.inf if one.answer_s is None else begins + one.answer_s
-            spans.setdefault(one.decode, []).append((begins, ends))
-    found = np.zeros(len(answers))
-    first = np.array([one.arrived + (one.first_s or 0.0) for one in answers])
-    last = first + np.array([one.answer_s or 0.0 for one in answers])
-    names = np.array([one.decode for one in answers])
+    for request in observations:
+        if request.first_s is not None:
+            begins = request.arrived + request.first_s
+            ends = math.inf if request.answer_s is None else begins + request.answer_s
+            spans.setdefault(request.decode, []).append((begins, ends))
+    running_s = np.zeros(len(answers))
+    first = np.array([request.arrived + (request.first_s or 0.0) for request in answers])
+    last = first + np.array([request.answer_s or 0.0 for request in answers])
+    names = np.array([request.decode for request in answers])
     for name, those in spans.items():
         begun, ended = np.sort(np.array(those), axis=0).T
         at = np.unique(np.concatenate([begun, ended[np.isfinite(ended)]]))
         running = np.searchsorted(begun, at, side="right") - np.searchsorted(ended, at, side="right")
         sums = np.concatenate([[0.0], (np.diff(at) * running[:-1]).cumsum()])
-        here = names == name
-        found[here] = np.interp(last[here], at, sums) - np.interp(first[here], at, sums)
+        is_on_instance = names == name
+        running_s[is_on_instance] = np.interp(last[is_on_instance], at, sums) - np.interp(
+            first[is_on_instance], at, sums
+        )
     lasts = last - first  # none, of times since 1970, if it is below a microsecond
-    means = np.array([one.beside for one in answers], dtype=float)
-    np.divide(found, lasts, out=means, where=lasts > 0.0)
+    means = np.array([request.beside for request in answers], dtype=float)
+    np.divide(running_s, lasts, out=means, where=lasts > 0.0)
     return means
 
 
@@ -266,33 +277,35 @@ def _decoded(
     answers: Sequence[RequestObservation], beside: Vector, stalls: _Stalls, token_s: float
 ) -> list[tuple[float, float, float]]:
     """(tokens, answers beside, seconds) of each, without the time in which its instance computed prompts."""
-    found = []
-    for one, others in zip(answers, beside.tolist(), strict=True):
-        assert one.answer_s is not None
-        stalled_s = token_s * stalls.tokens(one)
-        found.append((one.output_tokens, others, max(0.1 * one.answer_s, one.answer_s - stalled_s)))
-    return found
+    points = []
+    for request, others in zip(answers, beside.tolist(), strict=True):
+        assert request.answer_s is not None
+        stalled_s = token_s * stalls.tokens(request)
+        points.append((request.output_tokens, others, max(0.1 * request.answer_s, request.answer_s - stalled_s)))
+    return points
 
 
 class _Stalls:
     """Prompts that instances have computed beside their answers."""
 
-    def __init__(self, known: Sequence[RequestObservation]) -> None:
+    def __init__(self, observations: Sequence[RequestObservation]) -> None:
         ended: dict[str, list[tuple[float, float]]] = {}
-        for one in known:
-            if one.first_s is not None:
-                at = one.arrived + one.first_s
-                ended.setdefault(one.prefill or one.decode, []).append((at, float(one.uncached)))
+        for request in observations:
+            if request.first_s is not None:
+                at = request.arrived + request.first_s
+                ended.setdefault(request.prefill or request.decode, []).append((at, float(request.uncached)))
         self._ended = {name: np.array(sorted(those)) for name, those in ended.items()}
         self._tokens = {name: np.concatenate([[0.0], those[:, 1].cumsum()]) for name, those in self._ended.items()}
 
-    def tokens(self, one: RequestObservation) -> float:
+    def tokens(self, request: RequestObservation) -> float:
         """The tokens of prompts that were computed on its instance while this answer ran."""
-        if one.decode not in self._ended or one.first_s is None or one.answer_s is None:
+        if request.decode not in self._ended or request.first_s is None or request.answer_s is None:
             return 0.0
-        begins = one.arrived + one.first_s
-        first, last = np.searchsorted(self._ended[one.decode][:, 0], [begins, begins + one.answer_s], side="right")
-        sums = self._tokens[one.decode]
+        begins = request.arrived + request.first_s
+        first, last = np.searchsorted(
+            self._ended[request.decode][:, 0], [begins, begins + request.answer_s], side="right"
+        )
+        sums = self._tokens[request.decode]
         return float(sums[last] - sums[first])
 
 
@@ -305,13 +318,16 @@ def _unqueued(points: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return fit_line([(x, y) for x, y in points if y <= base + slope * x]) or line
 
 
-def share_within(known: Sequence[RequestObservation], ttft_s: float, itl_s: float) -> float | None:
+def share_within(observations: Sequence[RequestObservation], ttft_s: float, itl_s: float) -> float | None:
     """The share of streamed requests that were within both targets; None: there was none. Failed ones were not."""
-    judged = [one for one in known if one.streams and one.state != "running"]
+    judged = [request for request in observations if request.streams and request.state != "running"]
     if not judged:
         return None
     within = sum(
-        one.state == "done" and one.first_s is not None and one.first_s <= ttft_s and _keeps_itl(one, itl_s)
-        for one in judged
+        request.state == "done"
+        and request.first_s is not None
+        and request.first_s <= ttft_s
+        and _keeps_itl(request, itl_s)
+        for request in judged
     )
     return within / len(judged)

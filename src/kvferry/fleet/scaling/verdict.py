@@ -69,14 +69,14 @@ class Verdict:
         if self.disaggregates:
             saved = ""
             if self.least_split is not None and _fewer(self.least_split, self.least_whole):
-                least = "more" if self.least_whole is None else str(self.least_whole.counts.total)
-                saved = f", and {self.least_split.counts.total} instances are enough for the goal instead of {least}"
+                smallest = "more" if self.least_whole is None else str(self.least_whole.counts.total)
+                saved = f", and {self.least_split.counts.total} instances are enough for the goal instead of {smallest}"
             return f"Disaggregate: {split}, {whole}{saved}."
         if _fewer(self.least_whole, self.least_split) and self.least_whole is not None:
-            least = "more" if self.least_split is None else str(self.least_split.counts.total)
+            smallest = "more" if self.least_split is None else str(self.least_split.counts.total)
             return (
                 f"Do not disaggregate: {whole}, {split}; for the goal, {self.least_whole.counts.total} for both phases"
-                f" would be enough, and with P and D apart {least}."
+                f" would be enough, and with P and D apart {smallest}."
             )
         if self.split.expected.attained < self.whole.expected.attained - _ALIKE:
             return f"Do not disaggregate: {whole}, {split}."
@@ -91,14 +91,14 @@ def judge(
     room: DecodeCapacity = ROOM_UNKNOWN,
 ) -> Verdict | None:
     """Judge by a report's requests; None: fewer than `MIN_REQUESTS` ended, or what takes how long is not known."""
-    known = [one for one in report.requests if one.state != "failed"]
-    times = phase_times(known, room)
-    if times is None or sum(one.state == "done" for one in known) < MIN_REQUESTS:
+    observations = [request for request in report.requests if request.state != "failed"]
+    times = phase_times(observations, room)
+    if times is None or sum(request.state == "done" for request in observations) < MIN_REQUESTS:
         return None
-    workload = workload_of(known, times, min(one.arrived for one in known), report.now)
+    workload = workload_of(observations, times, min(request.arrived for request in observations), report.now)
     total = max(1, counts.total)
-    most = max(16, 3 * total)
-    anything = ScalingRules(targets, Counts(0, 1), Counts(most, most), budget=most, goal=goal, aggregate=True)
+    limit = max(16, 3 * total)
+    anything = ScalingRules(targets, Counts(0, 1), Counts(limit, limit), budget=limit, goal=goal, aggregate=True)
     outlook = Forecast(anything, [workload], times)
     stalls = times.prefill_token_s * np.minimum(workload.prompt_tokens, times.chunk_tokens)
     return Verdict(
@@ -106,14 +106,14 @@ def judge(
         goal=goal,
         workload=workload,
         times=times,
-        num_requests=len(known),
+        num_requests=len(observations),
         measured=share_within(report.requests, targets.ttft_s, targets.itl_s),
         now=Arrangement(counts, outlook.best(counts)),
         split=_best_split(outlook, total),
         whole=_whole(outlook, total),
-        least_split=_least(outlook, range(2, most + 1), _best_split, goal),
-        least_whole=_least(outlook, range(1, most + 1), _whole, goal),
-        most_tried=most,
+        least_split=_least(outlook, range(2, limit + 1), _best_split, goal),
+        least_whole=_least(outlook, range(1, limit + 1), _whole, goal),
+        most_tried=limit,
         stall_s=(float(np.median(stalls)), float(np.quantile(stalls, 0.99))),
     )
 
@@ -124,19 +124,26 @@ def _whole(outlook: Forecast, total: int) -> Arrangement:
 
 
 def _best_split(outlook: Forecast, total: int) -> Arrangement | None:
-    forms = [Arrangement(one, outlook.best(one)) for one in (Counts(p, total - p) for p in range(1, total))]
-    return max(forms, key=lambda one: (round(one.expected.attained, 4), -one.expected.busiest), default=None)
+    forms = [Arrangement(counts, outlook.best(counts)) for counts in (Counts(p, total - p) for p in range(1, total))]
+    return max(forms, key=lambda counts: (round(counts.expected.attained, 4), -counts.expected.busiest), default=None)
 
 
 def _least(
     outlook: Forecast, totals: range, form: Callable[[Forecast, int], Arrangement | None], goal: float
 ) -> Arrangement | None:
-    found = (form(outlook, total) for total in totals)
-    return next((one for one in found if one is not None and one.expected.attained >= goal), None)
+    arrangements = (form(outlook, total) for total in totals)
+    return next(
+        (
+            arrangement
+            for arrangement in arrangements
+            if arrangement is not None and arrangement.expected.attained >= goal
+        ),
+        None,
+    )
 
 
-def _fewer(one: Arrangement | None, other: Arrangement | None) -> bool:
-    return one is not None and (other is None or one.counts.total < other.counts.total)
+def _fewer(arrangement: Arrangement | None, other: Arrangement | None) -> bool:
+    return arrangement is not None and (other is None or arrangement.counts.total < other.counts.total)
 
 
 def _told(form: Arrangement) -> str:

@@ -37,11 +37,13 @@ BACKENDS = ExtensionPoint(
     {
         "local": "kvferry.fleet.backends.local.backend:LocalBackend",
         "ray": "kvferry.fleet.backends.ray.backend:RayBackend",
-        "kubernetes": "kvferry.fleet.backends.kubernetes.backend:KubernetesBackend",
     },
     "kvferry.backends",
 )
 """Where members can be. A backend in another package is an entry point of the group, or `package.module:Class`."""
+
+KUBERNETES = "kubernetes"
+"""The `kind` of a fleet whose members Kubernetes starts, from rendered manifests."""
 
 SGLANG_BACKENDS = ("mooncake", "mooncake_tcp", "nixl")
 """How SGLang's servers may move KV; the first is the default."""
@@ -189,9 +191,6 @@ class ScaleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill instances for each decode instance, at most. Default: any number."""
     aggregate: bool = False
     """There may be no prefill instance, so that decode instances compute all prompts; `min` of prefill must be 0."""
-    deflect: bool = False
-    """Short prompts may be computed on decode instances where that keeps the targets, unless the routers have a fixed
-    --disaggregate-from."""
     interval: Duration = "5s"
     """How often it is decided."""
     cool_down: Duration = "2m"
@@ -216,8 +215,8 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[backend]`: where the instances are."""
 
     kind: str = "local"
-    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, which `kvferry
-    fleet apply` makes and `kvferry fleet render` writes as manifests; or a backend of your own, by its entry point or
+    """`local`: processes of this machine; `ray`: actors of a Ray cluster; `kubernetes`: pods, which Kubernetes starts
+    from the manifests that `kvferry fleet render` writes; or a backend of your own, by its entry point or
     as `package.module:Class`."""
     address: str = ""
     """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster that this machine is
@@ -231,9 +230,8 @@ class Backend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def fixed(self, roles: Collection[MemberRole]) -> list[Any]:
         """What cannot be changed in running members of these roles."""
-        pods = [] if self.kubernetes is None else self.kubernetes.fixed(roles)
         actors = {role: one for role, one in sorted(self.ray.items()) if role in roles}
-        return [*pods, *(one for one in (actors, self.options) if one)]
+        return [one for one in (actors, self.options) if one]
 
 
 class DesiredFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -388,7 +386,7 @@ def _backend(given: Mapping[str, Any]) -> Backend:
     told = read_options(
         Backend, {key: value for key, value in given.items() if key not in ("kubernetes", "ray")}, "backend"
     )
-    BACKENDS.require_known(told.kind)
+    BACKENDS.require_known(told.kind, KUBERNETES)
     if told.options and told.kind in BACKENDS.table:
         raise ConfigError(f"backend.options are for backends of other packages, not for {told.kind}")
     if (told.kind == "kubernetes") != (pods is not None):
@@ -468,8 +466,8 @@ def _check_sglang(fleet: DesiredFleet) -> None:
     for name, role in fleet.role.items():
         if "both" in (name, *role.can_be) and role.can_be:
             raise ConfigError(f"role.{name}.can_be: SGLang's servers change between prefill and decode only")
-    if fleet.scale is not None and (fleet.scale.aggregate or fleet.scale.deflect):
-        raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate and deflect")
+    if fleet.scale is not None and fleet.scale.aggregate:
+        raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate")
     if fleet.backend.kind == "kubernetes":
         raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
 

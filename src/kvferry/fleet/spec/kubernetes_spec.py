@@ -1,10 +1,9 @@
-"""`[backend.kubernetes]`: what pods need to be told beside what the fleet is to be. `kvferry fleet render` writes the
-manifests."""
+"""`[backend.kubernetes]`: the settings of pods, from which `kvferry fleet render` writes manifests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,8 +88,8 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     namespace: Label = "default"
     """Namespace of all objects."""
     context: str | None = None
-    """Context of the kubeconfig that `kvferry fleet apply` uses. Default: the one that is current there; within a pod,
-    its service account."""
+    """Context of the kubeconfig for a controller outside the cluster. Default: the current one; within a pod, its
+    service account."""
     pod: dict[PodRole, PodSpec] = {}
     """Resources and nodes, by role."""
     image_pull_secrets: tuple[ObjectName, ...] = ()
@@ -107,9 +106,7 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     routers: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """Routers, each with all instances; in replica mode, of each unit."""
     controllers: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Controllers that `kvferry fleet render` writes; one of them acts, and the others wait."""
-    disaggregated_set: bool = False
-    """One DisaggregatedSet for all roles, which are then rolled together, in place of an object for each role."""
+    """Controllers of a fleet with `[scale]`; one of them acts, and the others wait."""
     gang: Literal["none", "kubernetes", "volcano"] = "none"
     """PodGroups of those pods that are of use only together: Kubernetes' own (1.37 with the feature gate
     GenericWorkload) or Volcano's."""
@@ -117,12 +114,6 @@ class KubernetesSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Write a PodMonitor for Prometheus' operator."""
     clients_from: dict[str, str] = {}
     """Labels of the pods that may reach the router, beside Prometheus with `pod_monitor`. Default: everyone may."""
-
-    def fixed(self, roles: Collection[PodRole]) -> list[Any]:
-        """What cannot be changed in running pods of these roles."""
-        pods = {role: one for role, one in sorted(self.pod.items()) if role in roles}
-        told = (self.image, self.image_pull_secrets, self.service_account, self.token_secret, self.model_claim)
-        return [*told, self.environment, self.gang, pods]
 
 
 def read_kubernetes(given: Mapping[str, Any]) -> KubernetesSpec:

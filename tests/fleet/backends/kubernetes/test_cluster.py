@@ -14,19 +14,15 @@ import pytest
 pytest.importorskip("kmock")
 pytest.importorskip("kubernetes")
 
+
 from fleet.backends.kubernetes.emulated import Cluster as Emulated
+from fleet.backends.kubernetes.emulated import lease
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.kubernetes.cluster import Cluster
-from kvferry.fleet.backends.kubernetes.errors import ClusterError
+from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError
 from support.certificates import Authority
 
 ACCOUNT = "kubernetes.aio.config.incluster_config"
-BUDGET = {
-    "apiVersion": "policy/v1",
-    "kind": "PodDisruptionBudget",
-    "metadata": {"name": "chat", "namespace": "llm"},
-    "spec": {"selector": {}},
-}
+CHANGES = {"spec": {"holderIdentity": "x"}}
 
 
 @asynccontextmanager
@@ -75,14 +71,15 @@ async def test_the_account_of_a_pod_is_used_there(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
         with pytest.raises(ConfigError, match="there is no way to a cluster: Service token file does not exist"):
             await Cluster.connect("llm", None)
+        await emulated.create(lease())
         token.write_text("of the account")
         cluster = await Cluster.connect("llm", None)
-        await cluster.create(BUDGET)
+        await cluster.patch("coordination.k8s.io/v1", "Lease", "chat-controller", CHANGES)
         await cluster.close()
-        assert [who for who, _ in emulated.server.changes] == ["bearer of the account"]
+        assert emulated.server.tokens == ["bearer of the account"]
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(elsewhere))
         cluster = await Cluster.connect("llm", None)
         with pytest.raises(ClusterError, match=r"does not answer: .*CERTIFICATE_VERIFY_FAILED"):
-            await cluster.create(BUDGET)
+            await cluster.patch("coordination.k8s.io/v1", "Lease", "chat-controller", CHANGES)
         await cluster.close()
-        assert len(emulated.server.changes) == 1
+        assert len(emulated.server.tokens) == 1

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.ray.lease import LeaseActor, RayLease, controller_name
+from kvferry.fleet.backends.ray.leadership import LeaseActor, RayLeadership, controller_name
 from kvferry.fleet.control.backend import (
     BackendContext,
     FleetBackend,
@@ -25,11 +25,11 @@ from kvferry.fleet.control.backend import (
     NotStarted,
     backend_class,
 )
-from kvferry.fleet.control.fleet_lease import BELIEVED_S, TAKEN_S
+from kvferry.fleet.control.leadership import BELIEVED_S, TAKEN_S
 from kvferry.fleet.processes.start_time import started_at
 from kvferry.fleet.spec.fleet_spec import Backend, DesiredFleet, EngineSpec, RoleSpec, RouterSpec, Unit
 from kvferry.fleet.spec.ray_spec import ActorSpec
-from kvferry.testing.backends import NullWatcher, Programs, named, until
+from kvferry.testing.backends import NullWatcher, Programs, leading, named, until
 from support.ray_nodes import Nodes, ray_nodes, runs
 
 ray = pytest.importorskip("ray")
@@ -60,11 +60,12 @@ async def opened(
     backend = backend_class("ray")(context)
     backend.use(fleet)
     async with asyncio.timeout(60):
-        try:
-            await backend.open()
-            yield backend
-        finally:
-            await backend.close()
+        async with leading(backend):
+            try:
+                await backend.open()
+                yield backend
+            finally:
+                await backend.close()
 
 
 async def serving(backend: FleetBackend, name: str, unit: str = "") -> None:
@@ -121,20 +122,22 @@ async def test_of_two_controllers_one_acts_until_it_ends(nodes: Nodes, tmp_path:
         backends[-1].use(fleet)
     one, other = backends
     async with asyncio.timeout(60):
-        assert await one.try_acquire()
+        assert one.leadership is not None
+        assert other.leadership is not None
+        assert await one.leadership.try_acquire()
         await one.open()
         await serving(one, "serves-0")
-        assert not await other.try_acquire()
-        assert other.acts_instead == controller_name(folders[0])
-        assert not other.is_leader
+        assert not await other.leadership.try_acquire()
+        assert other.leadership.holder == controller_name(folders[0])
+        assert not other.leadership.is_held
         with pytest.raises(NotStarted, match="another controller"):
             await other.start(MemberSpec("serves-1", "both", "r", ""))
         await one.close()
-        assert await other.try_acquire()
-        assert not await one.try_acquire()
+        assert await other.leadership.try_acquire()
+        assert not await one.leadership.try_acquire()
         await other.open()
         await other.stop("serves-0", 0.0)
-        await other.clear()
+        await other.leadership.remove()
         await asyncio.gather(one.close(), other.close())
 
 
@@ -151,20 +154,20 @@ async def test_who_may_act_is_found_by_the_time_since_the_last_renewal(tmp_path:
             def remote(who: str) -> Any:
                 return types.SimpleNamespace(future=lambda: _done(keeper.take(who)))
 
-    leases = [RayLease("lease", "none", name, lambda: now) for name in ("one", "other")]
+    leases = [RayLeadership("lease", "none", name, lambda: now) for name in ("one", "other")]
     for lease in leases:
         lease._actor = Taking
     one, other = leases
-    assert await one.try_to_take()
+    assert await one.try_acquire()
     now += BELIEVED_S - 0.1
     assert one.is_held
-    assert not await other.try_to_take()
+    assert not await other.try_acquire()
     now += 0.2
     assert not one.is_held
-    assert not await other.try_to_take()
+    assert not await other.try_acquire()
     now += TAKEN_S - BELIEVED_S
-    assert await other.try_to_take()
-    assert not await one.try_to_take()
+    assert await other.try_acquire()
+    assert not await one.try_acquire()
     assert one.holder == "other"
     assert controller_name(tmp_path) == controller_name(tmp_path) != controller_name(tmp_path.parent)
 

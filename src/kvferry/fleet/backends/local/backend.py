@@ -66,12 +66,7 @@ class LocalBackend(FleetBackend):
         recipe = self.context.make_recipe(fleet)
         if self._addresses not in (None, [*recipe.addresses]):
             self._move([*recipe.addresses])
-        self.recipe = recipe
-
-    @property
-    def num_routers(self) -> int:
-        """As many routers as the cores allow."""
-        return self.recipe.num_routers
+        self.recipe, self.num_routers = recipe, recipe.num_routers
 
     async def open(self) -> None:
         """Bind the routers' addresses, and find the members that an earlier controller has left."""
@@ -156,7 +151,7 @@ class LocalBackend(FleetBackend):
             member.assign(role=role)
             self.changed.set()
 
-    def ends(self) -> None:
+    def begin_shutdown(self) -> None:
         """Close the routers' addresses, so that no connection waits for a router that will not come."""
         for listener in self._listeners:
             listener.close()
@@ -164,7 +159,7 @@ class LocalBackend(FleetBackend):
 
     async def close(self) -> None:
         """Members go on if they outlive this process; otherwise those that are left are ended now."""
-        self.ends()
+        self.begin_shutdown()
         for _, task in self._registrars.values():
             task.cancel()
         if not self._outlives:
@@ -206,7 +201,7 @@ class LocalBackend(FleetBackend):
             for one in listeners:
                 one.close()
             raise
-        self.ends()
+        self.begin_shutdown()
         self._listeners, self._addresses = listeners, addresses
         self._write_ports()
 

@@ -25,7 +25,7 @@ from kvferry.core.errors import AuthenticationFailed, ConfigError
 from kvferry.core.keys import Signer
 from kvferry.fleet.backends.ray.actor import MemberActor
 from kvferry.fleet.backends.ray.connection import RayConnection, answer, answer_of, in_thread
-from kvferry.fleet.backends.ray.lease import RayLease, controller_name
+from kvferry.fleet.backends.ray.leadership import RayLeadership, controller_name
 from kvferry.fleet.backends.ray.messages import ActorIdentity, LogLine, MemberProgress, MemberUpdate, Order
 from kvferry.fleet.backends.ray.placing import (
     Bundle,
@@ -37,7 +37,6 @@ from kvferry.fleet.backends.ray.placing import (
     strategy_of,
 )
 from kvferry.fleet.control.backend import BackendContext, FleetBackend, Member, MemberSpec, MemberState, NotStarted
-from kvferry.fleet.control.fleet_lease import FleetLease
 from kvferry.fleet.processes.health_check import ask_health
 from kvferry.fleet.processes.recipe import ROUTERS
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, seconds
@@ -94,19 +93,11 @@ class RayBackend(FleetBackend):
         self._to_kill: list[Any] = []
         """Handles of actors that could not be ended yet."""
         self._is_connected = False
-        self._trouble = ""
         self._own = "" if context.outlives else f".{entropy.token_hex(4)}"
         """Part of the names of actors that nobody is to find later."""
 
-    @property
-    def num_routers(self) -> int:
-        """As many routers as one machine has: they share an address on the controller's node."""
-        return ROUTERS
-
-    @property
-    def trouble(self) -> str:
-        """What keeps members from being started: without Ray's control service (GCS), nothing can be."""
-        return self._trouble
+    num_routers = ROUTERS
+    """As many routers as one machine has: they share an address on the controller's node."""
 
     def use(self, fleet: DesiredFleet) -> None:
         """Start members for this fleet from now on. Raises `ConfigError`."""
@@ -116,13 +107,9 @@ class RayBackend(FleetBackend):
         _require_ranks(fleet)
         self.context.make_recipe(fleet)
         self._fleet = fleet
-
-    async def lease(self) -> FleetLease | None:
-        """An actor keeps who may act. Members that do not outlive their backend are no other's."""
-        if not self.context.outlives:
-            return None
-        await self._connect()
-        return RayLease("lease", f"{self._namespace}/controller", controller_name(self.context.folder))
+        if self.leadership is None and self.context.outlives:  # other members belong to this process alone
+            namespace, me = f"{self._namespace}/controller", controller_name(self.context.folder)
+            self.leadership = RayLeadership("lease", namespace, me, connect=self._connect)
 
     async def _connect(self) -> None:
         if not self._is_connected:
@@ -154,7 +141,7 @@ class RayBackend(FleetBackend):
         """Create an actor, which starts the member when Ray has placed it. Raises `NotStarted`."""
         if member.name in self._members:
             raise NotStarted(f"{member.name} is there already")
-        if not self.is_leader:
+        if not self._may_act:
             raise NotStarted("another controller looks after this fleet now")
         fleet, context = self._fleet, self.context
         number = -1 if member.role == "router" else self._free_number()
@@ -186,7 +173,7 @@ class RayBackend(FleetBackend):
             if isinstance(error, TimeoutError):
                 self._control_service_is(there=False)
             await self._release_group(view)
-            raise NotStarted(f"no actor can be created: {self._trouble or error}") from error
+            raise NotStarted(f"no actor can be created: {self.trouble or error}") from error
         except BaseException:
             self._forget(member.name, here)
             raise
@@ -212,7 +199,7 @@ class RayBackend(FleetBackend):
     async def stop(self, name: str, grace_s: float) -> None:
         """Ask the actor to end the member, and end the actor, whether it answers or not."""
         member = self._members.get(name)
-        if member is None or not self.is_leader:
+        if member is None or not self._may_act:
             return
         if member.has_begun and not member.is_lost:
             ended = answer_of(member.actor.stop.remote(grace_s))
@@ -252,16 +239,17 @@ class RayBackend(FleetBackend):
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self.give_up()
+        if self.leadership is not None:
+            await self.leadership.release()
         self._is_connected = False
         await RayConnection.close()
-
-    @property
-    def hangs(self) -> bool:
-        """Whether Ray hangs: without its control service, it ends neither its connection nor its threads."""
-        return RayConnection.hangs
+        self.hangs = RayConnection.hangs  # without its control service, it ends neither its connection nor its threads
 
     # Starting.
+
+    @property
+    def _may_act(self) -> bool:
+        return self.leadership is None or self.leadership.is_held
 
     @property
     def _namespace(self) -> str:
@@ -371,7 +359,7 @@ class RayBackend(FleetBackend):
 
     async def _kill(self, actor: Any) -> None:
         """End an actor, and with it what it owns; later, if Ray's control service is gone."""
-        if self._trouble:
+        if self.trouble:
             self._to_kill.append(actor)
             return
         try:
@@ -472,9 +460,9 @@ class RayBackend(FleetBackend):
                 await self._kill(actor)
 
     def _control_service_is(self, *, there: bool) -> None:
-        if there is not bool(self._trouble):
+        if there is not bool(self.trouble):
             return
-        self._trouble = "" if there else _NO_SERVICE
+        self.trouble = "" if there else _NO_SERVICE
         text = f"{_SERVICE} answers again" if there else _NO_SERVICE
         logger.warning("%s", text)
         self.context.watcher.line("ray", text)

@@ -15,9 +15,7 @@ import pytest
 
 from kvferry.fleet.backends.kubernetes.manifests.render import render
 from kvferry.fleet.backends.kubernetes.manifests.values import Values
-from kvferry.fleet.backends.kubernetes.pod import pods_for
-from kvferry.fleet.control.backend import MemberSpec
-from kvferry.fleet.spec.fleet_spec import Role, fleet_from
+from kvferry.fleet.spec.fleet_spec import fleet_from
 from support.ports import free_port
 from support.processes import AUTH_TOKEN, KvferryProcess, begun, until
 
@@ -104,12 +102,11 @@ def test_the_pods_of_one_instance(tmp_path: Path) -> None:
     }
     kubernetes = {**TOLD["backend"]["kubernetes"], "pod": {"decode": {"hosts": 2}}}
     fleet = fleet_from({**told, "backend": {"kind": "kubernetes", "kubernetes": kubernetes}})
-    roles: tuple[Role, ...] = ("prefill", "decode")
-    pods = {role: pods_for(fleet, MemberSpec(f"{role}-0", role, "r")) for role in roles}
-    (prefill,), (first, second) = ([pod["spec"]["containers"][0] for pod in pods[role]] for role in roles)
-    assert second["command"] == ["kvferry", "rank", "decode-0.chat-ranks:7000"]
-    spec = pods["decode"][0]["spec"]
-    assert f"{spec['hostname']}.{spec['subdomain']}" == "decode-0.chat-ranks"
+    objects = {one["metadata"]["name"]: one["spec"] for one in render(fleet, Values(), AUTH_TOKEN) if "spec" in one}
+    (prefill,) = objects["chat-prefill"]["template"]["spec"]["containers"]
+    templates = objects["chat-decode"]["leaderWorkerTemplate"]
+    first, second = (templates[f"{name}Template"]["spec"]["containers"][0] for name in ("leader", "worker"))
+    assert second["command"] == ["kvferry", "rank", "$(LWS_LEADER_ADDRESS):7000"]
     port = free_port()
     first["args"] = [one.replace("7000", str(port)) for one in first["args"]]
     with ExitStack() as running:

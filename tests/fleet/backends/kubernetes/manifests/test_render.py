@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from referencing import Registry, Resource
 
 from kvferry.cli.main import main
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.kubernetes.manifests.autoscaling import NOT_SCALED, Autoscaling, chosen
 from kvferry.fleet.backends.kubernetes.manifests.chart import write_chart
-from kvferry.fleet.backends.kubernetes.manifests.render import render, render_controller
+from kvferry.fleet.backends.kubernetes.manifests.render import render
 from kvferry.fleet.backends.kubernetes.manifests.values import Values
-from kvferry.fleet.control.desired_counts import rules_of
 from kvferry.fleet.control.recommender import read_recommended
 from kvferry.fleet.spec.fleet_spec import fleet_from
 
@@ -83,14 +80,13 @@ CASES: dict[str, OBJECTS] = {
     "ranks of kvferry's own on several pods": pooling(None, WIDE, pod={"prefill": {"hosts": 8}}),
     "gang": pooling(VLLM, WIDE, **ON_HOSTS, gang="kubernetes"),
     "gang of Volcano's": pooling(VLLM, WIDE, **ON_HOSTS, gang="volcano"),
-    "disaggregated set": pooling(disaggregated_set=True),
-    "disaggregated set on several pods": pooling(VLLM, WIDE, **ON_HOSTS, disaggregated_set=True),
     "token of one's own": pooling(token_secret="mine"),
     "units": in_units(),
     "units apart": in_units("spread", gang="kubernetes"),
     "units packed": in_units("pack", gang="volcano"),
 }
 
+IN_UNITS_SCALED = {**in_units(), "unit": {"members": {"prefill": 1, "decode": 2}, "count": 2, "max": 3}}
 SCALE = {"ttft": "2s", "itl": "50ms", "cool_down": "30s"}
 
 
@@ -102,47 +98,25 @@ def scaled(
     return {**told, "scale": {**SCALE, **(scale or {})}}
 
 
-HPA, KEDA = Autoscaling("hpa"), Autoscaling("keda", "http://prometheus.monitoring:9090")
-KEDA_ALONE = Autoscaling("keda")
 NO_MINIMUM = {"prefill": {"min": 0, "max": 3}, "decode": {"min": 0, "max": 3}}
 WIDE_SCALED = {role: {**one, "max": 6} for role, one in WIDE.items()}
-SCALED: dict[str, tuple[OBJECTS, Autoscaling]] = {
-    "recommended only": (scaled(scale={"recommend": True}), NOT_SCALED),
-    "HPA": (scaled(), HPA),
-    "HPA of one role": (scaled({"both": {"max": 3}}), HPA),
-    "HPA and a gang on several pods": (scaled(WIDE_SCALED, None, VLLM, **ON_HOSTS, gang="kubernetes"), HPA),
-    "HPA within a budget": (scaled({"prefill": {}, "decode": {}}, {"budget": 8, "most_per_decode": 2.0}), HPA),
-    "KEDA": (scaled(pod_monitor=True, namespace="llm"), KEDA),
-    "KEDA down to nothing": (scaled(NO_MINIMUM, {"idle": "10m"}), KEDA),
-    "KEDA without Prometheus": (scaled(namespace="llm"), KEDA_ALONE),
+SCALED: dict[str, OBJECTS] = {
+    "recommended only": scaled(scale={"recommend": True}),
+    "scaled": scaled(controllers=2, context="mine"),
+    "scaled, of one role": scaled({"both": {"max": 3}}),
+    "scaled, a gang on several pods": scaled(WIDE_SCALED, None, VLLM, **ON_HOSTS, gang="kubernetes"),
+    "scaled within a budget": scaled({"prefill": {}, "decode": {}}, {"budget": 8, "most_per_decode": 2.0}),
+    "scaled down to nothing": scaled(NO_MINIMUM, {"idle": "10m"}, pod_monitor=True, namespace="llm"),
 }
-CASES |= {name: told for name, (told, _) in SCALED.items()}
-ROLE_CHANGES = {"prefill": {"can_be": ["decode"], "max": 3}, "decode": {"min": 1, "max": 4}}
-CONTROLLED: dict[str, OBJECTS] = {
-    "controller": pooling(**FULL),
-    "controller that scales": scaled(ROLE_CHANGES, engine=VLLM, controllers=2, context="mine"),
-    "controller of units": {**in_units(), "failure": {"restart": "unit"}},
-    "controller of several pods": pooling(VLLM, WIDE, **ON_HOSTS),
-    "controller with a Secret of one's own": pooling(token_secret="mine", service_account="plain"),
-}
-CASES |= CONTROLLED
+CASES |= SCALED
 
 
-def rendered(told: OBJECTS, autoscaling: Autoscaling = NOT_SCALED) -> list[OBJECTS]:
-    return render(fleet_from(told), Values(), "the token of a test", autoscaling)
-
-
-def renders(case: str) -> Callable[[Values, str], list[OBJECTS]]:
-    """What gives the objects of a case, for values and a token."""
-    fleet = fleet_from(CASES[case])
-    if case in CONTROLLED:
-        return lambda values, token: render_controller(fleet, values, token)
-    autoscaling = SCALED[case][1] if case in SCALED else NOT_SCALED
-    return lambda values, token: render(fleet, values, token, autoscaling)
+def rendered(told: OBJECTS) -> list[OBJECTS]:
+    return render(fleet_from(told), Values(), "the token of a test")
 
 
 def of_case(case: str) -> list[OBJECTS]:
-    return renders(case)(Values(), "the token of a test")
+    return rendered(CASES[case])
 
 
 def of_kind(objects: list[OBJECTS], kind: str) -> dict[str, OBJECTS]:
@@ -193,12 +167,8 @@ def test_every_object_is_valid(case: str) -> None:
         ("Deployment", "spec.template.spec.containers.0.imag", "x"),
         ("LeaderWorkerSet", "spec.leaderWorkerTemplate.size", "two"),
         ("LeaderWorkerSet", "spec.leaderWorkerTemplate.workerTemplate.spec.containers.0.imag", "x"),
-        ("DisaggregatedSet", "spec.rolls", []),
         ("PodMonitor", "spec.podMetricsEndpoints.0.prot", "http"),
         ("PodGroup", "spec.minMembers", 1),
-        ("HorizontalPodAutoscaler", "spec.metrics.0.external.target.averagevalue", "1"),
-        ("ScaledObject", "spec.maxReplicas", 3),
-        ("ScaledObject", "spec.triggers.0.metadata.threshold", 1),
     ],
 )
 def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> None:
@@ -216,7 +186,7 @@ def test_the_schemas_refuse_what_is_wrong(kind: str, path: str, value: Any) -> N
 def test_a_chart_with_its_values_is_the_manifests(case: str, tmp_path: Path) -> None:
     """Helm itself is not here: its four expressions that a chart uses are filled in as it does."""
     fleet = fleet_from(CASES[case])
-    write_chart(fleet, tmp_path, lambda values: renders(case)(values, ""))
+    write_chart(fleet, tmp_path, lambda values: render(fleet, values))
     values = {**yaml.safe_load((tmp_path / "values.yaml").read_text()), "token": "the token of a test"}
     assert yaml.safe_load((tmp_path / "Chart.yaml").read_text())["name"] == "chat"
 
@@ -243,8 +213,7 @@ def test_pods_may_do_nothing_that_they_need_not() -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert not container["securityContext"]["allowPrivilegeEscalation"]
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
-            is_controller = container["command"][1:3] == ["fleet", "run"]
-            assert pod["automountServiceAccountToken"] is is_controller
+            assert pod["automountServiceAccountToken"] is ("--patch-replicas" in container["command"])
             assert not pod["enableServiceLinks"]
             written = {one["mountPath"] for one in container["volumeMounts"]}
             read_only = {one["mountPath"] for one in container["volumeMounts"] if one.get("readOnly")}
@@ -295,8 +264,7 @@ def test_a_key_is_a_secret_of_the_pods_that_need_it() -> None:
 
 
 def test_a_controller_gets_no_settings_of_its_fleet_from_its_environment() -> None:
-    """`kvferry fleet run` would refuse them."""
-    objects = rendered(scaled(environment={"NCCL_DEBUG": "INFO", "KVFERRY_MAX_NUM_SEQS": "8"}), HPA)
+    objects = rendered(scaled(environment={"NCCL_DEBUG": "INFO", "KVFERRY_MAX_NUM_SEQS": "8"}))
     found = variables(objects, "Deployment", "chat-controller")
     assert "NCCL_DEBUG" in found
     assert "KVFERRY_MAX_NUM_SEQS" not in found
@@ -359,120 +327,59 @@ def test_the_members_of_a_unit_stay_among_themselves() -> None:
     assert all(clients.items() <= one.items() for one in routers)
 
 
-@pytest.mark.parametrize("case", CONTROLLED)
-def test_a_controller_is_told_the_whole_spec(case: str) -> None:
+@pytest.mark.parametrize("case", SCALED)
+def test_a_controller_follows_the_whole_spec(case: str, tmp_path: Path) -> None:
     fleet, objects = fleet_from(CASES[case]), of_case(case)
     text = of_kind(objects, "ConfigMap")["chat-controller"]["data"]["fleet.toml"]
-    told = fleet_from(tomllib.loads(text))
     assert fleet.backend.kubernetes is not None
-    here = msgspec.structs.replace(fleet.backend.kubernetes, context=None)
-    assert told == msgspec.structs.replace(fleet, backend=msgspec.structs.replace(fleet.backend, kubernetes=here))
-    (deployment,) = of_kind(objects, "Deployment").values()
-    assert deployment["spec"]["replicas"] == here.controllers
-    assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "chat-controller"
-    assert not of_kind(objects, "StatefulSet")
-
-
-def test_a_controller_may_change_what_is_its_own_fleet_s() -> None:
-    """But for pods, which have no names before they are made."""
-    for case in CONTROLLED:
-        objects = of_case(case)
-        (binding,) = of_kind(objects, "RoleBinding").values()
-        (subject,) = binding["subjects"]
-        assert {"Role": [binding["roleRef"]["name"]], "ServiceAccount": [subject["name"]]} == {
-            kind: [*of_kind(objects, kind)] for kind in ("Role", "ServiceAccount")
-        }
-        there = {(one["kind"].lower() + "s", one["metadata"]["name"]) for one in objects}
-        for rule in of_kind(objects, "Role")["chat-controller"]["rules"]:
-            (resource,) = rule["resources"]
-            assert "*" not in rule["verbs"]
-            assert resource == "pods" or {(resource, name) for name in rule["resourceNames"]} <= there
-
-
-@pytest.mark.parametrize("case", SCALED)
-def test_who_recommends_is_told_what_the_spec_says(case: str, tmp_path: Path) -> None:
-    fleet, objects = fleet_from(CASES[case]), of_case(case)
+    in_cluster = msgspec.structs.replace(fleet.backend.kubernetes, context=None)
+    backend = msgspec.structs.replace(fleet.backend, kubernetes=in_cluster)
+    assert fleet_from(tomllib.loads(text)) == msgspec.structs.replace(fleet, backend=backend)
     path = tmp_path / "fleet.toml"
-    path.write_text(of_kind(objects, "ConfigMap")["chat-controller"]["data"]["fleet.toml"])
-    told = read_recommended(path)
-    assert told.scale == fleet.scale
-    assert told.scale is not None
-    assert rules_of(told, told.scale).most == rules_of(fleet, told.scale).most
-    pod = of_kind(objects, "Deployment")["chat-controller"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"] == [
+    path.write_text(text)
+    assert read_recommended(path).scale == fleet.scale
+    deployment = of_kind(objects, "Deployment")["chat-controller"]["spec"]
+    is_scaled = case != "recommended only"
+    assert deployment["replicas"] == in_cluster.controllers
+    assert deployment["template"]["spec"]["containers"][0]["command"] == [
         *("kvferry", "fleet", "recommend", "/spec/fleet.toml"),
+        *(["--patch-replicas"] if is_scaled else []),
         *(f"--router=http://chat-router-{number}.chat-routers:8000" for number in (0, 1)),
     ]
+    assert (deployment["template"]["spec"].get("serviceAccountName") == "chat-controller") is is_scaled
 
 
 @pytest.mark.parametrize("case", SCALED)
-def test_counts_are_an_autoscaler_s_or_the_manifest_s(case: str) -> None:
-    """A number in a manifest would undo what the autoscaler did, whenever that is applied."""
+def test_a_controller_may_scale_its_own_fleet_and_nothing_else(case: str) -> None:
     objects = of_case(case)
-    scalers = {**of_kind(objects, "HorizontalPodAutoscaler"), **of_kind(objects, "ScaledObject")}
+    if case == "recommended only":
+        assert not of_kind(objects, "Role")
+        return
+    (binding,) = of_kind(objects, "RoleBinding").values()
+    (subject,) = binding["subjects"]
+    assert {"Role": [binding["roleRef"]["name"]], "ServiceAccount": [subject["name"]]} == {
+        kind: [*of_kind(objects, kind)] for kind in ("Role", "ServiceAccount")
+    }
+    existing = {(one["kind"].lower() + "s", one["metadata"]["name"]) for one in objects}
+    workloads = {name for kind in ("Deployment", "LeaderWorkerSet") for name in of_kind(objects, kind)}
+    scaled_names = set()
+    for rule in of_kind(objects, "Role")["chat-controller"]["rules"]:
+        (resource,) = rule["resources"]
+        plural, _, subresource = resource.partition("/")
+        assert {(plural, name) for name in rule["resourceNames"]} <= existing
+        assert rule["verbs"] == (["patch"] if subresource else ["get", "patch"])
+        scaled_names |= {*rule["resourceNames"]} if subresource == "scale" else set()
+    assert scaled_names == workloads - {"chat-controller"}
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_counts_are_the_controller_s_or_the_manifest_s(case: str) -> None:
+    """A number in a manifest would undo the controller's decision, whenever that is applied."""
+    objects = of_case(case)
     workloads = {**of_kind(objects, "Deployment"), **of_kind(objects, "LeaderWorkerSet")}
     del workloads["chat-controller"]
-    assert scalers.keys() == (set() if SCALED[case][1] is NOT_SCALED else workloads.keys())
-    for name, one in workloads.items():
-        assert ("replicas" in one["spec"]) is (name not in scalers)
-        if name in scalers:
-            target = scalers[name]["spec"]["scaleTargetRef"]
-            assert target == {"apiVersion": one["apiVersion"], "kind": one["kind"], "name": name}
-
-
-def test_an_autoscaler_asks_for_its_own_role_of_its_own_fleet() -> None:
-    hpa = of_kind(of_case("HPA"), "HorizontalPodAutoscaler")["chat-prefill"]["spec"]
-    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (2, 12)
-    assert hpa["behavior"]["scaleDown"]["tolerance"] == "0", "or 11 of 12 would be enough"
-    (metric,) = hpa["metrics"]
-    assert metric["external"]["metric"]["selector"]["matchLabels"] == {
-        "app_kubernetes_io_instance": "chat",
-        "role": "prefill",
-    }
-    objects = of_case("KEDA")
-    (trigger,) = of_kind(objects, "ScaledObject")["chat-decode"]["spec"]["triggers"]
-    labels = 'namespace="llm",app_kubernetes_io_instance="chat",role="decode"'
-    assert trigger["metadata"]["query"] == f"max(kvferry_fleet_desired_instances{{{labels}}})"
-    assert of_kind(objects, "PodMonitor")["chat"]["spec"]["podTargetLabels"] == ["app.kubernetes.io/instance"]
-    (trigger,) = of_kind(of_case("KEDA without Prometheus"), "ScaledObject")["chat-decode"]["spec"]["triggers"]
-    assert trigger["metadata"]["url"] == "http://chat.llm:8000/kvferry/plan"
-    assert trigger["metadata"]["valueLocation"] == "desired.decode"
-    down = of_kind(of_case("KEDA down to nothing"), "ScaledObject")["chat-decode"]["spec"]
-    assert (down["minReplicaCount"], down["maxReplicaCount"]) == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("told", "asked", "found"),
-    [
-        (pooling(), None, "none"),
-        (scaled(), None, "hpa"),
-        (scaled(), "none", "none"),
-        (scaled(NO_MINIMUM, {"idle": "10m"}), "keda", "keda"),
-        (scaled(scale={"recommend": True}), None, "none"),
-        (pooling(), "hpa", "no such table"),
-        (scaled(scale={"recommend": True}), "keda", "only said"),
-        (scaled(NO_MINIMUM, {"idle": "10m"}), "hpa", "scale.idle"),
-        (scaled(NO_MINIMUM, {"idle": "10m"}), None, "scale.idle"),
-        (scaled(NO_MINIMUM, {"aggregate": True}), "hpa", "scale.aggregate"),
-        ({**scaled(), "router": {"args": ["--api-key-file=/keys"]}}, "keda", "--api-key-file, routers show"),
-        (scaled(pod={"router": {"secrets": {"KVFERRY_ADMIN_KEY": "k/admin"}}}), "keda", "--admin-key, routers show"),
-        (scaled(disaggregated_set=True), "hpa", "DisaggregatedSet"),
-    ],
-)
-def test_which_autoscaler(told: OBJECTS, asked: Any, found: str) -> None:
-    if found in ("hpa", "keda", "none"):
-        assert chosen(fleet_from(told), asked) == found
-    else:
-        with pytest.raises(ConfigError, match=f"--autoscaler {asked or 'hpa'}: .*{found}"):
-            chosen(fleet_from(told), asked)
-
-
-def test_units_are_not_counted_by_an_autoscaler() -> None:
-    told = {**in_units(), "scale": SCALE}
-    told["unit"]["max"] = 3
-    assert not of_kind(rendered(told), "ConfigMap")
-    with pytest.raises(ConfigError, match="units are objects of their own"):
-        chosen(fleet_from(told), "hpa")
+    for one in workloads.values():
+        assert ("replicas" in one["spec"]) is (case == "recommended only")
 
 
 @pytest.mark.parametrize(
@@ -505,8 +412,9 @@ def test_names_that_kubernetes_would_not_take(kubernetes: OBJECTS, complaint: st
         (pooling(pod={"decode": {"hosts": 2}}), "must be a multiple"),
         (pooling(None, WIDE, pod={"prefill": {"hosts": 4}}), "each rank has a pod of its own"),
         (pooling(VLLM, pod={"decode": {"hosts": 2}}), "must be a multiple"),
-        (in_units(disaggregated_set=True), "disaggregated_set is for"),
-        (pooling(roles={"both": {}}, disaggregated_set=True), "two roles or more"),
+        (pooling(roles={"prefill": {"can_be": ["decode"]}, "decode": {}}), "role.prefill.can_be: a pod keeps"),
+        ({**in_units(), "failure": {"restart": "unit"}}, "restarts the pod that failed"),
+        ({**IN_UNITS_SCALED, "scale": SCALE}, "set unit.count"),
         ({**pooling(), "backend": {"kind": "local"}}, "no table"),
         ({**pooling(), "args": ["--log-format=json"]}, "args is not for pods"),
         (pooling({"kv_transfer_config": "{}"}), "engine.kv_transfer_config is not for pods"),
@@ -546,49 +454,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["fleet", "render", str(tmp_path / "no.toml")]) == 2
 
 
-def test_the_command_with_a_controller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_controller_for_a_fleet_that_is_scaled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "chat.toml"
+    spec.write_text(re.sub(r"(\[role.*\])", "\\1\nmax = 3", SPEC) + '[scale]\nttft = "2s"\nitl = "50ms"\n')
+    assert main(["fleet", "render", str(spec)]) == 0
+    deployments = of_kind(list(yaml.safe_load_all(capsys.readouterr().out)), "Deployment")
+    assert {*deployments} == {"chat-prefill", "chat-decode", "chat-controller"}
+    assert main(["fleet", "render", str(spec), "--chart", str(tmp_path / "chart")]) == 0
+    values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
+    assert values["autoscaling"]["decode"] == {"max": 3}
+
+
+def test_what_starts_members_itself_is_refused_for_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = tmp_path / "chat.toml"
     spec.write_text(SPEC)
-    asked = ["fleet", "render", str(spec)]
-
-    def deployments(*more: str) -> tuple[set[str], str]:
-        assert main([*asked, *more]) == 0
-        said = capsys.readouterr()
-        return {*of_kind(list(yaml.safe_load_all(said.out)), "Deployment")}, said.err
-
-    plain = {"chat-prefill", "chat-decode"}
-    assert deployments()[0] == plain
-    assert deployments("--controller", "kvferry")[0] == {"chat-controller"}
-    spec.write_text(SPEC.replace("[role.prefill]", '[role.prefill]\ncan_be = ["decode"]'))
-    assert deployments()[0] == {"chat-controller"}
-    assert deployments("--controller", "kubernetes")[0] == plain
-    spec.write_text(spec.read_text().replace('"kvferry:0.1"', '"kvferry:0.1", gang = "volcano"'))
-    found, said = deployments()
-    assert found == plain
-    assert "in spite of role.prefill.can_be" in said
-    assert main([*asked, "--controller", "kvferry"]) == 2
-    assert main([*asked, "--controller", "kvferry", "--autoscaler", "hpa"]) == 2
-
-
-def test_the_command_with_an_autoscaler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = tmp_path / "chat.toml"
-    spec.write_text(re.sub(r"(\[role.*\])", "\\1\nmax = 3", SPEC))
-    asked = ["fleet", "render", str(spec)]
-    assert main([*asked, "--autoscaler", "keda"]) == 2
-    assert "there is no such table" in capsys.readouterr().err
-    spec.write_text(spec.read_text() + '[scale]\nttft = "2s"\nitl = "50ms"\n')
-    assert main([*asked, "--autoscaler", "hpa"]) == 0
-    said = capsys.readouterr()
-    assert {*of_kind(list(yaml.safe_load_all(said.out)), "HorizontalPodAutoscaler")} == {"chat-prefill", "chat-decode"}
-    assert "pod_monitor = true" in said.err
-    assert main(asked) == 0
-    assert not of_kind(list(yaml.safe_load_all(capsys.readouterr().out)), "HorizontalPodAutoscaler")
-    asked += ["--autoscaler", "keda"]
-    assert main([*asked, "--prometheus", "http://user:secret@p"]) == 2
-    assert main([*asked, "--chart", str(tmp_path / "chart")]) == 0
-    values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
-    assert "prometheus" not in values
-    assert main([*asked, "--prometheus", "http://prometheus:9090", "--chart", str(tmp_path / "chart")]) == 0
-    values = yaml.safe_load((tmp_path / "chart/values.yaml").read_text())
-    assert values["prometheus"] == "http://prometheus:9090"
-    assert values["autoscaling"]["decode"] == {"min": 1, "max": 3}
+    assert main(["fleet", "apply", str(spec)]) == 2
+    assert "kvferry fleet render SPEC | kubectl apply" in capsys.readouterr().err

@@ -24,8 +24,8 @@ _MARGIN_S = 30
 _GRACE_S = 15
 """Seconds for requests that a drain has left over, or that come after it."""
 _USER = 1000
-_LOOKED_AFTER_S = 60
-"""How old the file may be in which a controller says about once a second that it looks after its fleet."""
+_LOCK_AGE_S = 60
+"""Age from which on the lock file, which a controller writes to every second, counts as a sign that it hangs."""
 _NAME_LABEL, PART_LABEL, FLEET_LABEL, UNIT_LABEL = (
     "app.kubernetes.io/name", "app.kubernetes.io/component", "app.kubernetes.io/instance", "kvferry/unit",
 )  # fmt: skip
@@ -67,7 +67,7 @@ class InstancePod:
 
 
 FIRST = "0"
-ALONE = InstancePod(FIRST, "")
+SINGLE_POD = InstancePod(FIRST, "")
 LWS_LEADER, LWS_WORKER = (InstancePod(number, "$(LWS_LEADER_ADDRESS)") for number in (FIRST, "$(LWS_WORKER_INDEX)"))
 """The pods of a LeaderWorkerSet, whose controller sets these variables."""
 
@@ -86,24 +86,19 @@ class Pods:
         *,
         unit: int | None,
         group: str,
-        host: InstancePod = ALONE,
-        started_as: Role | None = None,
+        host: InstancePod = SINGLE_POD,
     ) -> Object:
-        """The template of an instance's pods, which register at `routers`; without any, who starts them tells the
-        routers. `host`: which of an instance's pods it is. `group`: of the pods that are scheduled together.
-        `started_as`: what it can do, if that is more than its role."""
-        started_as = started_as or role
+        """The template of an instance's pods, which register at `routers`. `host`: one of an instance's pods. `group`:
+        of the pods that are scheduled together."""
         container = self._container(role)
         if host.number != FIRST:
-            container["command"] = self._worker(role, started_as, host)
+            container["command"] = self._worker(role, host)
         else:
-            command = "prefill" if started_as == "prefill" else "decode"
+            command = "prefill" if role == "prefill" else "decode"
             container["command"] = ["kvferry", command, self._fleet.model]
-            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, started_as, host))
-            container |= self._instance_probes()
-            if routers:
-                container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
-                container |= self._drains(routers)
+            container["args"] = self._values.value(f"arguments.{role}", self._arguments(role, host))
+            container["env"].append({"name": variable_name("register"), "value": ",".join(routers)})
+            container |= self._instance_probes() | self._drains(routers)
             container["ports"] = [{"name": "http", "containerPort": HTTP_PORT}]
         template = self._template(role, container, unit)
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
@@ -129,51 +124,44 @@ class Pods:
         template["spec"]["terminationGracePeriodSeconds"] = self._drain_s + _MARGIN_S
         return template
 
-    def recommender(self, routers: Sequence[str], spec: str) -> Object:
-        """The template of the pod that says how many instances are needed. `spec`: the ConfigMap with the fleet's
-        file."""
-        return self._follows_spec(spec, "recommend", *(f"--router={one}" for one in routers))
-
-    def controller(self, spec: str) -> Object:
-        """The template of kvferry's controller, which follows the fleet's file in this ConfigMap, and to which the pods
-        of all members belong. The account of the same name says what it may do."""
-        template = self._follows_spec(spec, "run", f"--owner={spec}")
-        template["spec"] |= {"automountServiceAccountToken": True, "serviceAccountName": spec}
-        (container,) = template["spec"]["containers"]
+    def controller(self, name: str, routers: Sequence[str]) -> Object:
+        """The template of the controller's pods, which decides the counts of a fleet with `[scale]`. `name`: of the
+        ConfigMap with the fleet's file, and of the account that may scale its workloads."""
+        assert self._fleet.scale is not None
+        container = self._container("controller")
+        patch = [] if self._fleet.scale.recommend else ["--patch-replicas"]
+        command = ["kvferry", "fleet", "recommend", f"{_SPEC_FOLDER}/{SPEC_FILE}", *patch]
+        container["command"] = [*command, *(f"--router={url}" for url in routers)]
+        container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
         container["env"].append({"name": STATE_DIR, "value": _STATE_FOLDER})
-        # Nobody asks it anything, so that it listens nowhere; but it keeps writing into the lock of its ledger.
-        lock = f"{_STATE_FOLDER}/fleets/{self._fleet.name}/controller.lock"
-        minutes = f"-mmin -{_LOOKED_AFTER_S // 60}"
+        # It listens nowhere, but keeps writing to the lock of its ledger.
+        lock = f"{_STATE_FOLDER}/fleets/recommended/{self._fleet.name}/controller.lock"
+        minutes = f"-mmin -{_LOCK_AGE_S // 60}"
         container["livenessProbe"] = {
             "exec": {"command": ["/bin/sh", "-c", f'test -n "$(find {lock} {minutes})"']},
             "periodSeconds": 30,
             "timeoutSeconds": 10,
             "failureThreshold": 4,
         }
-        return template
-
-    def _follows_spec(self, spec: str, command: str, *arguments: str) -> Object:
-        """The template of a pod that runs this command of `kvferry fleet`."""
-        container = self._container("controller")
-        container["command"] = ["kvferry", "fleet", command, f"{_SPEC_FOLDER}/{SPEC_FILE}", *arguments]
-        container["volumeMounts"].append({"name": "spec", "mountPath": _SPEC_FOLDER, "readOnly": True})
         template = self._template("controller", container, None)
-        template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": spec}})
+        template["spec"]["volumes"].append({"name": "spec", "configMap": {"name": name}})
+        if patch:
+            template["spec"] |= {"automountServiceAccountToken": True, "serviceAccountName": name}
         return template
 
-    def _worker(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+    def _worker(self, role: Role, host: InstancePod) -> list[str]:
         """The command of a further pod of an instance, which answers nobody."""
         if self._fleet.engine.kind == "kvferry":
             return ["kvferry", "rank", f"{host.leader}:{RANKS_PORT}"]
-        return _vllm_worker(self._fleet, role, started_as, host)
+        return _vllm_worker(self._fleet, role, host)
 
-    def _arguments(self, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+    def _arguments(self, role: Role, host: InstancePod) -> list[str]:
         engine, one = self._fleet.engine, self._fleet.role.get(role)
         arguments = [
             "--host=$(POD_IP)",
             f"--port={HTTP_PORT}",
             f"--grace-s={_GRACE_S}",
-            f"--kv-transfer-config={transfer_config(engine.connectors, started_as)}",
+            f"--kv-transfer-config={transfer_config(engine.connectors, role)}",
         ]
         ranks, more = (one.tensor_parallel_size, one.args) if one is not None else (1, ())
         if engine.kind == "kvferry":
@@ -305,11 +293,6 @@ def token_secret(fleet: DesiredFleet) -> str:
     return kubernetes_of(fleet).token_secret or f"{fleet.name}-token"
 
 
-def ranks_service(fleet: DesiredFleet) -> str:
-    """The name of the Service through which the pods of one instance find its first."""
-    return f"{fleet.name}-ranks"
-
-
 def transfer_config(connectors: Sequence[str], role: Role) -> str:
     """`--kv-transfer-config` of an instance in a pod, which is reached at the pod's address."""
     reached: Mapping[str, Any] = {"kv_ip": "$(POD_IP)", "kv_port": KV_PORT}
@@ -333,10 +316,10 @@ def _vllm_arguments(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[
     return arguments
 
 
-def _vllm_worker(fleet: DesiredFleet, role: Role, started_as: Role, host: InstancePod) -> list[str]:
+def _vllm_worker(fleet: DesiredFleet, role: Role, host: InstancePod) -> list[str]:
     """vLLM's own command for further ranks of an instance."""
-    role_of_kv = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[started_as]
-    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, started_as)) | {"kv_role": role_of_kv}
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role]
+    transfer = msgspec.json.decode(transfer_config(fleet.engine.connectors, role)) | {"kv_role": kv_role}
     python = fleet.engine.python or "python3"
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", fleet.model, "--headless"]
     command.append(f"--kv-transfer-config={msgspec.json.encode(transfer).decode()}")

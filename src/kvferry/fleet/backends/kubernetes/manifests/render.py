@@ -1,34 +1,25 @@
 """A fleet as objects of Kubernetes: `kvferry fleet render`. Pure: the spec in, objects out.
 
-    pooling   each role is a Deployment, or a LeaderWorkerSet where an instance has several pods; or all roles are one
-              DisaggregatedSet
+    pooling   each role is a Deployment, or a LeaderWorkerSet where an instance has several pods
     replica   each unit has objects of its own, and routers of its own, so that hand-offs stay within it
-    [scale]   a Deployment that says how many instances are needed, and autoscalers that follow it (`autoscaling`)
-
-Or kvferry's own controller makes the pods, and only that and what it needs is written (`controller`).
+    [scale]   a controller that decides how many instances there are, and scales these objects (`controller_objects`)
 
 Routers have names of their own (a StatefulSet), because every instance registers at each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.core.errors import ConfigError
-from kvferry.fleet.backends.kubernetes.manifests.autoscaling import NOT_SCALED, Autoscaling, autoscaler, bounded
-from kvferry.fleet.backends.kubernetes.manifests.controller_objects import (
-    controller_objects,
-    require_plain_pods,
-    spec_text,
-)
+from kvferry.fleet.backends.kubernetes.manifests.controller_objects import LWS, controller_objects, workload_of
 from kvferry.fleet.backends.kubernetes.manifests.pod_templates import (
-    ALONE,
     FLEET_LABEL,
     HTTP_PORT,
     LWS_LEADER,
     LWS_WORKER,
-    SPEC_FILE,
+    SINGLE_POD,
     InstancePod,
     Object,
     Pods,
@@ -36,41 +27,22 @@ from kvferry.fleet.backends.kubernetes.manifests.pod_templates import (
     labels_of,
     member_roles,
     pod_of,
-    ranks_service,
     token_secret,
 )
 from kvferry.fleet.backends.kubernetes.manifests.values import Values
 from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, seconds
 
-_LWS, _SET, _MONITOR = "leaderworkerset.x-k8s.io/v1", "disaggregatedset.x-k8s.io/v1", "monitoring.coreos.com/v1"
+_MONITOR = "monitoring.coreos.com/v1"
 _VOLCANO, _SCHEDULING = "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/v1beta1"
 _PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
 """The label that Prometheus' operator gives the pods which a PodMonitor tells whom to ask."""
 
 
-def render(fleet: DesiredFleet, values: Values, token: str = "", autoscaling: Autoscaling = NOT_SCALED) -> list[Object]:
-    """All objects of a fleet whose pods Kubernetes' own controllers make. `token`: KVFERRY_AUTH_TOKEN for the Secret,
-    which is left out without it. `autoscaling`: as `chosen`. Raises `ConfigError` for what pods cannot do."""
+def render(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
+    """All objects of a fleet. `token`: KVFERRY_AUTH_TOKEN for the Secret, which is left out without it. Raises
+    `ConfigError` for a fleet that cannot be pods."""
     check(fleet)
-    return [*_Rendering(fleet, values, autoscaling).objects(token)]
-
-
-def render_controller(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
-    """kvferry's controller, which makes the pods, and what pods need beside them. `token`: as for `render`. Raises
-    `ConfigError` for what it cannot do."""
-    check(fleet)
-    require_plain_pods(fleet)
-    return [*_Rendering(fleet, values).controlled(token)]
-
-
-def support(fleet: DesiredFleet, values: Values, token: str = "") -> list[Object]:
-    """What pods that are made one by one need beside them, but for their budgets. `token`: as for `render`."""
-    return [*_Rendering(fleet, values).beside_plain_pods(token)]
-
-
-def budgets(fleet: DesiredFleet, values: Values, counts: Mapping[str, int]) -> list[Object]:
-    """The PodDisruptionBudgets of pods that are made one by one. `counts`: of each role, how many there are."""
-    return [*_Rendering(fleet, values).disruption_budgets(counts)]
+    return [*_Rendering(fleet, values).objects(token)]
 
 
 def check(fleet: DesiredFleet) -> None:
@@ -102,8 +74,21 @@ def check(fleet: DesiredFleet) -> None:
                 f"{where}: of kvferry's engine, each rank has a pod of its own, and role.{role}.tensor_parallel_size is"
                 f" {wanted.tensor_parallel_size}"
             )
-    if kubernetes.disaggregated_set and (fleet.unit is not None or len(fleet.role) < 2):
-        raise ConfigError('backend.kubernetes.disaggregated_set is for mode = "pooling" with two roles or more')
+    _require_plain_workloads(fleet)
+
+
+def _require_plain_workloads(fleet: DesiredFleet) -> None:
+    """Raise `ConfigError` for keys of fleets whose members kvferry starts itself."""
+    for role, spec in fleet.role.items():
+        if spec.can_be:
+            raise ConfigError(
+                f"role.{role}.can_be: a pod keeps the role of its Deployment; leave can_be out, and [scale] starts and"
+                " ends pods instead"
+            )
+    if fleet.unit is not None and fleet.failure.restart == "unit":
+        raise ConfigError('failure.restart = "unit": Kubernetes restarts the pod that failed; leave it out')
+    if fleet.unit is not None and fleet.scale is not None:
+        raise ConfigError('[scale] is for mode = "pooling" on Kubernetes; set unit.count and render again')
 
 
 @dataclass(frozen=True)
@@ -116,59 +101,30 @@ class _Part:
 
 
 class _Rendering:
-    def __init__(self, fleet: DesiredFleet, values: Values, autoscaling: Autoscaling = NOT_SCALED) -> None:
+    def __init__(self, fleet: DesiredFleet, values: Values) -> None:
         self._fleet, self._values, self._kubernetes = fleet, values, kubernetes_of(fleet)
-        self._autoscaling = autoscaling
         self._pods = Pods(fleet, values)
 
     def objects(self, token: str) -> Iterator[Object]:
-        yield from self.support(token)
-        yield from self.disruption_budgets(None)
+        yield from self._support(token)
+        yield from self._disruption_budgets()
         for part in self._parts():
             yield from self._routers(part)
             yield from self._instances(part)
             if self._kubernetes.gang != "none":
                 yield self._pod_group(part)
-            if self._fleet.scale is not None and part.unit is None:
-                yield from self._scaled(part)
-
-    def controlled(self, token: str) -> Iterator[Object]:
-        yield from self.beside_plain_pods(token)
-        for version, kind, name, content in controller_objects(self._fleet, self._values):
-            yield self._object(version, kind, name, more=content)
-
-    def beside_plain_pods(self, token: str) -> Iterator[Object]:
-        yield from self.support(token)
-        if any(one.hosts > 1 for one in self._kubernetes.pod.values()):
-            yield self._service(ranks_service(self._fleet), labels_of(self._fleet), headless=True)
-
-    def _scaled(self, part: _Part) -> Iterator[Object]:
-        """The objects that say how many instances are needed, and those that have Kubernetes start them."""
-        spec = {SPEC_FILE: spec_text(bounded(self._fleet), self._values)}
-        yield self._object("v1", "ConfigMap", f"{part.name}-controller", more={"data": spec})
-        deployment = {
-            "replicas": 1,
-            "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": labels_of(self._fleet, "controller")},
-            "template": self._pods.recommender(self._router_urls(part), f"{part.name}-controller"),
-        }
-        yield self._object("apps/v1", "Deployment", f"{part.name}-controller", deployment)
-        if self._is_autoscaled:
-            for role in part.counts:
-                name = f"{part.name}-{role}"
-                target = (*self._kind_of(role), name)
-                version, kind, spec_of = autoscaler(self._fleet, self._values, role, self._autoscaling, target)
-                yield self._object(version, kind, name, spec_of)
+            if self._fleet.scale is not None:
+                for version, kind, name, content in controller_objects(
+                    self._fleet, self._values, self._router_urls(part)
+                ):
+                    yield self._object(version, kind, name, more=content)
 
     @property
-    def _is_autoscaled(self) -> bool:
-        return self._autoscaling.kind != "none"
+    def _is_scaled(self) -> bool:
+        """True if the controller sets the counts of instances."""
+        return self._fleet.scale is not None and not self._fleet.scale.recommend
 
-    def _kind_of(self, role: Role) -> tuple[str, str]:
-        """Version and kind of what has the instances of a role."""
-        return (_LWS, "LeaderWorkerSet") if pod_of(self._fleet, role).hosts > 1 else ("apps/v1", "Deployment")
-
-    def support(self, token: str) -> Iterator[Object]:
+    def _support(self, token: str) -> Iterator[Object]:
         fleet = self._fleet
         if self._kubernetes.token_secret is None and (token or self._values.chart):
             secret = {"type": "Opaque", "stringData": {"token": self._values.secret("token", token)}}
@@ -202,14 +158,10 @@ class _Rendering:
         return [f"http://{part.name}-router-{number}.{part.name}-routers:{HTTP_PORT}" for number in numbers]
 
     def _instances(self, part: _Part) -> Iterator[Object]:
-        if self._kubernetes.disaggregated_set:
-            roles = [{"name": role, "spec": self._leader_worker_set(part, role)} for role in part.counts]
-            yield self._object(_SET, "DisaggregatedSet", part.name, {"roles": roles})
-            return
         for role in part.counts:
-            version, kind = self._kind_of(role)
-            spec = (self._leader_worker_set if version == _LWS else self._deployment)(part, role)
-            yield self._object(version, kind, f"{part.name}-{role}", spec)
+            version, kind, name = workload_of(self._fleet, role)
+            spec = (self._leader_worker_set if version == LWS else self._deployment)(part, role)
+            yield self._object(version, kind, name if part.unit is None else f"{part.name}-{role}", spec)
 
     def _deployment(self, part: _Part, role: Role) -> Object:
         roll = self._fleet.roll
@@ -227,11 +179,13 @@ class _Rendering:
         }
 
     def _leader_worker_set(self, part: _Part, role: Role) -> Object:
-        hosts, roll = pod_of(self._fleet, role).hosts, self._fleet.roll
-        pods: Object = {"size": hosts, "restartPolicy": "RecreateGroupOnPodRestart"}
-        if hosts > 1:
-            pods["leaderTemplate"] = self._template(part, role, LWS_LEADER)
-        pods["workerTemplate"] = self._template(part, role, LWS_WORKER if hosts > 1 else ALONE)
+        roll = self._fleet.roll
+        pods: Object = {
+            "size": pod_of(self._fleet, role).hosts,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": self._template(part, role, LWS_LEADER),
+            "workerTemplate": self._template(part, role, LWS_WORKER),
+        }
         return {
             **self._replicas(part, role),
             "rolloutStrategy": {
@@ -241,17 +195,17 @@ class _Rendering:
             "leaderWorkerTemplate": pods,
         }
 
-    def _template(self, part: _Part, role: Role, host: InstancePod = ALONE) -> Object:
+    def _template(self, part: _Part, role: Role, host: InstancePod = SINGLE_POD) -> Object:
         return self._pods.instance(role, self._router_urls(part), unit=part.unit, group=part.name, host=host)
 
     def _replicas(self, part: _Part, role: Role) -> Object:
-        """How many, unless an autoscaler decides, whose count would be taken back each time that this is applied."""
-        return {} if self._is_autoscaled else {"replicas": self._values.value(f"replicas.{role}", part.counts[role])}
+        """The count, unless the controller sets it: applying the manifests again would undo its decision."""
+        return {} if self._is_scaled else {"replicas": self._values.value(f"replicas.{role}", part.counts[role])}
 
     def _pod_group(self, part: _Part) -> Object:
         """All instances of a part start together or not at all; those that a roll starts later join them."""
         counts = dict(part.counts)
-        if self._is_autoscaled:
+        if self._is_scaled:
             counts = {role: max(1, self._fleet.role[role].min) for role in counts}
         least = sum(count * pod_of(self._fleet, role).hosts for role, count in counts.items())
         if self._kubernetes.gang == "volcano":
@@ -271,14 +225,11 @@ class _Rendering:
             spec |= {"clusterIP": "None", "publishNotReadyAddresses": True}
         return self._object("v1", "Service", name, spec)
 
-    def disruption_budgets(self, counts: Mapping[str, int] | None) -> Iterator[Object]:
-        """Budgets that let one pod of each role at a time be moved off its node. Kubernetes knows only of Deployments
-        and their like how many there are to be; for plain pods, it is told."""
-        fleet = self._fleet
-        for role in member_roles(fleet):
-            bound = {"maxUnavailable": 1} if counts is None else {"minAvailable": max(0, counts.get(role, 0) - 1)}
-            spec = {**bound, "selector": {"matchLabels": labels_of(fleet, role)}}
-            yield self._object("policy/v1", "PodDisruptionBudget", f"{fleet.name}-{role}", spec)
+    def _disruption_budgets(self) -> Iterator[Object]:
+        """Budgets that let one pod of each role at a time be moved off its node."""
+        for role in member_roles(self._fleet):
+            spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels_of(self._fleet, role)}}
+            yield self._object("policy/v1", "PodDisruptionBudget", f"{self._fleet.name}-{role}", spec)
 
     def _network_policies(self) -> Iterator[Object]:
         """Instances are reached by routers and by each other, routers by clients and instances; nothing else is."""
@@ -294,7 +245,7 @@ class _Rendering:
         spec = {
             "podSelector": instances,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [router, controller], "ports": http}, {"from": [{"podSelector": instances}]}],
+            "ingress": [{"from": [router], "ports": http}, {"from": [{"podSelector": instances}]}],
         }
         yield self._object("networking.k8s.io/v1", "NetworkPolicy", f"{fleet.name}-instances", spec)
         clients = self._kubernetes.clients_from

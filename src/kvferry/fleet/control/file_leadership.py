@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.clock import SYSTEM_CLOCK
+from kvferry.fleet.control.leadership import Leadership
 from kvferry.fleet.processes.start_time import started_at
 
 BEAT_S = 1.0
@@ -24,7 +25,7 @@ HUNG_S = 20.0
 """Seconds after which a controller that has not looked after its fleet counts as hung."""
 
 
-class LeaseHolder(msgspec.Struct, frozen=True):
+class LeaderRecord(msgspec.Struct, frozen=True):
     """The controller that acts. `started`: as in `started_at`. `beat`: when it was last seen, in seconds of the
     monotonic clock, which all processes of a machine share. `follows`: it has the fleet be as a file says."""
 
@@ -54,33 +55,50 @@ class LeaseHolder(msgspec.Struct, frozen=True):
                 os.close(descriptor)
 
 
-class Lease:
-    """The right, until `close` or the end of this process."""
+class FileLeadership(Leadership):
+    """The lock on the file at `path`, until `close` or the end of this process. `follows`: as in `LeaderRecord`."""
 
-    def __init__(self, descriptor: int, *, follows: bool = False) -> None:
-        self._descriptor, self._follows = descriptor, follows
-        self._started = started_at(os.getpid())
-        self.say()
+    def __init__(self, path: Path, *, follows: bool = False) -> None:
+        self._path, self._follows = path, follows
+        self._descriptor, self._started = -1, started_at(os.getpid())
 
-    @classmethod
-    def take(cls, path: Path, *, follows: bool = False) -> Lease | None:
-        """None: another controller has it. `follows`: as in `LeaseHolder`. Raises `OSError`."""
-        descriptor = locked(path)
-        return None if descriptor is None else cls(descriptor, follows=follows)
+    @property
+    def is_held(self) -> bool:
+        """True if this process has the lock."""
+        return self._descriptor >= 0
 
-    def say(self) -> None:
-        """Say that this process looks after the fleet. Always as many bytes in the same place, so that a full disk
-        has room for them."""
+    def try_lock(self) -> bool:
+        """Lock the file; False: another controller has it. Raises `OSError`."""
+        if not self.is_held and (descriptor := locked(self._path)) is not None:
+            self._descriptor = descriptor
+            self.write()
+        return self.is_held
+
+    async def try_acquire(self) -> bool:
+        """As `try_lock`, which does not block."""
+        return self.try_lock()
+
+    def write(self) -> None:
+        """Write that this process manages the fleet. Always as many bytes at the same offset, so that a full disk has
+        room for them."""
         now = round(SYSTEM_CLOCK.monotonic(), 3)
-        text = msgspec.json.encode(LeaseHolder(os.getpid(), self._started, now, self._follows))
+        text = msgspec.json.encode(LeaderRecord(os.getpid(), self._started, now, self._follows))
         with suppress(OSError):
             os.pwrite(self._descriptor, text.ljust(128), 0)
 
     async def heartbeat(self) -> None:
-        """Say so again and again, for as long as this process's event loop turns."""
-        while True:
-            self.say()
+        """Write it again and again, for as long as this process's event loop turns."""
+        while self.is_held:
+            self.write()
             await asyncio.sleep(BEAT_S)
+
+    async def release(self) -> None:
+        """Let another controller act."""
+        self.close()
+
+    async def remove(self) -> None:
+        """Release it: the file goes with its folder."""
+        self.close()
 
     def close(self) -> None:
         """Let another controller act."""
@@ -101,12 +119,12 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def holder(path: Path) -> LeaseHolder | None:
+def holder(path: Path) -> LeaderRecord | None:
     """The controller that has the right; None: nobody has it, or it has not said yet who it is."""
     if not is_held(path):
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
+        return msgspec.json.decode(path.read_bytes(), type=LeaderRecord)
     except (OSError, ValueError):
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvferry.core.clock import boot_time
 from kvferry.fleet.backends.ray.connection import answer, in_thread
 from kvferry.fleet.backends.ray.priority import reset_priority
-from kvferry.fleet.control.fleet_lease import TAKEN_S, FleetLease, LeaseUnknown
+from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
 
 _START_S, _ASK_S = 30.0, 5.0
 """How long the actor may take to start, and to answer."""
@@ -47,16 +47,26 @@ class LeaseActor:
             self._holder = ""
 
 
-class RayLease(FleetLease):
-    """Owns the handle of the actor. `name` and `namespace`: of the actor; `me`: of this controller."""
+class RayLeadership(TimedLeadership):
+    """Owns the handle of the actor. `name` and `namespace`: of the actor; `me`: identity of this controller. `connect`
+    is awaited before the actor is first looked for."""
 
-    def __init__(self, name: str, namespace: str, me: str, clock: Callable[[], float] = boot_time) -> None:
+    def __init__(
+        self,
+        name: str,
+        namespace: str,
+        me: str,
+        clock: Callable[[], float] = boot_time,
+        connect: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__(clock)
-        self._name, self._namespace, self._me = name, namespace, me
+        self._name, self._namespace, self._me, self._connect = name, namespace, me, connect
         self._actor: Any = None
 
-    async def try_to_take(self) -> bool:
-        """Take or renew it; False: somebody else has it."""
+    async def try_acquire(self) -> bool:
+        """Acquire or renew it; False: another controller has it."""
+        if self._connect is not None:
+            await self._connect()
         try:
             if self._actor is None:
                 self._actor = await in_thread(self._find, _ASK_S)
@@ -66,28 +76,29 @@ class RayLease(FleetLease):
         except (RayError, TimeoutError, ValueError) as error:
             if isinstance(error, RayError):
                 self._actor = None  # it may have been killed
-            raise LeaseUnknown(str(error) or type(error).__name__) from error
+            raise LeadershipUnknown(str(error) or type(error).__name__) from error
         if self.holder == self._me:
-            self._is_renewed(begun)
+            self._renewed(begun)
         else:
-            self._is_lost()
+            self._lost()
         return self.is_held
 
     async def renew(self) -> None:
-        """Take it again, if it is still held."""
+        """Acquire it again, if it is still held."""
         if self.is_held:
-            await self.try_to_take()
+            await self.try_acquire()
 
-    async def give_up(self) -> None:
+    async def release(self) -> None:
         """Let another controller act at once."""
-        if self.is_held and self._actor is not None:
-            self._is_lost()
+        was_held = self.is_held
+        await self._stop()
+        if was_held and self._actor is not None:
             with suppress(RayError, TimeoutError):
                 await answer(self._actor.give_up.remote(self._me), _ASK_S)
 
     async def remove(self) -> None:
         """End the actor, as the fleet has ended."""
-        self._is_lost()
+        await self._stop()
         if self._actor is not None:
             actor, self._actor = self._actor, None
             with suppress(RayError, TimeoutError):

@@ -15,15 +15,16 @@ import msgspec
 import pytest
 
 from kvferry.core.clock import SYSTEM_CLOCK
-from kvferry.fleet.control.lease import HUNG_S, Lease, LeaseHolder, holder, is_held, locked
+from kvferry.fleet.control.file_leadership import HUNG_S, FileLeadership, LeaderRecord, holder, is_held, locked
 from kvferry.fleet.processes.start_time import started_at
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from kvferry.fleet.control.lease import Lease
-lease = Lease.take(Path(sys.argv[1]))
-print(lease is not None, flush=True)
+from kvferry.fleet.control.file_leadership import FileLeadership
+lease = FileLeadership(Path(sys.argv[1]))
+lease.try_lock()
+print(lease.is_held, flush=True)
 time.sleep(600)
 """
 
@@ -45,14 +46,14 @@ def another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_who_has_it_says_who_it_is(path: Path) -> None:
-    lease = Lease.take(path)
-    assert lease is not None
+    lease = FileLeadership(path)
+    assert lease.try_lock()
     found = holder(path)
     assert found is not None
     assert (found.pid, found.started) == (os.getpid(), started_at(os.getpid()))
     assert not found.hangs
     before = path.read_bytes()
-    lease.say()
+    lease.write()
     later = holder(path)
     assert later is not None
     assert later.beat >= found.beat
@@ -60,13 +61,13 @@ def test_who_has_it_says_who_it_is(path: Path) -> None:
     lease.close()
     assert holder(path) is None
     lease.close()  # twice is once
-    lease.say()
+    lease.write()
 
 
 def test_who_looks_takes_nothing_away(path: Path) -> None:
     """Several commands look at the same time, and none takes another for a controller."""
-    lease = Lease.take(path)
-    assert lease is not None
+    lease = FileLeadership(path)
+    assert lease.try_lock()
     lease.close()
     with ThreadPoolExecutor(8) as pool:
         assert not any(pool.map(lambda _: is_held(path), range(400)))
@@ -80,11 +81,11 @@ def test_who_looks_makes_nothing(path: Path) -> None:
 
 def test_the_end_of_a_process_is_the_end_of_its_right(path: Path) -> None:
     with another_process(path) as process:
-        assert Lease.take(path) is None
+        assert not FileLeadership(path).try_lock()
         process.kill()
         process.wait()
-        lease = Lease.take(path)
-    assert lease is not None
+        lease = FileLeadership(path)
+        assert lease.try_lock()
     lease.close()
 
 
@@ -103,19 +104,19 @@ def test_a_process_that_hangs_is_ended(path: Path) -> None:
 
 def test_a_process_that_has_its_number_by_now_is_left_alone(path: Path) -> None:
     with another_process(path) as process:
-        LeaseHolder(process.pid, started_at(process.pid) - 1, beat=0.0).kill()
-        LeaseHolder(2**22 + 1, 1, beat=0.0).kill()  # there is none
+        LeaderRecord(process.pid, started_at(process.pid) - 1, beat=0.0).kill()
+        LeaderRecord(2**22 + 1, 1, beat=0.0).kill()  # there is none
         assert process.poll() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"pid": "x"}', b"\xff" * 300])
 def test_a_file_that_says_nothing(path: Path, content: bytes) -> None:
-    lease = Lease.take(path)
-    assert lease is not None
+    lease = FileLeadership(path)
+    assert lease.try_lock()
     path.write_bytes(content)
     assert holder(path) is None
     assert is_held(path)
-    lease.say()
+    lease.write()
     assert (holder(path) is None) == (len(content) > 128)
     lease.close()
 

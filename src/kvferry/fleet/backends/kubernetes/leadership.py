@@ -1,0 +1,126 @@
+"""The right to scale a fleet as a Lease of the cluster (coordination.k8s.io/v1), which the manifests contain.
+
+Others wait, by their own clocks, from when they saw the Lease change last. A change names the version that it was made
+for, so that one of two succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from kvferry.core.clock import SYSTEM_CLOCK, boot_time
+from kvferry.core.errors import ConfigError
+from kvferry.fleet.backends.kubernetes.cluster import Cluster, ClusterError, Object
+from kvferry.fleet.control.leadership import TAKEN_S, LeadershipUnknown, TimedLeadership
+
+logger = logging.getLogger(__name__)
+
+LEASE = ("coordination.k8s.io/v1", "Lease")
+_MAX_S = 600.0
+"""The longest wait for a holder, whatever duration it wrote."""
+_CONFLICT, _NOT_ALLOWED = 409, (401, 403)
+
+
+class KubernetesLeadership(TimedLeadership):
+    """Owns the version of the Lease that this process has seen. `name`: of the object."""
+
+    def __init__(self, cluster: Cluster, name: str, clock: Callable[[], float] = boot_time) -> None:
+        super().__init__(clock)
+        self._cluster, self.name = cluster, name
+        self.me = f"{socket.gethostname()[:200]}_{uuid.uuid4().hex[:12]}"
+        self._seen = ("", 0.0)
+        """The Lease's version, and since when it has had it."""
+
+    async def try_acquire(self) -> bool:
+        """Take it if nobody has it; False: somebody has."""
+        begun = self._clock()
+        with _refusals():
+            spec, version = await self._read()
+            self.holder = spec.get("holderIdentity") or ""
+            if self.holder not in ("", self.me) and not self._has_expired(spec, version):
+                return False
+            return await self._change(begun, version, transitions=_number(spec.get("leaseTransitions")) + 1)
+
+    async def _read(self) -> tuple[Object, str]:
+        """The Lease's spec and version. Raises `ClusterError`."""
+        lease = await self._cluster.read(*LEASE, self.name)
+        return lease.get("spec") or {}, lease["metadata"].get("resourceVersion", "")
+
+    def _has_expired(self, spec: Object, version: str) -> bool:
+        """True if its holder has had the time to renew it, and did not."""
+        now = self._clock()
+        if self._seen[0] != version:
+            self._seen = (version, now)
+        duration_s = min(max(_number(spec.get("leaseDurationSeconds")), TAKEN_S), _MAX_S)
+        return now - self._seen[1] >= duration_s
+
+    async def renew(self) -> None:
+        """Renew it once."""
+        begun = self._clock()
+        if not self.is_held:
+            return
+        with _refusals():
+            spec, version = await self._read()
+            self.holder = spec.get("holderIdentity") or ""
+            if self.holder != self.me:
+                self._lost()
+                return
+            await self._change(begun, version, transitions=None)
+
+    async def release(self) -> None:
+        """Let another controller act at once; if the API server does not answer, it has to wait."""
+        was_held = self.is_held
+        await self._stop()
+        if not was_held:
+            return
+        try:
+            spec, version = await self._read()
+            if spec.get("holderIdentity") == self.me:
+                released = {"holderIdentity": "", "leaseDurationSeconds": 1}
+                changes = {"metadata": {"resourceVersion": version}, "spec": released}
+                await self._cluster.patch(*LEASE, self.name, changes)
+        except ClusterError as error:
+            logger.debug("the next controller has to wait: %s", error)
+
+    async def remove(self) -> None:
+        """Leave the Lease, which goes with the manifests."""
+        await self.release()
+
+    async def _change(self, begun: float, version: str, *, transitions: int | None) -> bool:
+        """Hold it, if it still has this version. `transitions`: how often it has changed its holder; None: it has
+        not."""
+        now = datetime.fromtimestamp(SYSTEM_CLOCK.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec: dict[str, Any] = {"holderIdentity": self.me, "leaseDurationSeconds": int(TAKEN_S), "renewTime": now}
+        if transitions is not None:
+            spec |= {"acquireTime": now, "leaseTransitions": transitions}
+        try:
+            changes = {"metadata": {"resourceVersion": version}, "spec": spec}
+            await self._cluster.patch(*LEASE, self.name, changes)
+        except ClusterError as error:
+            if error.status != _CONFLICT:
+                raise
+            return False
+        self.holder = self.me
+        self._renewed(begun)
+        return True
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise `ConfigError` for what the API server does not allow, and `LeadershipUnknown` where it does not answer."""
+    try:
+        yield
+    except ClusterError as error:
+        raise (ConfigError if error.status in _NOT_ALLOWED else LeadershipUnknown)(
+            f"backend.kubernetes: {error}"
+        ) from error
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0

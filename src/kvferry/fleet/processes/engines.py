@@ -1,0 +1,224 @@
+"""The engines of a fleet's instances: kvferry's own, vLLM's servers, SGLang's. Each makes the process of one instance.
+
+A further engine is a class with the methods of `InstanceEngine`, and a line in `LocalRecipe`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.registration import Role as RegistrationRole
+from kvferry.core.settings import environment
+from kvferry.engine.config import EngineConfig
+from kvferry.engine.server.registrar import make_registrar
+from kvferry.fleet.processes.cpu import Cores, thread_variables
+from kvferry.fleet.processes.process import PROGRAM, ProcessSpec
+from kvferry.fleet.processes.sglang import check_sglang, sglang_server
+from kvferry.fleet.processes.vllm.instances import InstancePlace, VllmInstances
+from kvferry.fleet.processes.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm.resources import device_variables
+from kvferry.fleet.spec.arguments import overridden, to_arguments, variable_name
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, Role, RoleSpec
+from kvferry.fleet.spec.kv_transfer import DEFAULT, InstanceRole, transfer_for_member
+from kvferry.fleet.spec.settings import InstanceSpec, Listen
+from kvferry.http.server.config import HttpAccess
+from kvferry.observe.logs import INSTANCE_VARIABLE, TEXT, LogConfig
+
+TOKEN_VARIABLE = environment.AUTH_TOKEN
+"""The shared secret is passed in the environment, because everyone on the machine can read command lines."""
+
+_VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstancePlacement:
+    """One instance to start. `number`: unique among the members. `started_as`: `role`, or both if it can change.
+    `settings`: of its role. `devices`: variables of the devices that a cluster's scheduler gave it."""
+
+    name: str
+    role: Role
+    started_as: InstanceRole
+    number: int
+    cores: Cores
+    num_threads: int
+    listen: Listen
+    settings: RoleSpec
+    devices: Mapping[str, str] = field(default_factory=dict)
+    node: str = ""
+    """Address of its node of a cluster; empty: this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings:
+    """Settings of all instances of a fleet, whatever their engine. `hands_off`: they move KV, as behind routers."""
+
+    instances: InstanceSpec
+    hands_off: bool
+    log: LogConfig = TEXT
+    tls_ca: Path | None = None
+    token: str = field(default="", repr=False)
+    hidden: frozenset[str] = frozenset()
+    """Environment variables that instances do not inherit."""
+
+
+class InstanceEngine(Protocol):
+    """What runs the model on the instances of a fleet."""
+
+    @property
+    def shared(self) -> SharedSettings:
+        """Settings that do not depend on the engine."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for settings with which no instance can start."""
+
+    def process(self, placement: InstancePlacement) -> ProcessSpec:
+        """The process of an instance. Raises `ConfigError`."""
+
+    def require_registrable(self, role: RegistrationRole) -> None:
+        """Raise `ConfigError` if an instance cannot do what it registers for."""
+
+
+def process(engine: InstanceEngine, placement: InstancePlacement) -> ProcessSpec:
+    """The process of an instance, which the backend registers at the routers of `--register` unless it does so itself.
+    Raises `ConfigError`."""
+    spec, shared = engine.process(placement), engine.shared
+    if spec.foreign is None:
+        return spec
+    registrar = make_registrar(
+        shared.instances.register,
+        placement.role,
+        url=shared.instances.advertise_url,
+        host=placement.listen.host,
+        ca=shared.tls_ca,
+        bootstrap_port=spec.bootstrap_port,
+    )
+    if registrar is not None:
+        engine.require_registrable(registrar.role)
+    return replace(spec, registrar=registrar)
+
+
+@dataclass(frozen=True)
+class OwnEngine:
+    """kvferry's own engine, which is forked where possible."""
+
+    shared: SharedSettings
+    engine: EngineConfig
+
+    def check(self) -> None:
+        """Does nothing: `EngineConfig` has checked its settings."""
+
+    def process(self, placement: InstancePlacement) -> ProcessSpec:
+        """`kvferry serve`, `prefill` or `decode`."""
+        shared, role, settings = self.shared, placement.settings, self.engine
+        secrets = {TOKEN_VARIABLE: shared.token}
+        if shared.hands_off or shared.instances.kv_transfer_config:
+            text = transfer_for_member(
+                shared.instances.kv_transfer_config or DEFAULT,
+                placement.started_as,
+                placement.name,
+                placement.number,
+                placement.node,
+            )
+            secrets[variable_name("kv_transfer_config")] = text  # the URLs of stores in it may have passwords
+        if role.tensor_parallel_size > 1:
+            settings = replace(settings, tensor_parallel_size=role.tensor_parallel_size)
+        arguments = (
+            *to_arguments(settings, without=("model",)),
+            *to_arguments(shared.instances, without=("kv_transfer_config",)),
+            *to_arguments(placement.listen),
+            *to_arguments(HttpAccess(tls_ca=shared.tls_ca)),
+            *to_arguments(shared.log),
+        )
+        command = "serve" if placement.started_as == "both" else placement.started_as
+        return ProcessSpec(
+            name=placement.name,
+            command=(*PROGRAM, command, settings.model, *overridden(arguments, role.args)),
+            environment={**thread_variables(placement.num_threads), **secrets, INSTANCE_VARIABLE: placement.name},
+            hidden=shared.hidden,
+            forks=True,
+        )
+
+    def require_registrable(self, role: RegistrationRole) -> None:
+        """Does nothing: an instance registers itself, and checks that."""
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """vLLM's servers."""
+
+    shared: SharedSettings
+    servers: VllmInstances
+
+    def check(self) -> None:
+        """Does nothing: `VllmInstances` has checked its settings."""
+
+    def process(self, placement: InstancePlacement) -> ProcessSpec:
+        """`vllm serve`, with a bootstrap port where its connector needs one."""
+        ranks = placement.settings.tensor_parallel_size
+        place = InstancePlace(
+            role=placement.started_as,
+            name=placement.name,
+            index=placement.number,
+            host=placement.listen.host,
+            port=placement.listen.port,
+            cores=placement.cores,
+            num_threads=placement.num_threads,
+            environment={TOKEN_VARIABLE: self.shared.token, **self._log_level(), **placement.devices},
+            hidden=self.shared.hidden,
+            arguments=(*(() if ranks == 1 else (f"--tensor-parallel-size={ranks}",)), *placement.settings.args),
+            node=placement.node,
+        )
+        has_bootstrap = self.servers.has_bootstrap and placement.role == "prefill"
+        bootstrap_port = free_ports(1)[0] if has_bootstrap else None
+        return replace(self.servers.process(place, bootstrap_port or 0), bootstrap_port=bootstrap_port)
+
+    def require_registrable(self, role: RegistrationRole) -> None:
+        """Raise `ConfigError` if a `kv_role` keeps a server from what it registers for."""
+        self.servers.require_registrable(role)
+
+    def _log_level(self) -> dict[str, str]:
+        """The variable of vLLM's log level, unless the user has set it."""
+        log = self.shared.log
+        return {} if _VLLM_LOG_LEVEL in os.environ or log == TEXT else {_VLLM_LOG_LEVEL: log.log_level.upper()}
+
+
+@dataclass(frozen=True)
+class SglangEngine:
+    """SGLang's servers."""
+
+    shared: SharedSettings
+    fleet: DesiredFleet
+
+    def check(self) -> None:
+        """Raise `ConfigError` for flags that kvferry sets, and for a Python without SGLang."""
+        engine = self.fleet.engine
+        check_sglang(engine, (*engine.args, *(flag for role in self.fleet.role.values() for flag in role.args)))
+
+    def process(self, placement: InstancePlacement) -> ProcessSpec:
+        """`sglang.launch_server`."""
+        names = self.shared.instances.served_model_name or (self.fleet.model,)
+        if len(names) > 1:
+            raise ConfigError("--served-model-name: an SGLang server has one name")
+        devices = placement.devices or device_variables(placement.number, self.fleet.num_instances)
+        return sglang_server(
+            placement.name,
+            placement.role,
+            self.fleet.engine,
+            model=self.fleet.model,
+            served_name=names[0],
+            host=placement.listen.host,
+            port=placement.listen.port,
+            num_ranks=placement.settings.tensor_parallel_size,
+            switches=bool(placement.settings.can_be),
+            arguments=placement.settings.args,
+            environment={**thread_variables(placement.num_threads), **devices},
+            hidden=self.shared.hidden,
+        )
+
+    def require_registrable(self, role: RegistrationRole) -> None:
+        """Does nothing: any server can register."""
