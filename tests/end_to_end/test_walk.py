@@ -40,7 +40,7 @@ def commands(page: Path) -> list[str]:
     for block in blocks(page):
         lines = iter(block.splitlines())
         for line in lines:
-            while line.count("'") % 2:
+            while line.partition(" #")[0].count("'") % 2:
                 line += "\n" + next(lines)
             if line.strip():
                 found.append(line.strip())
