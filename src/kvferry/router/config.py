@@ -77,7 +77,9 @@ class RouterConfig:
 
     policy: str = field(default="cost", metadata={"heading": "Router: choice of instances"})
     """Policy that chooses the instances of a request: cost (least predicted time), prefix, session, least_loaded,
-    power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class."""
+    power_of_two, round_robin, random, the name of an entry point in the group kvferry.policies, or module:Class.
+    Without --kv-events on the instances, those that look at prompts know of caches only what they have sent there
+    themselves, and find less (docs/router.md)."""
 
     policy_option: tuple[str, ...] = ()
     """An option of the policy, such as pressure=0.05; repeat it for more."""

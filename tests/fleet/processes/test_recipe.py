@@ -16,7 +16,7 @@ from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.process import ProcessSpec, RouterGroup
 from kvferry.fleet.processes.recipe import LocalRecipe
 from kvferry.fleet.spec.arguments import KEY_FIELDS, overridden, to_arguments, variable_name
-from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec
+from kvferry.fleet.spec.fleet_spec import DesiredFleet, MemberRole, RoleSpec, ScaleSpec
 from kvferry.fleet.spec.restart import RestartPolicy
 from kvferry.fleet.spec.settings import FleetSpec, InstanceSpec, Listen
 from kvferry.http.client.access import InstanceAccess
@@ -253,3 +253,18 @@ def test_no_secret_is_on_a_command_line(tmp_path: Path) -> None:
     for spec in (*processes(made), made.router_member("router-0", RouterGroup(tmp_path, ()))):
         assert "the-secret" not in " ".join(spec.command)
         assert "the-secret" in " ".join(spec.environment.values())
+
+
+@pytest.mark.parametrize(("flag", "target"), [(None, "0.05"), (0.2, "0.2")])
+def test_instances_of_a_fleet_with_targets_bound_their_steps_unless_a_flag_says_otherwise(
+    flag: float | None, target: str
+) -> None:
+    made = recipe()
+    made = replace(
+        made,
+        fleet=msgspec.structs.replace(made.fleet, scale=ScaleSpec(ttft="2s", itl="50ms")),
+        engine=replace(made.engine, itl_target_s=flag),
+    )
+    for spec in processes(made):
+        assert f"--itl-target-s={target}" in spec.command
+    assert not any("itl-target" in argument for spec in processes(recipe()) for argument in spec.command)

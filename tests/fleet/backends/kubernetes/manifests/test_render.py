@@ -98,6 +98,15 @@ def scaled(
     return {**told, "scale": {**SCALE, **(scale or {})}}
 
 
+@pytest.mark.parametrize(("arguments", "target"), [([], "0.05"), (["--itl-target-s=0.2"], "0.2")])
+def test_pods_of_a_fleet_with_targets_bound_their_steps(arguments: list[str], target: str) -> None:
+    found = pods(rendered(scaled(scale={"recommend": True}, engine={"args": arguments})))
+    commands = [container.get("args", []) for pod in found for container in pod["containers"]]
+    instances = [flags for flags in commands if "--kv-transfer-config" in str(flags)]
+    targets = [[flag for flag in flags if "itl-target" in flag] for flags in instances]
+    assert targets == [[f"--itl-target-s={target}"]] * len(instances) != []
+
+
 NO_MINIMUM = {"prefill": {"min": 0, "max": 3}, "decode": {"min": 0, "max": 3}}
 WIDE_SCALED = {role: {**one, "max": 6} for role, one in WIDE.items()}
 SCALED: dict[str, OBJECTS] = {
