@@ -21,8 +21,9 @@ from support.processes import KvferryProcess, begun, kvferry, until
 PYTHON = Path(__file__).parents[2] / os.environ.get("VENV_DYNAMO", ".venv-vllm") / "bin" / "python"
 IS_INSTALLED = (PYTHON.parent.parent / ".kvferry-dynamo-installed").is_file()
 MODEL = str(resolve("kvferry/tiny-python"))
-START_S = 240.0
+START_S = 420.0
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+KVFERRY = {"kv_connector": "KvferryP2pConnector", "kv_role": "kv_both"}
 ON_CPU = (
     *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
     *("--kv-cache-memory-bytes", "67108864", "--block-size", "32"),
@@ -37,6 +38,13 @@ def environment(store: Path) -> dict[str, str]:
         "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "zmq",
         **dict.fromkeys(("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST"), "127.0.0.1"),
+        **vllm_environment(),
+    }
+
+
+def vllm_environment() -> dict[str, str]:
+    """How vLLM runs in a worker here, wherever it is found."""
+    return {
         "DYN_LOG": "warn",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

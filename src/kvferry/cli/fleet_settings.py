@@ -141,7 +141,7 @@ def local_recipe(fleet: DesiredFleet, token: str, command: Any) -> LocalRecipe:
     config = engine.kv_transfer_config or connectors_json(connectors)
     choice = (
         EngineChoice()
-        if engine.kind != "vllm"
+        if engine.kind not in ("vllm", "dynamo")  # whose workers are vLLM's
         else EngineChoice(
             engine="vllm",
             engine_python=engine.python or None,

@@ -1,4 +1,4 @@
-"""Dynamo's vLLM workers behind kvferry's router, with vLLM's own NixlConnector: answers are those of vLLM alone."""
+"""Dynamo's vLLM workers behind the router, with NixlConnector and with kvferry's: answers are those of vLLM alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.dynamo_workers import Served, instances, shown, until_serving
 from support.processes import KvferryProcess, until
 from support.sglang_servers import Case, answers, cases, differences
 
-pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.dynamo, pytest.mark.processes, pytest.mark.timeout(1500)]
 
 
 def asked(count: int, seed: int = 1) -> list[Case]:

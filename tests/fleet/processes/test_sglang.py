@@ -123,7 +123,6 @@ TARGETS = {"ttft": "1s", "itl": "50ms", "budget": 4}
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"engine": {"kind": "dynamo"}}, "a worker of Dynamo's answers no HTTP"),
         ({"engine": {"kind": "sglang", "connector": ["P2pConnector"]}}, "mooncake, mooncake_tcp or nixl"),
         ({"engine": {"kind": "sglang", "kv_transfer_config": "{}"}}, "mooncake, mooncake_tcp or nixl"),
         ({"role": {"prefill": {"can_be": ["both"]}, "decode": {}}}, "role.prefill.can_be: SGLang's servers change"),

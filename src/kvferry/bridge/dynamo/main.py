@@ -18,17 +18,13 @@ from contextlib import suppress
 import msgspec
 import uvloop
 
-from kvferry.bridge.dynamo.card import read_card
 from kvferry.bridge.dynamo.model import ModelFiles, read_model
 from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
+from kvferry.bridge.dynamo.serving import open_worker, serve_worker
 from kvferry.bridge.dynamo.worker import DynamoWorker
 from kvferry.core.errors import ConfigError, KvferryError
-from kvferry.core.keys import http_secret, shared_token
 from kvferry.core.messages.dynamo import BridgeSettings, WorkerNews
 from kvferry.core.process_exit import exit_process, shutdown_deadline
-from kvferry.engine.server.app import build_app
-from kvferry.engine.server.config import ServerConfig
-from kvferry.http.server.http_server import HttpServer
 from kvferry.http.server.listen import authority
 from kvferry.observe.logs import LogConfig, set_up_logging
 
@@ -36,7 +32,6 @@ log = logging.getLogger(__name__)
 
 _MAX_LINE = 2**20
 _PR_SET_PDEATHSIG = 1
-_HOST = "127.0.0.1"
 
 
 class Bridge:
@@ -50,10 +45,9 @@ class Bridge:
         look_s: float = 0.25,
         again_s: float = 5.0,
         grace_s: float = 10.0,
-        card_s: float = 5.0,
     ) -> None:
         self._settings, self._look_s, self._again_s = settings, look_s, again_s
-        self._grace_s, self._card_s = grace_s, card_s
+        self._grace_s = grace_s
         self._served: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._models: dict[str, asyncio.Task[ModelFiles]] = {}
 
@@ -86,51 +80,30 @@ class Bridge:
     async def _serve(self, client: WorkerClient, worker_id: int) -> None:
         """Serve one worker for as long as Dynamo's discovery has it."""
         name = f"worker {worker_id:x} of {client.endpoint.path}"
+        news: WorkerNews | None = None
+
+        def listening(worker: DynamoWorker, host: str, port: int) -> None:
+            nonlocal news
+            url = f"http://{authority(host, port)}"
+            news = WorkerNews(url=url, worker=worker.engine_id, role=client.endpoint.role, state="up")
+            _tell(news)
+
+        def is_there() -> bool:
+            there = worker_id in client.worker_ids()
+            if not there and news is not None:  # before its server stops
+                _tell(msgspec.structs.replace(news, state="gone"))
+            return there
+
         try:
-            card = await asyncio.to_thread(read_card, client.endpoint, worker_id, os.environ, self._card_s)
-            worker = DynamoWorker(client, worker_id, card, await self._model(card.source_path), token=shared_token())
+            worker = await open_worker(client, worker_id, lambda card: self._model(card.source_path))
+            await serve_worker(worker, is_there, listening, grace_s=self._grace_s, look_s=self._look_s)
         except KvferryError as error:
             log.error("%s cannot be served: %s", name, error)
             await asyncio.sleep(self._again_s)  # it stays in `_served` meanwhile
-            return
         except Exception:
             # The edge of one worker: a card or a tokenizer that breaks a library is not the others' concern.
             log.exception("%s cannot be served", name)
             await asyncio.sleep(self._again_s)
-            return
-        await self._serve_until_gone(client, worker_id, worker)
-
-    async def _serve_until_gone(self, client: WorkerClient, worker_id: int, worker: DynamoWorker) -> None:
-        config = ServerConfig(host=_HOST, port=0, secret=http_secret(), shutdown_grace_s=self._grace_s)
-        server = build_app(worker, config).server()
-        news: WorkerNews | None = None
-
-        def listening(host: str, port: int) -> None:
-            nonlocal news
-            url, role = f"http://{authority(host, port)}", client.endpoint.role
-            news = WorkerNews(url=url, worker=worker.engine_id, role=role, state="up")
-            _tell(news)
-
-        serving = asyncio.create_task(server.run(listening))
-        try:
-            while worker_id in client.worker_ids():
-                await asyncio.wait([serving], timeout=self._look_s)
-                if serving.done():
-                    break
-        finally:
-            worker.leave()
-            if news is not None:
-                _tell(msgspec.structs.replace(news, state="gone"))
-            await self._stop(server, serving)
-            await worker.close()
-
-    async def _stop(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
-        server.stop()
-        try:
-            await asyncio.shield(serving)
-        except asyncio.CancelledError:
-            server.abort()
-            await serving
 
     async def _model(self, source: str) -> ModelFiles:
         """The files of a model, read once. Raises `ConfigError`."""

@@ -32,7 +32,7 @@ from kvferry.core.messages.hand_off import (
     Ticket,
     prefix_digests,
 )
-from kvferry.core.messages.instance_facts import InstanceFacts, TicketKinds
+from kvferry.core.messages.instance_facts import EventsAddress, InstanceFacts, TicketKinds
 from kvferry.core.messages.kept import KeptBlocks
 from kvferry.core.messages.ticket_seal import TicketSealer
 from kvferry.core.request import EngineOutput, Request
@@ -65,6 +65,7 @@ class DynamoWorker:
         model: ModelFiles,
         *,
         token: str = "",
+        kv_events: EventsAddress | None = None,
         clock: Clock = SYSTEM_CLOCK,
         accept_s: float = 5.0,
         silence_s: float = 600.0,
@@ -74,7 +75,7 @@ class DynamoWorker:
     ) -> None:
         self._client, self._id, self._card, self._clock = client, worker_id, card, clock
         self._accept_s, self._silence_s, self._probe_s, self._lease_s = accept_s, silence_s, probe_s, lease_s
-        self._last_s = last_s
+        self._last_s, self._kv_events = last_s, kv_events
         self._sealer = TicketSealer(token, clock)
         self._process = f"{client.endpoint.path}.{worker_id:x}"
         self._is_gone = self._is_lost = False
@@ -114,6 +115,7 @@ class DynamoWorker:
             layout=self.model_identity,
             num_kv_tokens=(card.runtime_config.total_kv_blocks or 0) * block_size,
             block_size=block_size,
+            kv_events=self._kv_events,
             max_model_len=self.max_model_len,
             max_num_seqs=card.runtime_config.max_num_seqs or 0,
             model_names=list(self.model_names),

@@ -149,7 +149,7 @@ class OwnEngine:
 
 @dataclass(frozen=True)
 class VllmEngine:
-    """vLLM's servers."""
+    """vLLM's servers, and Dynamo's workers, which are vLLM's."""
 
     shared: SharedSettings
     servers: VllmInstances
@@ -172,6 +172,7 @@ class VllmEngine:
             hidden=self.shared.hidden,
             arguments=(*(() if ranks == 1 else (f"--tensor-parallel-size={ranks}",)), *placement.settings.args),
             node=placement.node,
+            grace_s=placement.listen.grace_s,
         )
         has_bootstrap = self.servers.has_bootstrap and placement.role == "prefill"
         bootstrap_port = free_ports(1)[0] if has_bootstrap else None

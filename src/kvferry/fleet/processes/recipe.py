@@ -180,7 +180,12 @@ class LocalRecipe:
         if self.choice.engine == "vllm":
             splits = self.num_routers > 0 or "both" not in self.fleet.role
             servers = VllmInstances.from_settings(
-                self.engine, self.choice, self.instances, splits=splits, number=self.num_instances
+                self.engine,
+                self.choice,
+                self.instances,
+                splits=splits,
+                number=self.num_instances,
+                for_dynamo=self.fleet.engine.kind == "dynamo",
             )
             return VllmEngine(shared, servers)
         settings = self.engine

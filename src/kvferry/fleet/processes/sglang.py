@@ -16,12 +16,11 @@ from pathlib import Path
 from kvferry.core.errors import ConfigError
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
 from kvferry.fleet.processes.ready import StartProgress
-from kvferry.fleet.processes.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm.ports import free_ports, with_event_ports
 from kvferry.fleet.spec.fleet_spec import SGLANG_BACKENDS, EngineSpec, MemberRole, check_sglang_transfer
 from kvferry.models.catalog import resolve
 
-_BACKEND, _EVENTS = "--disaggregation-transfer-backend", "--kv-events-config"
-_ANY_PORT = re.compile(r'(endpoint"\s*:\s*"tcp://[^"]*:)\*(?=")')
+_BACKEND = "--disaggregation-transfer-backend"
 _SET_BY_KVFERRY = (
     *("--model-path", "--model", "--host", "--port", "--served-model-name", "--disaggregation-mode"),
     *("--disaggregation-bootstrap-port", "--enable-metrics"),
@@ -61,18 +60,6 @@ def check_sglang(engine: EngineSpec, arguments: Sequence[str], *, timeout_s: flo
         )
 
 
-def _with_event_ports(flags: Sequence[str], host: str) -> list[str]:
-    """The flags with a free port for each `*` in the endpoints of `--kv-events-config`: servers of one machine cannot
-    share one."""
-    found, is_value = list[str](), False
-    for flag in flags:
-        if is_value or flag.startswith(f"{_EVENTS}="):
-            flag = _ANY_PORT.sub(lambda match: f"{match[1]}{free_ports(1, host)[0]}", flag)
-        is_value = flag == _EVENTS
-        found.append(flag)
-    return found
-
-
 def sglang_server(
     name: str,
     role: MemberRole,
@@ -96,7 +83,7 @@ def sglang_server(
     flags += ["--enable-metrics"]  # in which the routers see whether one that is drained still works
     if num_ranks > 1:
         flags += ["--tp-size", str(num_ranks)]
-    further = _with_event_ports((*engine.args, *arguments), host)
+    further = with_event_ports((*engine.args, *arguments), host)
     bootstrap_port = free_ports(1, host)[0] if role == "prefill" or switches else None
     if role in ("prefill", "decode"):
         flags += ["--disaggregation-mode", role]

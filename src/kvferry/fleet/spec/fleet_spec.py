@@ -79,8 +79,8 @@ def seconds(duration: str) -> float:
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[engine]`: what runs the model, on every instance."""
 
-    kind: Literal["kvferry", "vllm", "sglang"] = "kvferry"
-    """kvferry's own engine, vLLM's servers, or SGLang's."""
+    kind: Literal["kvferry", "vllm", "sglang", "dynamo"] = "kvferry"
+    """kvferry's own engine, vLLM's servers, SGLang's, or Dynamo's vLLM workers."""
     connector: tuple[str, ...] = ()
     """Connectors, by the names that --kv-transfer-config takes; several become a MultiConnector, asked in this order.
     Default: P2pConnector. With SGLang, its transfer backend: mooncake (the default), mooncake_tcp (without
@@ -88,9 +88,10 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_transfer_config: str = ""
     """The whole JSON of --kv-transfer-config, instead of `connector`; each instance gets the kv_role of its role."""
     args: tuple[str, ...] = ()
-    """Further flags of every instance: those of `kvferry decode`, of `vllm serve`, or of `sglang.launch_server`."""
+    """Further flags of every instance: those of `kvferry decode`, `vllm serve`, `sglang.launch_server` or
+    `dynamo.vllm`."""
     python: str = ""
-    """Python of an environment with vLLM or SGLang; default: the Python that runs kvferry."""
+    """Python of an environment with vLLM, SGLang or Dynamo; default: the Python that runs kvferry."""
 
     @property
     def connectors(self) -> tuple[str, ...]:
@@ -307,12 +308,6 @@ def read_fleet(path: Path) -> DesiredFleet:
         raise ConfigError(f"{path}: {error}") from error
 
 
-_NO_DYNAMO = (
-    'engine.kind = "dynamo": a worker of Dynamo\'s answers no HTTP, only the frontend that Dynamo has itself, over its'
-    ' own request plane, so no router of kvferry\'s could send it anything; use "vllm" or "sglang", which run the same'
-    " engines"
-)
-
 _TABLES: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSpec,
     "router": RouterSpec,
@@ -335,8 +330,6 @@ def fleet_from(given: Mapping[str, Any]) -> DesiredFleet:
                 _role(name): read_options(RoleSpec, _table(f"role.{name}", one), f"role.{name}")
                 for name, one in _table("role", value).items()
             }
-        elif key == "engine" and _table(key, value).get("kind") == "dynamo":
-            raise ConfigError(_NO_DYNAMO)
         elif key == "backend":
             values[key] = _backend(_table(key, value))
         elif key in _TABLES:
@@ -357,7 +350,7 @@ def _require_no_keys(fleet: DesiredFleet) -> None:
     of_ours = {"engine.args": fleet.engine.args, **{f"role.{name}.args": one.args for name, one in fleet.role.items()}}
     tables = {"args": fleet.args, "router.args": fleet.router.args}
     for where, arguments in (tables | of_ours).items():
-        is_vllms = fleet.engine.kind == "vllm" and where in of_ours
+        is_vllms = fleet.engine.kind in ("vllm", "dynamo") and where in of_ours
         for flag in filter(None, map(vllm_key_flag if is_vllms else own_key_flag, arguments)):
             instead = f"name a file with {flag}-file"
             if is_vllms:
@@ -442,6 +435,8 @@ def check_fleet(fleet: DesiredFleet) -> DesiredFleet:
         raise ConfigError("engine: connector and kv_transfer_config say the same; leave one of them out")
     if fleet.engine.kind == "sglang":
         _check_sglang(fleet)
+    if fleet.engine.kind == "dynamo":
+        _check_dynamo(fleet)
     if not fleet.roll.surge and not fleet.roll.unavailable:
         raise ConfigError("roll: with surge = 0 and unavailable = 0 nothing could ever be replaced")
     first, longest = map(seconds, fleet.failure.backoff)
@@ -470,6 +465,17 @@ def _check_sglang(fleet: DesiredFleet) -> None:
         raise ConfigError("scale: SGLang's decode servers compute no prompts; leave out aggregate")
     if fleet.backend.kind == "kubernetes":
         raise ConfigError('engine.kind = "sglang" is for processes and Ray; no pods are written for it')
+
+
+def _check_dynamo(fleet: DesiredFleet) -> None:
+    for name, role in fleet.role.items():
+        if role.can_be:
+            raise ConfigError(f"role.{name}.can_be: a worker of Dynamo's has the role that it was started for")
+    if fleet.backend.kind == "kubernetes":
+        raise ConfigError(
+            'engine.kind = "dynamo" is for processes and Ray, and no pods are written for it; a router takes workers'
+            " that Dynamo's operator has started: --decode-url dynamo://NAMESPACE/COMPONENT"
+        )
 
 
 def unrollable_part(fleet: DesiredFleet) -> str:

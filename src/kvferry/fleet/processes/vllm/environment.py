@@ -79,9 +79,9 @@ def find_vllm(python: str | None) -> VllmEnvironment:
     return VllmEnvironment(path, found.vllm, found.kvferry, found.on_cpu, found.lacks, found.connectors)
 
 
-def require_module(python: str, module: str) -> None:
+def require_module(python: str, module: str, named_by: str = "kv_connector_module_path") -> None:
     """Raise `ConfigError` if an environment has no such module: vLLM would say so after it has loaded the model. The
-    packages that it is in are imported there."""
+    packages that it is in are imported there. `named_by`: the setting that needs it."""
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
     try:
         done = subprocess.run(
@@ -92,7 +92,7 @@ def require_module(python: str, module: str) -> None:
     if done.returncode:
         last = (done.stderr.strip() or "there is no such module").splitlines()[-1]
         raise ConfigError(
-            f"kv_connector_module_path {module[:200]!r} cannot be imported in the environment of {python}: {last};"
+            f"{named_by} {module[:200]!r} cannot be imported in the environment of {python}: {last};"
             " install it there, or set PYTHONPATH"
         )
 

@@ -17,9 +17,9 @@ from kvferry.core.settings.transfer_config import names_password
 from kvferry.engine.config import EngineConfig
 from kvferry.fleet.processes.cpu import Cores, thread_variables
 from kvferry.fleet.processes.process import ExternalServer, ProcessSpec
-from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm
+from kvferry.fleet.processes.vllm.environment import VllmEnvironment, find_vllm, require_module
 from kvferry.fleet.processes.vllm.length import require_length
-from kvferry.fleet.processes.vllm.ports import free_ports
+from kvferry.fleet.processes.vllm.ports import free_ports, with_event_ports
 from kvferry.fleet.processes.vllm.resources import cpu_memory_arguments, device_variables
 from kvferry.fleet.processes.vllm.start import START
 from kvferry.fleet.processes.vllm.transfer import (
@@ -39,6 +39,19 @@ from kvferry.models.catalog import resolve
 
 _KVFERRYS = ("--host", "--port", "--model", "--served-model-name", "--kv-transfer-config")
 """vLLM's flags that kvferry sets."""
+
+_DYNAMOS = (
+    "--model",
+    "--served-model-name",
+    "--kv-transfer-config",
+    "--disaggregation-mode",
+    "--endpoint",
+    "--namespace",
+)
+"""Flags of Dynamo's vLLM workers that kvferry sets, or that their namespaces follow from."""
+
+DYNAMO_MODULE = "dynamo.vllm"
+"""Dynamo's vLLM workers."""
 
 CALM = Path(__file__).with_name("calm")
 """With this folder first on PYTHONPATH, threads of vLLM that wait sleep instead of yielding in a loop, with which they
@@ -66,11 +79,14 @@ class InstancePlace:
     """Further arguments of this instance's role."""
     node: str = ""
     """Address of its node, if the others may be on other machines."""
+    grace_s: float = 30.0
+    """Seconds that running requests have when it is stopped; vLLM's servers take none."""
 
 
 @dataclass(frozen=True)
 class VllmInstances:
-    """What all vLLM servers of a fleet share. `transfer` None: they move no KV."""
+    """What all vLLM servers of a fleet share. `transfer` None: they move no KV; `for_dynamo`: they are workers of
+    Dynamo's."""
 
     model: str
     names: tuple[str, ...]
@@ -79,14 +95,22 @@ class VllmInstances:
     transfer: dict[str, Any] | None
     number: int = 1
     """How many of them run on this machine."""
+    for_dynamo: bool = False
 
     @classmethod
     def from_settings(
-        cls, engine: EngineConfig, choice: EngineChoice, instance: InstanceSpec, *, splits: bool, number: int = 1
+        cls,
+        engine: EngineConfig,
+        choice: EngineChoice,
+        instance: InstanceSpec,
+        *,
+        splits: bool,
+        number: int = 1,
+        for_dynamo: bool = False,
     ) -> VllmInstances:
         """Raises `ConfigError` for settings that cannot work, before anything is started."""
         refuse_own_flags(engine, "vllm")
-        _refuse_flags_kvferry_sets(choice.engine_argument)
+        _refuse_flags_kvferry_sets(choice.engine_argument, _DYNAMOS if for_dynamo else _KVFERRYS)
         text = instance.kv_transfer_config or (DEFAULT if splits else None)
         transfer = None if text is None else read_transfer(text)
         found = find_vllm(choice.engine_python)
@@ -104,7 +128,9 @@ class VllmInstances:
             require_possible(transfer, found, choice.engine_argument)
         names, model = instance.served_model_name or (engine.model,), _model(engine.model)
         require_length(choice.engine_argument, model)
-        return cls(model, names, choice.engine_argument, found, transfer, number)
+        if for_dynamo:
+            _require_dynamo(found, names)
+        return cls(model, names, choice.engine_argument, found, transfer, number, for_dynamo)
 
     @property
     def has_bootstrap(self) -> bool:
@@ -124,7 +150,8 @@ class VllmInstances:
         """One vLLM server, with its own ports where vLLM would use fixed ones."""
         require_length(place.arguments, self.model)
         port = place.port or free_ports(1, place.host)[0]
-        arguments, key = without_key((*self.arguments, *place.arguments))
+        further = (*self.arguments, *place.arguments)
+        arguments, key = without_key(with_event_ports(further, place.host) if self.for_dynamo else further)
         host = f"[{place.host}]" if ":" in place.host else place.host
         return ProcessSpec(
             name=place.name,
@@ -135,16 +162,27 @@ class VllmInstances:
         )
 
     def _command(self, place: InstancePlace) -> list[str]:
-        command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
-        command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
-        # The usage then contains the number of cached prompt tokens; the log does not show every health check.
-        command += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
+        command = self._dynamo_command(place) if self.for_dynamo else self._server_command(place)
         if self.transfer is not None:
             own = for_member(self.transfer, place.role, place.name, place.index, place.node)
             command += ["--kv-transfer-config", msgspec.json.encode(own).decode()]
         if self.found.on_cpu:
             command += cpu_memory_arguments(self.arguments, self.number)
         return command
+
+    def _server_command(self, place: InstancePlace) -> list[str]:
+        command = [self.found.python, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        command += ["--served-model-name", *self.names, "--host", place.host, "--port", str(place.port)]
+        # The usage then contains the number of cached prompt tokens; the log does not show every health check.
+        return [*command, "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics"]
+
+    def _dynamo_command(self, place: InstancePlace) -> list[str]:
+        """A worker under a process of kvferry's that serves it over HTTP."""
+        python, role = self.found.python, place.role
+        where = (place.name, place.host, str(place.port), f"{place.grace_s:g}")
+        command = [python, "-m", "kvferry.bridge.dynamo.member", role, *where, "--", python, "-m", "dynamo.vllm"]
+        command += ["--model", self.model, "--served-model-name", self.names[0]]
+        return command if role == "both" else [*command, "--disaggregation-mode", role]
 
     def _environment(self, place: InstancePlace, bootstrap_port: int) -> dict[str, str]:
         own = thread_variables(place.num_threads) | device_variables(place.index, self.number)
@@ -205,9 +243,20 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
 
 
-def _refuse_flags_kvferry_sets(arguments: tuple[str, ...]) -> None:
+def _require_dynamo(found: VllmEnvironment, names: Sequence[str]) -> None:
+    """Raise `ConfigError` if Dynamo's workers cannot be started there."""
+    if not found.has_kvferry:
+        raise ConfigError(
+            f"Dynamo's workers are served by kvferry: install it in the environment of {found.python} too"
+        )
+    if len(names) > 1:
+        raise ConfigError("--served-model-name: a worker of Dynamo's has one name")
+    require_module(found.python, DYNAMO_MODULE, 'engine.kind = "dynamo":')
+
+
+def _refuse_flags_kvferry_sets(arguments: tuple[str, ...], theirs: Sequence[str]) -> None:
     for one in arguments:
         name = one.partition("=")[0].replace("_", "-")
-        if name in _KVFERRYS:
+        if name in theirs:
             where = "as MODEL" if name == "--model" else "before --"
             raise ConfigError(f"{name} after -- is set by kvferry; give it {where}")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import socket
+from collections.abc import Sequence
 
 from kvferry.core.errors import ConfigError
+
+_EVENTS = "--kv-events-config"
+_ANY_PORT = re.compile(r'(endpoint"\s*:\s*"tcp://[^"]*:)\*(?=")')
 
 _FIRST, _LAST = 20_000, 32_000
 """Below the ephemeral ports that the system gives to outgoing connections, so that only another listener can take one
@@ -28,6 +33,18 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     found = list(itertools.islice(free, count))
     if len(found) < count:
         raise ConfigError(f"no {count} free ports on {host} between {_FIRST} and {_LAST}")
+    return found
+
+
+def with_event_ports(flags: Sequence[str], host: str) -> list[str]:
+    """The flags with a free port for each `*` in the endpoints of `--kv-events-config`, which vLLM and SGLang have:
+    servers of one machine cannot share one."""
+    found, is_value = list[str](), False
+    for flag in flags:
+        if is_value or flag.startswith(f"{_EVENTS}="):
+            flag = _ANY_PORT.sub(lambda match: f"{match[1]}{free_ports(1, host)[0]}", flag)
+        is_value = flag == _EVENTS
+        found.append(flag)
     return found
 
 

@@ -1,0 +1,197 @@
+"""A worker of Dynamo's as a member of a fleet: starts it as a child, and serves it over HTTP until either ends.
+
+    python -m kvferry.bridge.dynamo.member ROLE NAME HOST PORT GRACE_S -- COMMAND…
+
+Without `DYN_DISCOVERY_BACKEND` in the environment, the worker is found through files of a private folder, and no etcd
+or NATS is needed. It has a namespace of its own in any case, by which it is told from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import msgspec
+import uvloop
+
+from kvferry.bridge.dynamo.card import ModelCard
+from kvferry.bridge.dynamo.model import ModelFiles, read_model
+from kvferry.bridge.dynamo.runtime import DynamoRuntime, WorkerClient
+from kvferry.bridge.dynamo.serving import open_worker, serve_worker
+from kvferry.core import entropy
+from kvferry.core.errors import ConfigError
+from kvferry.core.messages.dynamo import DynamoEndpoint
+from kvferry.core.messages.instance_facts import EventsAddress
+from kvferry.core.process_exit import exit_process, shutdown_deadline
+from kvferry.kv_events.sockets import require_endpoint
+from kvferry.observe.logs import LogConfig, set_up_logging
+
+log = logging.getLogger(__name__)
+
+_ANYWHERE = ("DYN_TCP_RPC_HOST", "DYN_EVENT_PLANE_HOST", "DYN_TCP_RESPONSE_STREAM_HOST")
+_EVENTS = "--kv-events-config"
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class MemberSettings:
+    """What to start, and where to serve it. `role`: prefill, decode or both."""
+
+    role: str
+    name: str
+    host: str
+    port: int
+    grace_s: float
+    command: Sequence[str]
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> MemberSettings:
+        """Raises `ConfigError`."""
+        try:
+            role, name, host, port, grace_s, separator, *command = arguments
+            if separator != "--" or not command:
+                raise ValueError
+            return cls(role, name, host, int(port), float(grace_s), command)
+        except ValueError:
+            raise ConfigError("expected ROLE NAME HOST PORT GRACE_S -- COMMAND…") from None
+
+    @property
+    def component(self) -> str:
+        """Where Dynamo's vLLM workers of this role register themselves."""
+        return "prefill" if self.role == "prefill" else "backend"
+
+    def endpoint(self, namespace: str) -> DynamoEndpoint:
+        """The worker's endpoint."""
+        role: Literal["prefill", "decode"] = "prefill" if self.role == "prefill" else "decode"
+        return DynamoEndpoint(namespace=namespace, component=self.component, role=role)
+
+
+def worker_environment(settings: MemberSettings, given: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Variables for the worker and for the runtime here, beside those that are `given`."""
+    own = {"DYN_NAMESPACE": f"kvferry-{settings.name}-{entropy.token_hex(4)}", "DYN_SELF_HOST_METADATA": "0"}
+    if "DYN_DISCOVERY_BACKEND" not in given:
+        own |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": folder}
+        own |= {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+        own |= dict.fromkeys(_ANYWHERE, settings.host)
+    defaults = {"DYN_LOG": "warn"}
+    return own | {name: value for name, value in defaults.items() if name not in given}
+
+
+def published_events(command: Sequence[str]) -> EventsAddress | None:
+    """Where the worker's vLLM publishes its KV events, by its `--kv-events-config`. Raises `ConfigError` for an address
+    that is none."""
+    texts = [one.partition("=")[2] for one in command if one.startswith(f"{_EVENTS}=")]
+    texts += [value for flag, value in pairwise(command) if flag == _EVENTS]
+    for text in texts:
+        try:
+            config = msgspec.json.decode(text, type=dict[str, object])
+        except msgspec.MsgspecError:
+            return None  # it is vLLM's to say
+        endpoint, replay = config.get("endpoint"), config.get("replay_endpoint")
+        if isinstance(endpoint, str) and config.get("enable_kv_cache_events", True):
+            at = [require_endpoint(one.replace("*", "127.0.0.1"), _EVENTS) for one in (endpoint, replay) if one]  # type: ignore[attr-defined]
+            return EventsAddress(endpoint=at[0], replay_endpoint=at[1] if len(at) > 1 else None)
+    return None
+
+
+class DynamoMember:
+    """One worker's process, and its server. `look_s`: between two looks at Dynamo's discovery; `end_s`: for the worker
+    to end when it is told to."""
+
+    def __init__(self, settings: MemberSettings, *, look_s: float = 0.25, end_s: float = 20.0) -> None:
+        self._settings, self._look_s, self._end_s = settings, look_s, end_s
+        self._ended = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal or the worker's end; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ended.set)
+        process = await asyncio.create_subprocess_exec(*self._settings.command)
+        exiting = asyncio.create_task(process.wait())
+        exiting.add_done_callback(lambda _: self._ended.set())
+        runtime: DynamoRuntime | None = None
+        try:
+            runtime = DynamoRuntime()
+            client = await runtime.client(self._settings.endpoint(os.environ["DYN_NAMESPACE"]))
+            await self._serve(client)
+        finally:
+            code = await self._end(process, exiting)
+            if runtime is not None:
+                runtime.close()
+        return code
+
+    async def _serve(self, client: WorkerClient) -> None:
+        while not (ids := client.worker_ids()):
+            if await self._ended_within(self._look_s):
+                return
+        settings = self._settings
+        worker = await open_worker(client, ids[0], _read_model, kv_events=published_events(settings.command))
+        await serve_worker(
+            worker,
+            lambda: not self._ended.is_set() and ids[0] in client.worker_ids(),
+            lambda worker, host, port: log.info("serving %s at port %d", worker.engine_id, port),
+            host=settings.host,
+            port=settings.port,
+            grace_s=settings.grace_s,
+            look_s=self._look_s,
+        )
+
+    async def _ended_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        return self._ended.is_set()
+
+    async def _end(self, process: asyncio.subprocess.Process, exiting: asyncio.Task[int]) -> int:
+        """End the worker; returns the exit code of this process: 0 if the worker was to end."""
+        if exiting.done():
+            log.error("the worker has ended with code %d", exiting.result())
+            return exiting.result() if exiting.result() > 0 else 1
+        was_told = self._ended.is_set()
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._end_s):
+                await asyncio.shield(exiting)
+        except TimeoutError:
+            log.warning("the worker did not end within %g s, and is killed", self._end_s)
+            with suppress(ProcessLookupError):
+                process.kill()
+            await exiting
+        if not was_told:
+            log.error("the worker has left Dynamo's discovery")
+        return 0 if was_told else 1
+
+
+async def _read_model(card: ModelCard) -> ModelFiles:
+    return await asyncio.to_thread(read_model, card.source_path)
+
+
+def main() -> None:
+    """Run the member; leaves with 2 for what a user can correct."""
+    set_up_logging(LogConfig(), "dynamo")
+    with shutdown_deadline() as limit, TemporaryDirectory(prefix="kvferry-dynamo-") as folder:
+        try:
+            settings = MemberSettings.parse(sys.argv[1:])
+            published_events(settings.command)
+            os.environ.update(worker_environment(settings, os.environ, folder))
+            code = uvloop.run(DynamoMember(settings).run())
+        except ConfigError as error:
+            log.error("%s", error)
+            code = EXIT_USER_ERROR
+        limit.begin()
+    exit_process(code)
+
+
+if __name__ == "__main__":
+    main()
