@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.models.catalog import resolve
 from support.ports import free_port
-from support.processes import KvferryProcess, begun, kvferry, until
+from support.processes import AUTH_TOKEN, KvferryProcess, begun, kvferry, until
 
 PYTHON = Path(__file__).parents[2] / os.environ.get("VENV_DYNAMO", ".venv-vllm") / "bin" / "python"
 IS_INSTALLED = (PYTHON.parent.parent / ".kvferry-dynamo-installed").is_file()
@@ -63,14 +63,7 @@ class Worker:
         self._log = log
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                (
-                    str(PYTHON),
-                    "-m",
-                    module,
-                    "--model-name" if "mocker" in module else "--served-model-name",
-                    "m",
-                    *flags,
-                ),
+                (str(PYTHON), "-m", module, *flags),
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **environment(store), **more},
@@ -125,15 +118,44 @@ class Deployment:
     def mocker(self, role: str, *flags: str, **more: str) -> Worker:
         """A worker that computes nothing: its tokens are drawn by chance, in the time that an engine would take."""
         ports = ("--bootstrap-ports", str(free_port())) if role == "prefill" else ()
-        mode = ("--model-path", MODEL, "--disaggregation-mode", role, "--speedup-ratio", "10", *ports)
+        mode = (
+            "--model-path",
+            MODEL,
+            "--model-name",
+            "m",
+            "--disaggregation-mode",
+            role,
+            "--speedup-ratio",
+            "10",
+            *ports,
+        )
         return self._start("dynamo.mocker", (*mode, *flags), f"{role}-{len(self.workers)}", **more)
 
     def vllm(self, role: str, transfer: dict[str, Any] | None = None, *flags: str, **more: str) -> Worker:
         """A vLLM worker on a CPU. `transfer`: its `--kv-transfer-config`."""
-        arguments = ("--model", MODEL, *ON_CPU, "--kv-transfer-config", json.dumps(transfer or NIXL), *flags)
+        arguments = (
+            "--model",
+            MODEL,
+            "--served-model-name",
+            "m",
+            *ON_CPU,
+            "--kv-transfer-config",
+            json.dumps(transfer or NIXL),
+            *flags,
+        )
         mode = () if role == "both" else ("--disaggregation-mode", role)
         port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         return self._start("dynamo.vllm", (*mode, *arguments), f"{role}-{len(self.workers)}", **port, **more)
+
+    def engine(self, role: str, component: str, port: int) -> Worker:
+        """An instance of kvferry's, as a worker of Dynamo's too."""
+        flags = ("--served-model-name=m", "--dtype=float32", "--kv-cache-memory=48MiB", f"--port={port}", "--grace-s=3")
+        where = f"--register=dynamo://dynamo/{component}"
+        return self._start("kvferry.cli.main", (role, MODEL, *flags, where), role, KVFERRY_AUTH_TOKEN=AUTH_TOKEN)
+
+    def frontend(self, port: int) -> Worker:
+        """Dynamo's own."""
+        return self._start("dynamo.frontend", ("--http-host", "127.0.0.1", "--http-port", str(port)), "frontend")
 
     def _start(self, module: str, flags: Sequence[str], name: str, **more: str) -> Worker:
         worker = Worker(module, flags, self.store, self.folder / f"{name}.log", **more)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Group, Parameter
 
 from kvferry.cli.flags import defaults_of, field_help, flags_of
+from kvferry.core.errors import ConfigError
 from kvferry.core.keys import http_secret, shared_token
+from kvferry.core.messages.dynamo import SCHEME, parse_endpoint
 from kvferry.core.names import resolve, without_collections
 from kvferry.core.settings.transfer_config import KVTransferConfig
 from kvferry.engine.config import EngineConfig
@@ -23,6 +25,7 @@ from kvferry.fleet.spec.settings import EngineChoice, FleetSpec, InstanceSpec, L
 from kvferry.http.client.access import InstanceAccess
 from kvferry.http.server.config import HttpAccess
 from kvferry.http.server.limits import HttpLimits
+from kvferry.models.catalog import resolve as resolve_model
 from kvferry.observe.logs import LogConfig, set_up_logging
 from kvferry.router.config import RouterConfig
 
@@ -149,8 +152,9 @@ def run_engine(
 ) -> int:
     """Run one instance in this process, until SIGINT or SIGTERM; returns the exit code."""
     token = shared_token()
+    in_dynamo = [one for one in instance.register if one.startswith(SCHEME)]
     registrar = make_registrar(
-        instance.register,
+        [one for one in instance.register if one not in in_dynamo],
         role,
         scheme="http" if access.tls_cert is None else "https",
         url=instance.advertise_url,
@@ -170,5 +174,18 @@ def run_engine(
             on_ready=reporter.ready,
             auth_token=token,
             registrar=registrar,
+            beside=_in_dynamo(in_dynamo, role, engine.model),
         )
     return code
+
+
+def _in_dynamo(urls: Sequence[str], role: InstanceRole, model: str) -> Any:
+    """Serves the engine as a worker of Dynamo's; None if no URL asks for it. Raises `ConfigError`."""
+    if not urls:
+        return None
+    if len(urls) > 1:
+        raise ConfigError("--register: an instance is a worker at one endpoint of Dynamo's")
+    endpoint = parse_endpoint(urls[0], "prefill" if role == "prefill" else "decode")
+    from kvferry.bridge.dynamo.engine_worker import EngineWorker  # not for the others' start
+
+    return lambda front: EngineWorker(front, endpoint, str(resolve_model(model))).run()

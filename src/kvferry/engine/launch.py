@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,9 @@ from kvferry.http.server.listen import authority
 
 log = logging.getLogger(__name__)
 
+Beside = Callable[[AsyncEngine], Coroutine[Any, Any, None]]
+"""Serves the engine in another way than over HTTP, until it is cancelled."""
+
 
 def run_instance(
     *,
@@ -35,18 +38,20 @@ def run_instance(
     on_ready: Callable[[dict[str, Any]], None] = lambda ready: None,
     auth_token: str = "",
     registrar: RegistrarConfig | None = None,
+    beside: Beside | None = None,
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; returns the exit code, 1 when the engine failed meanwhile.
 
     `on_ready` gets the URL and the instance's `InstanceFacts` once requests are accepted; the instance is then
-    registered at the routers that `registrar` names, until the end. Main thread only.
+    registered at the routers that `registrar` names, until the end. `beside` serves the
+    engine in another way too; its end is the instance's. Main thread only.
     Raises `ConfigError` and `UnsupportedModel` for errors that the user can correct.
     """
     names = served_model_names or (engine.model,)
     loaded = Engine(engine, transfer, auth_token=auth_token, on_progress=on_progress)
     _freeze()
     with shutdown_deadline() as limit:
-        return uvloop.run(limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit)))
+        return uvloop.run(limit.run(_serve(AsyncEngine(loaded, names), server, on_ready, registrar, limit, beside)))
 
 
 def _freeze() -> None:
@@ -62,6 +67,7 @@ async def _serve(
     on_ready: Callable[[dict[str, Any]], None],
     registrar: RegistrarConfig | None,
     limit: ShutdownDeadline,
+    beside: Beside | None,
 ) -> int:
     about = engine_client.describe()
     if registrar is not None:
@@ -74,14 +80,18 @@ async def _serve(
     try:
         failed = asyncio.create_task(engine_client.failed())
         serving = asyncio.create_task(serve(engine_client, server, on_listening=listening, registrar=registrar))
-        await asyncio.wait([failed, serving], return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
+        also = [] if beside is None else [asyncio.create_task(beside(engine_client))]
+        await asyncio.wait([failed, serving, *also], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
             log.error("the engine failed; this instance ends")
+        if not serving.done():
             serving.cancel()
-        failed.cancel()
-        await asyncio.gather(failed, serving, return_exceptions=True)
-        if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-            raise error
+        for task in (failed, *also):
+            task.cancel()
+        await asyncio.gather(failed, serving, *also, return_exceptions=True)
+        for task in (serving, *also):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
         return 0 if engine_client.healthy else 1
     finally:
         limit.begin()

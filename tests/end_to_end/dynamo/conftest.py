@@ -1,4 +1,4 @@
-"""Workers that the tests of vLLM's share: one for prefill, two for decode, and one that does both for comparison."""
+"""Workers that the tests of vLLM's share: one for prefill, one for decode, and one that does both for comparison."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     deployment = Deployment(tmp_path_factory.mktemp("workers"))
     try:
         with deployment.found_here():
-            for role in ("prefill", "decode", "decode"):
+            for role in ("prefill", "decode"):
                 deployment.vllm(role, request.param)
             with deployment.router(*LIMITS) as router:
-                until_serving(router, 1, 2)
+                until_serving(router, 1, 1)
                 yield Served(deployment, router)
     finally:
         deployment.end()

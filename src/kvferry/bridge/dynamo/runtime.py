@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.core.errors import InvalidRequest, MissingDependency, QueueFull, RequestError, RequestFailed
 from kvferry.core.messages.dynamo import DynamoEndpoint
+from kvferry.core.messages.instance_facts import InstanceFacts
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,40 @@ class DynamoRuntime:
     async def client(self, endpoint: DynamoEndpoint) -> WorkerClient:
         """A client of one endpoint, which follows Dynamo's discovery."""
         return WorkerClient(endpoint, await self._runtime.endpoint(endpoint.path).client(), self._make_context)
+
+    def endpoint(self, endpoint: DynamoEndpoint) -> Any:
+        """Dynamo's own object for an endpoint, at which this process serves."""
+        return self._runtime.endpoint(endpoint.path)
+
+    async def register_model(self, endpoint: Any, model: str, facts: InstanceFacts) -> None:
+        """Tell Dynamo's discovery which model this process serves at an endpoint, and which phase. `model`: its
+        folder or name."""
+        from dynamo._core import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
+
+        config = ModelRuntimeConfig()
+        config.context_length = facts.max_model_len
+        config.total_kv_blocks = facts.num_kv_tokens // max(1, facts.block_size)
+        config.max_num_seqs = facts.max_num_seqs
+        config.kv_event_publishing_enabled = False
+        needs: list[Any] | None = None
+        match facts.role:
+            case "prefill":
+                kind, role, needs = ModelType.Prefill, WorkerType.Prefill, [[WorkerType.Decode]]
+            case "decode":
+                kind, role, needs = ModelType.Chat | ModelType.Completions, WorkerType.Decode, [[WorkerType.Prefill]]
+            case "both":
+                kind, role = ModelType.Chat | ModelType.Completions, WorkerType.Aggregated
+        await register_model(
+            ModelInput.Tokens,
+            kind,
+            endpoint,
+            model,
+            model_name=facts.model_names[0],
+            worker_type=role,
+            needs=needs,
+            kv_cache_block_size=facts.block_size,
+            runtime_config=config,
+        )
 
     def close(self) -> None:
         """End the runtime."""

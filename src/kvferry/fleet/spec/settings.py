@@ -64,7 +64,8 @@ class InstanceSpec:
     register: tuple[str, ...] = ()
     """URL of a router (started with --registration) to register at; repeat it, or separate several by commas. The
     instance renews its registration until it is stopped, and then deregisters. Needs the same KVFERRY_AUTH_TOKEN as the
-    routers. An instance that does both phases registers for decode."""
+    routers. An instance that does both phases registers for decode. dynamo://NAMESPACE/COMPONENT: serve the engine as a
+    worker of Dynamo's too, for Dynamo's own frontend."""
 
     advertise_url: str | None = None
     """URL at which those routers reach the instance. Default: the address that it listens on; if it listens on all

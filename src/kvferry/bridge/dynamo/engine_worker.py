@@ -1,0 +1,185 @@
+"""kvferry's engine as a worker of Dynamo's, so that Dynamo's own frontend hands off between kvferry's instances.
+
+The instance registers its model in Dynamo's discovery and takes requests over Dynamo's request plane, beside its HTTP
+server. P answers with its ticket in `disaggregated_params`, which the frontend hands to D as `prefill_result`. As of
+Dynamo 1.7.0.dev20261026.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, cast
+
+import msgspec
+
+from kvferry.bridge.dynamo.runtime import DynamoRuntime
+from kvferry.core import entropy
+from kvferry.core.errors import InvalidRequest, RequestError
+from kvferry.core.messages.dynamo import DynamoEndpoint
+from kvferry.core.messages.hand_off import HandOff, Produce, TokenLogprobs, parse_hand_off
+from kvferry.core.messages.openai import ContextLengthExceeded
+from kvferry.core.request import EngineOutput, Request, are_tokens
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.server.engine_protocol import EngineFront
+
+log = logging.getLogger(__name__)
+
+TICKET = "kv_transfer_params"
+"""Where `disaggregated_params` have the ticket, as with Dynamo's vLLM workers."""
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    stop_token_ids_hidden: list[int] | None = None
+
+
+class _Sampling(msgspec.Struct, frozen=True):
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+
+class _Output(msgspec.Struct, frozen=True):
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class _PrefillResult(msgspec.Struct, frozen=True):
+    disaggregated_params: dict[str, Any] | None = None
+
+
+class WorkerRequest(msgspec.Struct):
+    """A request of Dynamo's frontend, as far as it is read (`PreprocessedRequest`)."""
+
+    token_ids: list[int]
+    stop_conditions: _Stop = _Stop()
+    sampling_options: _Sampling = _Sampling()
+    output_options: _Output = _Output()
+    prefill_result: _PrefillResult | None = None
+
+
+def engine_request(given: Mapping[str, Any], front: EngineFront, *, prefills: bool) -> Request:
+    """The request for kvferry's engine. `prefills`: it is to be handed off. Raises `InvalidRequest`."""
+    try:
+        asked = msgspec.convert(given, WorkerRequest)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request cannot be read: {error}") from error
+    stop, options, num = asked.stop_conditions, asked.sampling_options, len(asked.token_ids)
+    if not num or not are_tokens(asked.token_ids, front.vocab_size):
+        raise InvalidRequest("token_ids must be at least one id of the model's vocabulary", param="token_ids")
+    if num >= front.max_model_len:
+        raise ContextLengthExceeded(f"{num} tokens leave no room in a context of {front.max_model_len}")
+    if options.n not in (None, 1):
+        raise InvalidRequest("n must be 1: kvferry's engine gives one answer to a request of Dynamo's", param="n")
+    room = front.max_model_len - num
+    values = {name: value for name, value in msgspec.to_builtins(options).items() if value is not None and name != "n"}
+    sampling = SamplingParams(
+        **{**front.default_sampling, "seed": entropy.token_bits(63), **values},
+        max_tokens=1 if prefills else min(room, stop.max_tokens or room),
+        min_tokens=0 if prefills else stop.min_tokens or 0,
+        ignore_eos=bool(stop.ignore_eos),
+        stop_token_ids=tuple({*(stop.stop_token_ids or ()), *(stop.stop_token_ids_hidden or ())}),
+        logprobs=asked.output_options.logprobs,
+        prompt_logprobs=asked.output_options.prompt_logprobs,
+    )
+    sampling.validate()
+    name = entropy.token_hex(16)
+    return Request(
+        request_id=f"dynamo-{name}",
+        prompt_token_ids=asked.token_ids,
+        sampling=sampling,
+        hand_off=Produce(name) if prefills else _consumed(asked),
+    )
+
+
+def _consumed(asked: WorkerRequest) -> HandOff:
+    params = asked.prefill_result.disaggregated_params if asked.prefill_result else None
+    ticket = (params or {}).get(TICKET)
+    return parse_hand_off(ticket, "") if isinstance(ticket, dict) else None
+
+
+def worker_output(output: EngineOutput) -> dict[str, Any]:
+    """A piece of an answer as Dynamo's frontend reads it."""
+    piece: dict[str, Any] = {"token_ids": output.token_ids}
+    if output.logprobs:
+        piece["log_probs"] = [one.logprob for one in output.logprobs]
+        piece["top_logprobs"] = [_top(one) for one in output.logprobs]
+    if output.finish_reason is not None:
+        piece["finish_reason"] = {"stop": "stop", "length": "length"}.get(output.finish_reason, "cancelled")
+    if output.kv_transfer_params is not None:
+        piece["disaggregated_params"] = {TICKET: output.kv_transfer_params}
+    return piece
+
+
+def _top(one: TokenLogprobs) -> list[dict[str, Any]]:
+    likely = {**one.top, one.token_id: one.logprob}
+    return [
+        {"token_id": token, "logprob": value, "rank": rank} for rank, (token, value) in enumerate(likely.items(), 1)
+    ]
+
+
+class EngineWorker:
+    """One engine at one endpoint of Dynamo's. `end_s`: for Dynamo's discovery to forget it at the end."""
+
+    def __init__(self, front: EngineFront, endpoint: DynamoEndpoint, model: str, *, end_s: float = 5.0) -> None:
+        self._front, self._endpoint, self._model, self._end_s = front, endpoint, model, end_s
+        self._prefills = front.describe().role == "prefill"
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises `MissingDependency`."""
+        runtime = DynamoRuntime()
+        endpoint = runtime.endpoint(self._endpoint)
+        try:
+            await runtime.register_model(endpoint, self._model, self._front.describe())
+            log.info("registered in Dynamo's discovery as %s", self._endpoint.path)
+            await endpoint.serve_endpoint(self.generate)
+        finally:
+            with suppress(Exception):  # the runtime raises bare Exceptions; it is ended anyway
+                async with asyncio.timeout(self._end_s):
+                    await endpoint.unregister_endpoint_instance()
+            runtime.close()
+
+    async def generate(self, given: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any]]:
+        """Answer one request; Dynamo calls this. What it raises is the request's error there."""
+        from dynamo._core import InvalidArgument
+
+        try:
+            request = engine_request(given, self._front, prefills=self._prefills)
+            outputs = cast(AsyncGenerator[EngineOutput], self._front.generate(request))
+            async with aclosing(outputs):
+                async for output in _until_stopped(outputs, context):
+                    yield worker_output(output)
+        except InvalidRequest as error:
+            raise InvalidArgument(error.message) from error
+        except RequestError as error:
+            raise RuntimeError(f"{type(error).__name__}: {error.message}") from error
+
+
+async def _until_stopped(outputs: AsyncIterator[EngineOutput], context: Any) -> AsyncIterator[EngineOutput]:
+    """The outputs, until the frontend stops the request."""
+    stopped = asyncio.ensure_future(context.async_killed_or_stopped())
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(outputs, None))
+            await asyncio.wait([coming, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait([coming])
+                return
+            if (output := coming.result()) is None:
+                return
+            yield output
+    finally:
+        stopped.cancel()
