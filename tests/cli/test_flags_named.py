@@ -22,7 +22,7 @@ OWN = {"--config", "--help", "--version", "--ready-fd", "--group", "--listener"}
 """Of every command, or shown by none."""
 
 FOREIGN = {
-    # vLLM's and SGLang's
+    # vLLM's, SGLang's and Dynamo's
     "--disaggregation-mode", "--enforce-eager", "--kv-events-config", "--disable-hybrid-kv-cache-manager",
     "--enable-sleep-mode",
     "--hf-overrides",
@@ -30,7 +30,7 @@ FOREIGN = {
     "--load-format", "--mm-processor-cache-type",
     "--headless", "--master-addr", "--node-rank", "--nnodes",
     "--model-path", "--disaggregation-transfer-backend", "--disaggregation-bootstrap-port", "--tp-size",
-    "--enable-metrics", "--admin-api-key",
+    "--enable-metrics", "--admin-api-key", "--endpoint",
     "--enable-pd-role-switch", "--disaggregation-decode-retraction-backup", "--device", "--page-size",
     "--attention-backend", "--sampling-backend", "--grammar-backend", "--cuda-graph-backend-decode",
     "--cuda-graph-backend-prefill", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
